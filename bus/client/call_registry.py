@@ -190,7 +190,7 @@ class CallRegistry:
         given = {wire_id(request_id): request_id for request_id in request_ids}
         others = {request_id for name, request_id in given.items() if name not in self._calls}
         if others:
-            for name, call in self._calls.items():
+            for name, call in list(self._calls.items()):
                 if call.request.id_scope is not None and call.request.request_id in others:
                     given[name] = call.request.request_id
         return given
@@ -212,11 +212,12 @@ class CallRegistry:
         """Fail all open calls after the thread has ended, because the thread cannot."""
         self._failure = error
         self._end_calls("the client was closed" if error is None else f"the client has failed: {error!r}")
-        for call in self._calls.values():
+        for call in list(self._calls.values()):
             call.notify_caller()
 
     def _end_calls(self, message: str) -> None:
-        for call in self._calls.values():
+        # Copies: callers in the loops of other threads open and remove calls meanwhile.
+        for call in list(self._calls.values()):
             if call.result is None:
                 failure = RequestFailed(
                     code=ErrorCode.CLIENT_CLOSED, message=message, request_id=call.request.request_id

@@ -25,6 +25,7 @@ from ...schemas.telemetry import LostAttempt
 from ..nats.connection import Connection, publish
 from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event
+from ..protocol.attempt.silence import able_others
 from ..protocol.attempt.states import UNPUBLISHED, RequestState
 from ..queue.publisher import PublishResult, QueuePublisher
 from ..queue.streams import StoredRange, stored_in
@@ -168,9 +169,9 @@ class RequestDispatcher:
         return bool(self._watcher.table.serving(child.open_call.model)) and bool(self.waiting_reason(child))
 
     def others(self, child: ChildRequest) -> Sequence[WorkerPresence]:
-        """Return the workers that serve the model and are not silent."""
+        """Return the workers that serve the model, have the weights and the adapter, and are not silent."""
         serving = self._watcher.table.serving(child.open_call.model)
-        return [worker for worker in serving if worker.worker not in self._coordinator.silent]
+        return able_others(child, serving, self._coordinator.silent)
 
     def wake(self) -> None:
         """Check waiting requests again: their condition may have changed."""

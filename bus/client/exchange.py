@@ -64,7 +64,7 @@ class RequestPublisher(Protocol):
         """Return True if workers serve the model and none of them can accept the request now."""
 
     def others(self, child: ChildRequest) -> Sequence[WorkerPresence]:
-        """Return the serving workers of the model that are not silent."""
+        """Return the serving workers of the model that can run the request and are not silent."""
 
 
 class RequestAborter(Protocol):
@@ -251,9 +251,10 @@ class AttemptCoordinator:
             if child is None:
                 self._aborter.abort(worker, key)
             else:
-                # The second offer means that the engine has the request.
+                if child.worker is None or (child.may_wait and child.worker == worker):
+                    child.heard_at = now
+                # The second offer means that the engine has the request. Further ones are no sign of life.
                 child.may_wait &= child.worker != worker
-                child.heard_at = now
                 if worker in self.silent and child.worker is None and self._publisher.others(child):
                     self._refuse_silent(child, worker)
                 else:

@@ -16,7 +16,7 @@ from ...schemas.presence import WorkerPresence, WorkerState
 from ..control.store import DesiredStore
 from ..nats.connection import Connection
 from ..protocol.attempt import events as on
-from ..protocol.attempt.silence import SilenceWatch
+from ..protocol.attempt.silence import BUSY_FACTOR, SILENT_S, SilenceWatch
 from ..protocol.fleet.desired import effective
 from .children import ChildRequest
 from .exchange import AttemptCoordinator
@@ -42,7 +42,7 @@ class SilenceChecks:
         self._watcher = watcher
         self._coordinator = coordinator
         self._store = DesiredStore(nats, watcher.subjects)
-        # The models of the workers that do not serve, with the time of the last read; bounded by the live workers.
+        # The models of the workers that do not serve now, with the time of the last read.
         self._states: dict[str, tuple[float, DesiredState | None]] = {}
         self._behind_since: dict[str, float] = {}
         self.watch = SilenceWatch()
@@ -70,7 +70,13 @@ class SilenceChecks:
             if not self._nats.is_connected or elapsed_s > 2 * ROUND_S + READ_S:
                 # This process did not read, so it cannot judge.
                 suspended = {child.worker or "" for child in offered}
-            live = [child for child in offered if child.is_open and child.worker is not None]
+            waiting_since = now - BUSY_FACTOR * SILENT_S
+            live = [
+                child
+                for child in offered
+                # A worker without a free slot may let followers of a group wait, behind those of other clients.
+                if child.is_open and child.worker is not None and (child.has_begun or child.heard_at < waiting_since)
+            ]
             for worker in list(self.watch.avoided):
                 if (presence := self._watcher.table.get(worker)) is not None:
                     self.watch.forget(worker, presence.incarnation)
@@ -87,11 +93,12 @@ class SilenceChecks:
 
     async def _suspended(self, workers: set[str]) -> set[str]:
         """Return the workers that the recorded state keeps from generating, not those that only say so."""
-        found, behind = set(), {}
+        found, behind, models = set(), {}, set()
         for worker in workers:
             presence = self._watcher.table.get(worker)
             if presence is None or presence.state is WorkerState.SERVING:
                 continue
+            models.add(presence.model)
             try:
                 state = await self._state(presence.model)
             except RollbusError as exc:
@@ -105,6 +112,8 @@ class SilenceChecks:
                 if time.monotonic() - behind[worker] < MAX_BEHIND_S:
                     found.add(worker)
         self._behind_since = behind
+        # Workers choose the names of their models, and may change them.
+        self._states = {model: read for model, read in self._states.items() if model in models}
         return found
 
     async def _state(self, model: str) -> DesiredState | None:

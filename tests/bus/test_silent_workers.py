@@ -1,6 +1,7 @@
 """Workers that offer to run requests and send no tokens: their requests go to other workers, and they are avoided."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_worker import MODEL, HandWorker, worker_by_hand
 from tests.support.patience import SOON_S
+from tests.support.presences import presence
 from tests.support.requests import short
 from tests.support.waits import until_true
 
@@ -87,6 +89,68 @@ async def test_alone_a_silent_worker_keeps_the_request_after_two_moves(nats_url:
             await rb.complete(short("r", model=MODEL, timeout_s=8))
         assert rb.stats().attempts_lost == 2
         offering.cancel()
+
+
+async def test_offers_without_tokens_are_no_sign_of_life(nats_url: str, fleet: str) -> None:
+    """A worker that offers to run the same request again and again is silent. A follower may wait there longer."""
+    async with (
+        asyncio.timeout(3 * SOON_S),
+        worker_by_hand(nats_url, fleet) as hand,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        hand.free_slots = 1000
+        await hand.announce()
+        call = tasks.create_task(rb.complete(short("r", model=MODEL, timeout_s=60)))
+        key = await hand.next_key()
+        await hand.frame(0, admitted=(key,))
+        await hand.acked(1)
+        (child,) = rb._registry.runtime.coordinator.open_children(lambda _: True)
+        child.may_wait = True
+        await hand.presences.get()
+        for _ in range(hand.presences.qsize() + 3):  # three seconds
+            await hand.presences.get()
+        assert rb.stats().attempts_lost == 0
+
+        number = 1
+        while not rb.stats().attempts_lost:
+            await hand.frame(number, admitted=(key,))
+            await hand.presences.get()  # a second
+            number += 1
+            assert number < 6
+        call.cancel()
+
+
+async def test_a_request_goes_directly_only_to_a_worker_that_can_run_it(nats_url: str, fleet: str) -> None:
+    """A request that no other worker can run goes to the queue again, not directly to a worker with older weights."""
+    async with (
+        asyncio.timeout(3 * SOON_S),
+        synthetic_worker(nats_url, fleet, model=MODEL, worker_id="old"),
+        worker_by_hand(nats_url, fleet) as hand,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        hand.free_slots, hand.weight_version = 1000, 1
+        await hand.announce()
+        offering = tasks.create_task(offer_all(hand))
+        with pytest.raises(RequestTimeout):
+            await rb.complete(short("r", model=MODEL, timeout_s=8, min_weight_version=1))
+        assert rb.stats().direct <= 1  # to the silent worker, before it was silent
+        offering.cancel()
+
+
+async def test_models_that_a_worker_had_are_forgotten(nats_url: str, fleet: str) -> None:
+    """A worker that does not serve and changes its model often leaves nothing in the client's memory."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        checks = rb._registry.runtime.silence
+
+        async def read(model: str) -> None:
+            checks._watcher.table.update(presence(model=model, state=WorkerState.PAUSED), time.monotonic())
+            await checks._suspended({"w"})
+
+        for model in ("a", "b"):
+            await rb._registry.thread.run(read(model))
+        assert set(checks._states) == {"b"}
 
 
 async def test_a_pause_that_is_not_recorded_does_not_excuse_a_silent_worker(nats_url: str, fleet: str) -> None:

@@ -7,9 +7,10 @@ avoids the silent worker. A long prefill, a slow machine and a full engine are n
 from collections.abc import Container, Iterable
 from typing import Final, NamedTuple, TypeVar
 
+from ....schemas.presence import WorkerPresence
 from .machine import AttemptMachine
 
-__all__ = ["AVOID_S", "BUSY_FACTOR", "MAX_MOVES", "SILENT_S", "SilenceWatch"]
+__all__ = ["AVOID_S", "BUSY_FACTOR", "MAX_MOVES", "SILENT_S", "SilenceWatch", "able_others"]
 
 SILENT_S: Final = 120.0
 """Seconds without a token after which a worker is silent: far above any engine step."""
@@ -94,3 +95,17 @@ class SilenceWatch:
         avoided = self.avoided.get(worker)
         if avoided is not None and avoided.incarnation != incarnation:
             del self.avoided[worker]
+
+
+def able_others(
+    request: AttemptMachine, serving: Iterable[WorkerPresence], silent: Container[str]
+) -> list[WorkerPresence]:
+    """Return the workers that have the weights and the adapter of `request`, without the silent ones."""
+    version, lora = request.stream.asked.min_weight_version or 0, request.stream.asked.lora
+    return [
+        worker
+        for worker in serving
+        if worker.worker not in silent
+        and worker.weight_version >= version
+        and (lora is None or lora in (info.name for info in worker.loras))
+    ]
