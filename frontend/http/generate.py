@@ -8,12 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
+from ...schemas.checks import describe
 from ..tokenization import Tokenizer
 from .answer_types import GenerateAnswer, Usage
 from .answers import AnswerChoice, collect_answers, updates, usage_of
 from .body import decode_body, read_body
 from .calls import JsonPieces
-from .errors import HttpError, unsupported
+from .errors import HttpError, invalid, unsupported
 from .generate_answer import answer_json, event_json
 from .generate_body import (
     PREFIX,
@@ -38,6 +39,9 @@ async def generate(service: Service, request: Request) -> Response:
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     check_supported(body)
     target = await find_target(service, body.model)
+    if body.routed_experts_format is not None and target.capabilities.routed_experts is None:
+        problem = f"is {describe(body.routed_experts_format)}"
+        raise invalid("routed_experts_format", problem, "null: this model returns no routed experts")
     check_length("token_ids", len(body.token_ids), target)
     tokenizer = await _tokenizer(service, target, body.sampling_params)
     room = target.room(len(body.token_ids))

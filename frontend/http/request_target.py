@@ -63,9 +63,7 @@ async def find_target(service: Service, name: str | None) -> RequestTarget:
             there is no name and several models are known, or several models have an adapter of that name.
     """
     # An empty name is a missing name, as in vLLM.
-    model = name or service.settings.default_model
-    if model is None:
-        model = await _only_model(service)
+    model = name or service.settings.default_model or await _only_model(service)
     workers = service.rb.fleet.workers
     # The name of a model wins over the name of an adapter.
     of_model = [worker for worker in workers if worker.model == model]

@@ -25,10 +25,10 @@ async def test_the_page_shows_the_timeline_of_a_request(browser: Chrome, nats_ur
         opened(browser, f"{http.url}/", may_fail=True) as page,
     ):
         await http.rb.fleet.wait_for_workers()
-        await http.rb.complete(short("rollout-7"))
+        await http.rb.complete(short("gsm8k/rollout.7"))
         await page.click("[data-testid=tab-request]")
         await page.click("[data-testid=request-id]")
-        await page.press("rollout-7", Keys.ENTER)
+        await page.press("gsm8k/rollout.7", Keys.ENTER)
         events = await page.until(EVENTS, lambda found: "ended" in found)
         assert [event for event in events if event != "published"] == [
             "offered",
@@ -40,7 +40,7 @@ async def test_the_page_shows_the_timeline_of_a_request(browser: Chrome, nats_ur
         shown = await page.run("return document.querySelector('#view-request').innerText")
         assert "w0" in shown
         assert "3 tokens" in shown
-        assert "rollout-7" in await page.run("return location.href")
+        assert "rollout.7" in await page.run("return location.href")
 
         await page.goto(f"{http.url}/#/request?id=nobody")
         await page.until_text(NOTE, lambda text: bool(text) and "No worker knows nobody" in text)

@@ -59,6 +59,28 @@ async def test_a_rendered_request_generates_the_same_tokens(nats_url: str, fleet
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
 
 
+async def test_a_rendered_request_is_accepted_as_it_is(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A rendered request keeps the given fields, and its id is valid and unique, however long the given id is."""
+    given = {"timeout_s": 9.0, "return_token_ids": True, "routed_experts_format": "npy"}
+    async with talking(nats_url, fleet, tmp_path) as (http, _):
+
+        async def post(path: str, body: object) -> Any:
+            answer = await http.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        long = {"request_id": "r" * 512, "max_tokens": 2}
+        chat = await post(f"{CHAT}/render", {"messages": [USER], **long, **given})
+        assert {name: chat[name] for name in given} == given
+        texts = await post(f"{COMPLETIONS}/render", {"prompt": ["a", "b"], **long})
+        assert given.keys().isdisjoint(texts[0])
+        ids = [body["request_id"] for body in (chat, *texts)]
+        assert len(set(ids)) == 3
+        answers = [await post(GENERATE, body) for body in (chat, *texts)]
+        assert [answer["request_id"] for answer in answers] == ids
+        assert isinstance(answers[0]["choices"][0]["routed_experts"], str)
+
+
 @pytest.mark.slow
 async def test_a_rendered_request_is_one_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """VLLM's own model of the body accepts a rendered request."""
@@ -117,8 +139,10 @@ async def test_a_model_without_experts_has_no_rows(nats_url: str, fleet: str, tm
     async with http_service(nats_url, fleet, settings, config=config) as http:
         body = {"prompt": [5], "max_tokens": 1}
         assert "routed_experts" not in (await http.client.post(COMPLETIONS, json=body)).json()["choices"][0]
-        refused = await http.client.post(COMPLETIONS, json={**body, "routed_experts_format": "npy"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "routed_experts_format")
+        tokens = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+        for path, each in ((COMPLETIONS, body), (GENERATE, tokens)):
+            refused = await http.client.post(path, json={**each, "routed_experts_format": "npy"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "routed_experts_format")
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2"])

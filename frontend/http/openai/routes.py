@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,6 +30,9 @@ from .shapes import CHAT, COMPLETION
 from .tools import make_plan, read_question
 
 __all__ = ["ROUTES"]
+
+AS_GIVEN: Final = ("timeout_s", "return_token_ids", "routed_experts_format")
+"""Fields with the same names and meanings in a rendered body, which has them only if they are given."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -66,6 +69,10 @@ async def render_completions(service: Service, request: Request) -> Response:
 
 def _rendered(body: ChatBody | CompletionBody, job: CompletionHandler, request: bus.GenerateRequest) -> dict[str, Any]:
     """Return the body of `/inference/v1/generate` that generates the tokens of a request."""
+    request_id = f"{job.shape.id_prefix}{request.request_id}"
+    if len(request_id) > MAX_GIVEN_ID_CHARS or request.id_scope != job.requests[0].id_scope:
+        # The id has no room for the prefix or for the index of the prompt.
+        request_id = f"{job.shape.id_prefix}{request.wire_id}"
     sampling, extra = request.sampling, dict(request.sampling.extra or {})
     params = {name: value for name in SamplingFields.__struct_fields__ if (value := getattr(body, name)) is not None}
     room = job.target.room(request.prompt_len)
@@ -77,9 +84,11 @@ def _rendered(body: ChatBody | CompletionBody, job: CompletionHandler, request: 
         "skip_special_tokens": job.options.skip_special_tokens,
         "routed_experts_prompt_start": request.routed_experts_prompt_start,
     }
-    hints = {"kv_hints": extra.pop("kv_hints")} if "kv_hints" in extra else {}
+    given: dict[str, Any] = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
+    if "kv_hints" in extra:
+        given["kv_hints"] = extra.pop("kv_hints")
     return {
-        "request_id": f"{job.shape.id_prefix}{request.request_id}",
+        "request_id": request_id,
         "token_ids": np.asarray(request.prompt_token_ids).tolist(),
         "sampling_params": {**params, **extra, **computed},
         "model": job.target.name,
@@ -88,7 +97,7 @@ def _rendered(body: ChatBody | CompletionBody, job: CompletionHandler, request: 
         "cache_salt": request.cache_salt,
         "priority": request.priority,
         "features": None,
-        **hints,
+        **given,
     }
 
 

@@ -77,7 +77,7 @@ export function requestView() {
     }
     say("Asking the workers …");
     try {
-      const body = await (await ask(`v1/rl/requests/${encodeURIComponent(id)}`, { signal: run.signal })).json();
+      const body = await (await ask(`v1/rl/requests?id=${encodeURIComponent(id)}`, { signal: run.signal })).json();
       if (shown !== id) return;
       say("");
       answer.replaceChildren(...found(body, answer.clientWidth - 30));
