@@ -76,6 +76,14 @@ async def test_the_default_model_answers_requests_without_a_name(nats_url: str, 
         assert error_of(await ask(http.client))[0] == 503
 
 
+async def test_an_empty_default_model_is_none(nats_url: str, fleet: str) -> None:
+    """`--default-model ""`, as from an unset variable of a shell, is no name of a model."""
+    settings = Settings(default_model="")
+    async with synthetic_worker(nats_url, fleet, model="a"), http_before(nats_url, fleet, settings) as http:
+        await http.own.fleet.wait_for_workers()
+        assert (await ask(http.client)).status_code == 200
+
+
 async def test_a_stream_names_its_model_in_each_event(nats_url: str, fleet: str) -> None:
     """Each event of a stream names the model."""
     async with synthetic_worker(nats_url, fleet, model="a"), http_before(nats_url, fleet) as http:

@@ -24,6 +24,7 @@ from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before, http_service
 from tests.support.patience import SOON_S
+from tests.support.waits import until
 
 EXAMPLES = 5
 """The number of examples for each route."""
@@ -124,12 +125,18 @@ def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *,
     run()
 
 
+async def _status(http: Http, path: str) -> int:
+    return (await http.client.get(path)).status_code
+
+
 @pytest.mark.slow
 async def test_schemathesis_finds_no_server_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Requests drawn from the document get responses as documented, and never 5xx."""
     config = SyntheticConfig(max_model_len=256)
     settings = Settings(max_body_bytes=1 << 20, tokenizer=save(make_byte_level(), tmp_path))
     async with http_service(nats_url, fleet, settings, config=config) as http:
+        # `/ready` waits only some seconds for the tokenizer, whose library takes longer to load on a busy machine.
+        await until(lambda: _status(http, "/ready"), 200)
         described_as = (await http.client.get("/openapi.json")).json()
         # The routes that pause or drain the fleet come last.
         for table in (OPEN, DATA, ADMIN):
