@@ -186,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
             parents=[common],
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(command=command)
+        subparser.set_defaults(command=command, default_of=subparser.get_default)
     return parser
 
 

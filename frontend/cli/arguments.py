@@ -6,7 +6,10 @@ Also removes passwords from addresses.
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+
+from .exits import CommandFailed, ExitCode
 
 __all__ = [
     "add_otel",
@@ -16,6 +19,7 @@ __all__ = [
     "non_negative_int",
     "positive_float",
     "positive_int",
+    "refuse_options",
     "without_password",
 ]
 
@@ -67,6 +71,21 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of the tokenizer (default: model folder of a worker on this machine)",
     )
+
+
+def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+    """Check that the user gave none of these options.
+
+    Args:
+        names: names of the options in `args`.
+        reason: continues the error: why the option has no effect here.
+
+    Raises:
+        CommandFailed: an option was given.
+    """
+    for name in names:
+        if getattr(args, name) != args.default_of(name):
+            raise CommandFailed(f"--{name.replace('_', '-')} has no effect {reason}", ExitCode.USAGE)
 
 
 def without_password(text: str) -> str:

@@ -114,6 +114,28 @@ print([name for name in {HEAVY!r} if name in sys.modules])
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("auth remove --dir {0} --trainer bob --listen 0.0.0.0:4333", "--listen"),
+        ("auth certify --dir {0} a.creds --worker w0", "--worker"),
+        ("nats init --dir {0} --nodes a,b,c --objects 3", "--objects"),
+        ("nats init 3 --dir {0} --nodes a,b,c", "an argument N"),
+        ("nats leaf --dir {0} --hub a --user trainer-x --store-dir {0}", "--store-dir"),
+        ("nats replicas 3 --listen 0.0.0.0:4333", "--listen"),
+        ("demo --rl --max-tokens 8", "--max-tokens"),
+        ("publish-weights {0} --version 1 --store-only --min-staged 1", "--min-staged"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    line: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option that only another action or mode of its command uses is a usage error, and nothing is written."""
+    assert main(line.format(tmp_path).split()) == ExitCode.USAGE
+    assert option in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_accepts_the_common_options(command: str) -> None:
     """The options --nats, --fleet, --json and -v have the same meaning in each command."""

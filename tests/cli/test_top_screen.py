@@ -63,7 +63,10 @@ DESIRED = DesiredState(
     model="m",
     epoch=4,
     registers={
-        "weights": Recorded(epoch=4, command=UpdateWeights(version=4, source=WeightSource(path="/w/4"), label="s4")),
+        "weights": Recorded(
+            epoch=4,
+            command=UpdateWeights(version=4, source=WeightSource(path="/w/4"), label="s4", digest="0" * 64),
+        ),
         "pause": Recorded(epoch=2, command=Pause(mode="wait")),
     },
     workers={
@@ -289,7 +292,7 @@ def test_output_into_a_pipe_has_all_workers_and_columns(capsys: pytest.CaptureFi
 
 def test_json_has_the_state_and_the_rates() -> None:
     """The JSON has state and rates, and unknown values are null."""
-    written = top_as_json(SMALL)
+    written = top_as_json(SMALL, TopOptions())
 
     assert {"fleet", "workers", "queues", "queue_problems", "desired", "rates"} == written.keys()
     assert written["rates"]["workers"]["w3"] == {
@@ -301,6 +304,17 @@ def test_json_has_the_state_and_the_rates() -> None:
     }
     assert written["rates"]["models"]["m"]["tokens_per_s"] == 150
     assert written["rates"]["fleet"]["tokens_per_s"] == 200
+
+
+def test_json_has_the_chosen_model_in_the_chosen_order() -> None:
+    """`--model` and `--sort` have the same effect on the JSON as on the tables."""
+    written = top_as_json(SMALL, TopOptions(sort="state", model="m"))
+
+    assert [worker["worker"] for worker in written["workers"]] == ["w2", "w0", "w1"]
+    assert (written["rates"]["models"].keys(), written["desired"].keys()) == ({"m"}, {"m"})
+    assert written["rates"]["workers"].keys() == {"w0", "w1", "w2"}
+    other = top_as_json(SMALL, TopOptions(model="n"))
+    assert (other["queues"], other["desired"], other["rates"]["models"].keys()) == ([], {}, {"n"})
 
 
 def test_keys_change_what_is_shown() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
     """Change the folder, and print the result."""
     if bool(args.files) != (args.action == "certify"):
         raise CommandFailed("only the action certify has FILE arguments, and it requires at least one", ExitCode.USAGE)
+    if args.action != "init":
+        users = (*ROLES, "publisher") if args.action == "certify" else ()
+        options = ("listen", "server_cert", "server_key", "client_ca", *users)
+        refuse_options(args, options, f"for the action {args.action}")
     if args.action == "certify":
         return _certify(args)
     models = _models_of(args)

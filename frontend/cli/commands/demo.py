@@ -11,7 +11,7 @@ import sys
 from collections.abc import Coroutine
 from pathlib import Path
 
-from ..arguments import positive_int
+from ..arguments import positive_int, refuse_options
 from ..exits import CommandFailed, ExitCode
 from ..package import EXAMPLES_DIR
 
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     from ..tour import Tour
 
     if args.rl:
+        refuse_options(args, ("input", "max_tokens", "state_dir"), "with --rl")
         return _learn()
     path: Path = (args.input or QUESTIONS).resolve()
     if not path.is_file():

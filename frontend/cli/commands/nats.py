@@ -16,9 +16,9 @@ import argparse
 import re
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ..arguments import positive_float, positive_int
+from ..arguments import positive_float, positive_int, refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -37,6 +37,15 @@ LEAF_PORT = 7422
 """The default port of NATS for leaf nodes."""
 REPLICATED_S = 600.0
 """Time limit for each stream, in seconds. A copy of a full object store of 32 GiB takes minutes on a fast network."""
+
+
+_ROUTES: Final = ("dir", "cluster_cert", "cluster_key", "cluster_ca")
+OPTIONS: Final = {
+    "init": ("nodes", "cluster", "store_dir", "max_file_store", "server_cert", "server_key", "client_ca", *_ROUTES),
+    "leaf": ("hub", "leaf_port", "user", "leaf", "listen", *_ROUTES),
+    "replicas": ("objects", "timeout_s"),
+}
+"""The options of each action."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +149,10 @@ def _add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     """Run the action."""
+    if args.action != "replicas" and args.count is not None:
+        raise CommandFailed(f"only the action replicas has an argument N; {args.action} has none", ExitCode.USAGE)
+    others = {name for action, names in OPTIONS.items() if action != args.action for name in names}
+    refuse_options(args, sorted(others - set(OPTIONS[args.action])), f"for the action {args.action}")
     if args.action == "init":
         return _init(args)
     if args.action == "leaf":

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import non_negative_int, positive_float
+from ..arguments import non_negative_int, positive_float, refuse_options
 from ..control import add_switch_options
 from ..exits import CommandFailed, ExitCode
 
@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Store and load the version."""
+    if args.store_only:
+        refuse_options(args, ("mode", "min_staged", "timeout_s"), "with --store-only")
     from .... import bus
     from ..console import note, waiting
     from ..control import AckCounter, show_ledger

@@ -60,7 +60,7 @@ async def run(args: argparse.Namespace) -> int:
             return ExitCode.OK
         view = await read_view(rb)
     if args.json:
-        print_json(top_as_json(view))
+        print_json(top_as_json(view, options))
     elif view.state.workers:
         print_top(view, options)
     if not view.state.workers:

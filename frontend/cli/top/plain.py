@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....bus.protocol.telemetry.fleet_rates import Rates
 from ..console import print_table, write
 from ..fleet_tables import state_as_json
@@ -24,14 +26,29 @@ def print_top(view: TopView, options: TopOptions) -> None:
         print_table(columns, cells)
 
 
-def top_as_json(view: TopView) -> dict[str, Any]:
-    """Return the JSON of `rollbus status --json` with the rates of the fleet, the models and the workers."""
-    rates = view.rates
-    return state_as_json(view.state) | {
+def top_as_json(view: TopView, options: TopOptions) -> dict[str, Any]:
+    """Return the JSON of `rollbus status --json` with the rates of the fleet, the models and the workers.
+
+    With `options.model`, all but the rates of the fleet is of this model.
+    """
+    rates, state = view.rates, view.state
+    workers = sorted_workers(state.workers, rates, options.sort, options.model)
+
+    def shows(model: str) -> bool:
+        return options.model in (None, model)
+
+    shown = replace(
+        state,
+        workers=tuple(workers),
+        queues=tuple(depth for depth in state.queues if shows(depth.model)),
+        queue_problems={model: problem for model, problem in state.queue_problems.items() if shows(model)},
+        desired={model: desired for model, desired in state.desired.items() if shows(model)},
+    )
+    return state_as_json(shown) | {
         "rates": {
             "fleet": _as_json(rates.of_fleet()),
-            "models": {model: _as_json(each) for model, each in rates.of_models().items()},
-            "workers": {worker.worker: _as_json(rates.of(worker.worker)) for worker in view.state.workers},
+            "models": {model: _as_json(each) for model, each in rates.of_models().items() if shows(model)},
+            "workers": {worker.worker: _as_json(rates.of(worker.worker)) for worker in workers},
         }
     }
 
