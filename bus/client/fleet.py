@@ -1,7 +1,6 @@
 """The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, Literal, Unpack
@@ -9,7 +8,6 @@ from typing import Any, Final, Literal, Unpack
 from ...schemas import control, limits
 from ...schemas.checks import check_float, check_int, check_name
 from ...schemas.control import AnyCommand, PauseMode
-from ...schemas.errors import BusBroken
 from ...schemas.presence import WorkerPresence
 from ...schemas.request_ids import check_given_id, wire_id
 from ..control.ack_collector import OnAck
@@ -28,22 +26,25 @@ from .fleet_options import (
     split_options,
     unique_names,
 )
-from .fleet_state import FleetState
+from .fleet_state import FleetState, read_fleet_state
 from .loop_thread import LoopThread
 from .runtime import ClientRuntime
 
 __all__ = ["Fleet", "FleetState"]
 
-logger = logging.getLogger(__name__)
-
 MAX_COUNT: Final = 1_000_000
 """Upper bound of the worker count that a caller can wait for; no fleet is larger."""
+
+
+MAX_SETTLE_S: Final = 60.0
+"""Upper bound of the wait for workers in `Fleet.state`; progress of longer commands is in their acks."""
 
 
 class Fleet:
     """The workers of one fleet. Use it from the client's event loop; `Client.fleet` returns it.
 
-    A command returns a `CommandResult` after all workers that had to answer have applied the command. Commands raise
+    A command returns a `CommandResult` after all workers that had to answer have applied the command, and their
+    presence shows it, so that the next call of this client sees it. Commands raise
 
     - `CommandIncomplete`: not all workers applied it. The error's `ledger` lists the workers, its message the reasons.
     - `NoWorkers`: no worker can execute it.
@@ -81,25 +82,21 @@ class Fleet:
         """Number of presence messages and acks of workers that could not be decoded."""
         return self._watcher.rejected.so_far + self._runtime.controller.collector.rejected.so_far
 
-    async def state(self) -> FleetState:
+    async def state(self, *, settle_s: float = 0.0) -> FleetState:
         """Ask all workers for their state. Return the answers of the next half second.
 
+        Args:
+            settle_s: further seconds to wait, at most, until `FleetState.stale` is empty: until all workers have
+                handled the commands that are recorded for them. Default: 0.
+
         Raises:
+            InvalidRequest: `settle_s` is not 0 to 60.
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._state())
-
-    async def _state(self) -> FleetState:
-        workers, queues, problems = await self._watcher.workers_and_queues()
-        workers = self._runtime.silence.named(workers)
-        try:
-            desired = await self._runtime.controller.store.read_all()
-        except BusBroken as exc:
-            # The presence of the workers is valid without the desired states.
-            logger.warning("fleet.desired_states_read_failed error=%s", exc)
-            desired = {}
-        return FleetState(fleet=self._name, workers=workers, queues=queues, queue_problems=problems, desired=desired)
+        return await self._thread.run(
+            read_fleet_state(self._runtime, check_float("settle_s", settle_s, 0, MAX_SETTLE_S))
+        )
 
     async def check_queues(self) -> dict[str, str]:
         """Return the models whose queue confirms no request, each with the reason. Publish a probe to each queue.
@@ -156,6 +153,17 @@ class Fleet:
             BusClosed: the client was closed.
         """
         return await self._thread.run(self._runtime.models.known())
+
+    async def models_with_adapter(self, name: str) -> tuple[str, ...]:
+        """Return the models for which an adapter of this name is recorded, sorted. They may have no workers.
+
+        Wait up to a second until presence shows it on a worker. All calls together read at most once a second.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.models.with_adapter(name))
 
     async def forget_model(self, model: str) -> bool:
         """Delete the queue and the desired state of a model without workers. For administrators.

@@ -1,12 +1,19 @@
 """The state of a fleet at one moment."""
 
+import logging
+
 import msgspec
 
 from ...schemas.desired import DesiredState
+from ...schemas.errors import BusBroken
 from ...schemas.presence import WorkerPresence
+from ..protocol.fleet.behind import stale_workers
 from ..queue.streams import QueueDepth
+from .runtime import ClientRuntime
 
-__all__ = ["FleetState"]
+__all__ = ["FleetState", "read_fleet_state"]
+
+logger = logging.getLogger(__name__)
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,3 +29,34 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """Why a queue does not answer, by model. For example, a queue without a leader delivers no requests."""
     desired: dict[str, DesiredState] = {}
     """Desired state of the workers by model. Models without a recorded command are left out."""
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Ids of the workers whose presence does not show yet that they handled their commands in `desired`."""
+        return stale_workers(self.workers, self.desired)
+
+
+async def read_fleet_state(runtime: ClientRuntime, settle_s: float) -> FleetState:
+    """Ask all workers for their state, and wait up to `settle_s` more seconds for stale workers. See `Fleet.state`.
+
+    Raises:
+        BusBroken: the connection to NATS is gone.
+    """
+    watcher = runtime.watcher
+    workers, queues, problems = await watcher.workers_and_queues()
+    try:
+        desired = await runtime.controller.store.read_all()
+    except BusBroken as exc:
+        # The presence of the workers is valid without the desired states.
+        logger.warning("fleet.desired_states_read_failed error=%s", exc)
+        desired = {}
+    if stale_workers(workers, desired):
+        await watcher.wait_until(lambda: not stale_workers(watcher.table.workers(), desired), settle_s)
+        workers = watcher.table.workers()
+    return FleetState(
+        fleet=watcher.subjects.fleet,
+        workers=runtime.silence.named(workers),
+        queues=queues,
+        queue_problems=problems,
+        desired=desired,
+    )

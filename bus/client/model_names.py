@@ -7,17 +7,25 @@ it. The stored desired states name the models of a fleet, also models whose work
 import asyncio
 import math
 import time
+from typing import Final
 
 from ...schemas.checks import check_name
+from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, InvalidRequest, NoWorkers
 from ..control.store import DesiredStore
 from ..nats.connection import Connection
+from ..protocol.fleet.desired import desired_loras
 from ..protocol.fleet.presence_table import list_names
 from ..queue.streams import delete_queue, queue_depths
 from ..subjects import Subjects
 from .presence_watcher import PresenceWatcher
 
 __all__ = ["ModelNames"]
+
+READ_S: Final = 1.0
+"""Seconds between two reads of all stored states for names that no worker has, because any user may send such names."""
+LOADED_S: Final = 1.0
+"""Seconds to wait for the presence of a worker with a recorded adapter. It usually arrives within milliseconds."""
 
 
 class ModelNames:
@@ -37,6 +45,10 @@ class ModelNames:
         self._reading = asyncio.Lock()
         self._read_at = -math.inf
         self._recorded: tuple[str, ...] = ()
+        self._reading_states = asyncio.Lock()
+        self._states_read_at = -math.inf
+        self._may_read_at = -math.inf
+        self._states: dict[str, DesiredState] = {}
 
     def __repr__(self) -> str:
         """Return one line with the model of requests that name none."""
@@ -55,6 +67,22 @@ class ModelNames:
             # Roles that write a state may write anything under any name. Only a valid state makes a model known.
             recorded = tuple([model for model in recorded if model in served or await self._store.is_valid(model)])
         return tuple(sorted(served.union(recorded)))
+
+    async def with_adapter(self, name: str) -> tuple[str, ...]:
+        """Return the models for which an adapter is recorded. Wait up to a second for a worker that announces it.
+
+        Raises:
+            BusBroken: the stored states cannot be read.
+        """
+        states = await self._recorded_states()
+        found = tuple(sorted(model for model, state in states.items() if name in desired_loras(state)))
+        if found:
+            await self._watcher.wait_until(lambda: self._is_announced(name, found), LOADED_S)
+        return found
+
+    def _is_announced(self, name: str, models: tuple[str, ...]) -> bool:
+        workers = (worker for worker in self._watcher.snapshot.workers if worker.model in models)
+        return any(lora.name == name for worker in workers for lora in worker.loras)
 
     async def reset(self, model: str | None) -> tuple[str, ...]:
         """Clear the desired state of `model`, or of all models. Return the models that had recorded commands."""
@@ -135,3 +163,15 @@ class ModelNames:
                 self._recorded = await self._store.models()
                 self._read_at = began_at
             return self._recorded
+
+    async def _recorded_states(self) -> dict[str, DesiredState]:
+        """Read the stored states. Calls that wait at the same time share one read."""
+        asked_at = time.monotonic()
+        async with self._reading_states:
+            if self._states_read_at < asked_at:
+                await asyncio.sleep(max(self._may_read_at - time.monotonic(), 0.0))
+                began_at = time.monotonic()
+                self._may_read_at = began_at + READ_S
+                self._states = await self._store.read_all()
+                self._states_read_at = began_at
+            return self._states

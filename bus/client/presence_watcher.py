@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from nats.aio.msg import Msg
 
+from ...schemas.acks import Ack
 from ...schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
 from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence
@@ -14,6 +15,7 @@ from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..nats.jetstream import Unanswered
 from ..nats.reachable import describe_reachable
+from ..protocol.fleet.behind import shows_ack
 from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor, accepts_whole_requests
 from ..queue.storing import probe_queue
 from ..queue.streams import QueueDepth, queue_depths
@@ -32,7 +34,7 @@ class PresenceWatcher:
 
     Args:
         on_lost: called with each lost worker or incarnation.
-        on_change: called when a worker joins, leaves or changes its state.
+        on_change: called when a worker joins, leaves or applies a change.
         on_survivor: called with each worker that was marked lost and publishes presence again.
         on_heard: called with each presence, before the other callbacks.
 
@@ -126,8 +128,12 @@ class PresenceWatcher:
         """Return the latest presence of live workers, after all had time to answer since the watch began."""
         left_s = self._listening_since + PING_WAIT_S - time.monotonic()
         if left_s > 0:
-            await self._wait(lambda: False, left_s)
+            await self.wait_until(lambda: False, left_s)
         return self.table.workers()
+
+    async def wait_for_acked(self, acks: Collection[Ack], timeout_s: float) -> None:
+        """Wait until presence shows what these acks of recorded commands say, for at most `timeout_s` seconds."""
+        await self.wait_until(lambda: all(shows_ack(self.table.get(ack.worker), ack) for ack in acks), timeout_s)
 
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
         """Ask all workers for their state, and return the answers of the next half second.
@@ -136,7 +142,7 @@ class PresenceWatcher:
             BusBroken: the connection to NATS is gone.
         """
         await self._ping()
-        await self._wait(lambda: False, PING_WAIT_S)
+        await self.wait_until(lambda: False, PING_WAIT_S)
         return self.table.workers()
 
     async def workers_and_queues(
@@ -192,7 +198,7 @@ class PresenceWatcher:
             NoWorkers: fewer workers served it within `timeout_s` seconds. The message gives their states.
         """
         await self._ping()
-        if not await self._wait(lambda: len(self.table.serving(model)) >= count, timeout_s):
+        if not await self.wait_until(lambda: len(self.table.serving(model)) >= count, timeout_s):
             raise NoWorkers(
                 message=f"{len(self.table.serving(model))} of {count} workers served within {timeout_s:g} s"
                 + self.snapshot.describe_others(model)
@@ -207,7 +213,7 @@ class PresenceWatcher:
         if not self.snapshot.is_served(model):
             await self._ping()
             left_s = self._pinged_at + PING_WAIT_S - time.monotonic()
-            await self._wait(lambda: self.snapshot.is_served(model), left_s)
+            await self.wait_until(lambda: self.snapshot.is_served(model), left_s)
 
     async def _ping(self) -> None:
         # All callers that wait at the same time share one ping.
@@ -218,7 +224,8 @@ class PresenceWatcher:
             # Workers of earlier releases read no other ping.
             await publish(self._nats, self.subjects.ping, b"")
 
-    async def _wait(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+    async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until a condition on the snapshot is met. Return False if it is not met within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(max(timeout_s, 0)):
                 while not is_met():

@@ -7,7 +7,7 @@ leaves no partial decision.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ...schemas.checks import describe
 from ...schemas.control import (
     Abort,
+    Ack,
     AnyCommand,
     Command,
     FinishWeightUpdate,
@@ -57,6 +58,10 @@ READS: Final = (ReadExperts, ReadRequest)
 """Commands that change nothing."""
 TELLS_NOTHING: Final = "the worker runs an earlier release, which does not answer this command"
 
+SHOWN_S: Final = 1.0
+"""Seconds to wait after the acks for presence that shows their outcome, because the caller's next call reads presence.
+It usually arrives within milliseconds."""
+
 Kind = TypeVar("Kind", bound=Command)
 
 Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
@@ -71,6 +76,9 @@ class Watch(Protocol):
 
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
         """Return the same after a ping of all workers."""
+
+    async def wait_for_acked(self, acks: Collection[Ack], timeout_s: float) -> None:
+        """Wait until presence shows what these acks of recorded commands say, for at most `timeout_s` seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +219,7 @@ class Controller:
         lost: dict[str, str] | None = None,
         quorum: Quorum | None = None,
     ) -> CommandOutcome:
-        """Record `command` if it sets a register, publish it, and wait for the acks.
+        """Record `command` if it sets a register, publish it, and wait for the acks and for presence that shows them.
 
         Args:
             lost: workers of `roster` that have ended since it was made, with the reasons.
@@ -233,8 +241,8 @@ class Controller:
             # Workers answer a read immediately, so it needs no margin.
             wait_s = command.timeout_s + (0 if isinstance(command, READS) else MARGIN_S)
             await self.collector.collect(tracker, messages, wait_s, on_ack)
-        epochs = {recording.model: recording.epoch for recording in recordings}
-        result = tracker.result(time.monotonic(), epochs)
+        result = tracker.result(time.monotonic(), {one.model: one.epoch for one in recordings})
+        await self._watcher.wait_for_acked(result.applied.values(), SHOWN_S)
         if isinstance(command, Abort) and command.request_ids is not None:
             result = result.of_abort(command.request_ids)
         return CommandOutcome(result, recordings, tracker.lost)

@@ -64,6 +64,23 @@ async def find_target(service: Service, name: str | None) -> RequestTarget:
     """
     # An empty name is a missing name, as in vLLM.
     model = name or service.settings.default_model or await _only_model(service)
+    target = _announced(service, model)
+    if target is None:
+        # The ack of another service may be newer than presence, so the record decides before anything is refused.
+        refusal = await _not_served(service, model)
+        target = _announced(service, model)
+        if target is None:
+            raise refusal
+    service.metrics.is_for(target.worker.model)
+    return target
+
+
+def _announced(service: Service, model: str) -> RequestTarget | None:
+    """Return the model or adapter of that name that workers announce; None if no started worker does.
+
+    Raises:
+        HttpError: 400, several models have an adapter of that name.
+    """
     workers = service.rb.fleet.workers
     # The name of a model wins over the name of an adapter.
     of_model = [worker for worker in workers if worker.model == model]
@@ -74,9 +91,8 @@ async def find_target(service: Service, name: str | None) -> RequestTarget:
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param="model")
     for worker in having:
         if worker.capabilities is not None:
-            service.metrics.is_for(worker.model)
             return RequestTarget(worker=worker, capabilities=worker.capabilities, lora=None if of_model else model)
-    raise await _not_served(service, model)
+    return None
 
 
 async def _only_model(service: Service) -> str:
@@ -96,16 +112,22 @@ async def _only_model(service: Service) -> str:
 
 
 async def _not_served(service: Service, model: str) -> HttpError:
-    """Return the error for a model or adapter that no worker serves."""
-    workers = service.rb.fleet.workers
-    if any(worker.model == model for worker in workers):
+    """Return the error for a model or adapter that no worker announces. Wait up to a second for a recorded adapter."""
+    fleet = service.rb.fleet
+    if any(worker.model == model for worker in fleet.workers):
         return HttpError(503, f"model {model!r} is starting", code=ErrorCode.NO_WORKERS)
     try:
-        known = await service.rb.fleet.known_models()
+        known = await fleet.known_models()
+        bases = () if model in known else await fleet.models_with_adapter(model)
     except BusBroken as exc:
         return HttpError(503, f"no worker serves model {model!r}: {exc}", code=ErrorCode.NO_WORKERS)
     if model in known:
         return HttpError(503, f"model {model!r} has no workers", code=ErrorCode.NO_WORKERS)
+    if bases:
+        live = {worker.model for worker in fleet.workers}.intersection(bases)
+        problem = "is not loaded yet" if live else "has no workers"
+        message = f"model {model!r}, an adapter of {list_names(bases)}, {problem}"
+        return HttpError(503, message, code=ErrorCode.NO_WORKERS)
     if not known:
         return HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
     message = f"model {describe(model)} is unknown; allowed: {list_names(known)}"

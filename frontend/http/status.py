@@ -76,6 +76,9 @@ async def model(service: Service, request: Request) -> Response:
     """Return one model that live workers serve, or one of their adapters. Its name may have slashes."""
     name = request.path_params["id"]
     found = _models(service)
+    if name not in found and await service.rb.fleet.models_with_adapter(name):
+        # The ack of another service may be newer than presence.
+        found = _models(service)
     if name not in found:
         allowed = ", ".join(found) or "none, because no worker serves a model"
         raise HttpError(404, f"model {name[:64]!r} is unknown; allowed: {allowed}", code=ErrorCode.UNKNOWN_MODEL)

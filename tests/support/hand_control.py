@@ -77,6 +77,8 @@ class ControlledWorker:
     """The commands for this worker, including repeated ones."""
     waiting: asyncio.Queue[AnyCommand] = field(default_factory=lambda: asyncio.Queue(1000))
     """The same commands, for a test that reads them one by one."""
+    epoch: int = 0
+    """The epoch of the last command that it acked as applied."""
     controller: str = ""
     """The controller of the latest command."""
 
@@ -92,7 +94,7 @@ class ControlledWorker:
             uptime_s=0.0,
             lease_s=lease_s,
             capabilities=capabilities(engine="hand", **self.abilities),
-            **fields,
+            **{"epoch": self.epoch, **fields},
         )
         await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
 
@@ -101,6 +103,9 @@ class ControlledWorker:
         about: dict[str, Any] = {"incarnation": self.incarnation, "epoch": command.epoch, **fields}
         ack = Ack(id=command.id, command=command.command, worker=self.name, model=self.model, **about)
         await publish(self.nats, self.subjects.ack(self.controller, self.name), encode_json(ack))
+        if ack.status is AckStatus.APPLIED and ack.epoch is not None:
+            self.epoch = ack.epoch
+            await self.announce()
 
     async def take(self, message: Msg) -> None:
         """Receive a command and ack it if it is for this worker."""

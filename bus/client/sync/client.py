@@ -80,6 +80,7 @@ class BlockingFleet:
     reset = _blocking(Fleet.reset)
     check_queues = _blocking(Fleet.check_queues)
     known_models = _blocking(Fleet.known_models)
+    models_with_adapter = _blocking(Fleet.models_with_adapter)
     forget_model = _blocking(Fleet.forget_model)
     wait_for_workers = _blocking(Fleet.wait_for_workers)
     send = _blocking(Fleet.send)

@@ -1,12 +1,14 @@
-"""Finds the workers that do not match the desired state, and the known reasons."""
+"""Finds the workers that do not match the desired state, and presence that is older than what was recorded or acked."""
 
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+from ....schemas.acks import Ack
 from ....schemas.desired import DesiredState
 from ....schemas.presence import WorkerPresence, WorkerState
-from .desired import target_version
+from .desired import effective, target_version
 
-__all__ = ["why_behind"]
+__all__ = ["shows_ack", "stale_workers", "why_behind"]
 
 _UNABLE: Final = frozenset(
     {
@@ -19,6 +21,8 @@ _UNABLE: Final = frozenset(
     }
 )
 """States in which a worker serves nothing although no command requires this."""
+_BEFORE_READ: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""States of workers that serve nothing. Before they serve, they apply what is recorded."""
 
 
 def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
@@ -32,3 +36,19 @@ def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
     if worker.epoch < state.epoch:
         return f"is at epoch {worker.epoch} of {state.epoch}{doing}"
     return None
+
+
+def stale_workers(workers: Iterable[WorkerPresence], states: Mapping[str, DesiredState]) -> tuple[str, ...]:
+    """Return the ids of the workers whose presence does not show yet that they handled their recorded commands."""
+    return tuple(
+        worker.worker
+        for worker in workers
+        if worker.state not in _BEFORE_READ
+        and worker.model in states
+        and any(recorded.epoch > worker.epoch for recorded in effective(states[worker.model], worker.worker).values())
+    )
+
+
+def shows_ack(presence: WorkerPresence | None, ack: Ack) -> bool:
+    """Return True if a worker's presence is as new as its ack of a recorded command, or its incarnation has ended."""
+    return presence is None or presence.incarnation != ack.incarnation or presence.epoch >= (ack.epoch or 0)

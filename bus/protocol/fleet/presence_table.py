@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Final
 
 from ....schemas.errors import InvalidRequest, NoWorkers
@@ -34,6 +35,7 @@ MAX_LISTED: Final = 16
 """Largest number of models that an error lists, because workers choose the names."""
 MAX_WORKERS: Final = 16_384
 """Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
+_IN_SNAPSHOT: Final = attrgetter("state", "model", "incarnation", "epoch", "weight_version", "loras")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,10 @@ class Survivor:
 
 @dataclass(frozen=True)
 class FleetSnapshot:
-    """The live workers and their states. Each change makes a new snapshot; any thread may read it."""
+    """The live workers: states, versions, adapters. Each change makes a new snapshot; any thread may read it."""
 
     workers: tuple[WorkerPresence, ...]
-    """The workers by id. Other fields of their presence may be older than the snapshot."""
+    """The workers by id. Load, counters and times of their presence may be older than the snapshot."""
 
     @cached_property
     def served(self) -> tuple[str, ...]:
@@ -207,7 +209,7 @@ class PresenceTable:
         if previous is None and len(self._workers) >= MAX_WORKERS:
             return None
         self._workers[presence.worker] = _Tracked(presence, now)
-        if previous is None or _differs(previous, presence):
+        if previous is None or _IN_SNAPSHOT(previous) != _IN_SNAPSHOT(presence):
             self._snapshot = None
         if previous is not None and previous.incarnation != presence.incarnation:
             self._ended.setdefault(presence.worker, deque(maxlen=MAX_ENDED)).append(previous.incarnation)
@@ -315,7 +317,7 @@ class PresenceTable:
 
     @property
     def snapshot(self) -> FleetSnapshot:
-        """The live workers; the same object until a worker joins, leaves or changes its state."""
+        """The live workers; the same object until a worker joins, leaves or applies a change."""
         if self._snapshot is None:
             self._snapshot = FleetSnapshot(self.workers())
         return self._snapshot
@@ -391,7 +393,3 @@ def slots_of(worker: WorkerPresence) -> int:
     """Return how many requests a worker runs at once, by its presence."""
     known = worker.capabilities
     return worker.in_flight + worker.free_slots if known is None else known.max_num_seqs
-
-
-def _differs(a: WorkerPresence, b: WorkerPresence) -> bool:
-    return (a.state, a.model, a.incarnation) != (b.state, b.model, b.incarnation)

@@ -14,7 +14,7 @@ from . import bodies
 from .answers import LORA_OF_PRIME
 from .commands import CommandCall, is_loaded, load_lora, unload_lora
 from .reading import read_query
-from .reads import FleetQuery, fleet_state
+from .reads import SETTLE_S, FleetQuery, fleet_state, stale_field
 
 __all__ = ["add_lora", "list_loras", "remove_lora"]
 
@@ -37,7 +37,8 @@ async def list_loras(service: Service, request: Request) -> Response:
     """List the adapters that live workers have loaded, with newest version and workers, in Dynamo's format."""
     model = read_query(request, FleetQuery).model
     found: dict[tuple[str, str], dict[str, int]] = {}
-    for worker in (await fleet_state(service, model)).workers:
+    state = await fleet_state(service, model, SETTLE_S)
+    for worker in state.workers:
         for lora in worker.loras:
             found.setdefault((lora.name, worker.model), {})[worker.worker] = lora.version
     adapters = [Adapter(name=name, model=model, workers=workers) for (name, model), workers in sorted(found.items())]
@@ -46,6 +47,7 @@ async def list_loras(service: Service, request: Request) -> Response:
         "loras": {adapter.name: max(adapter.workers.values()) for adapter in adapters},
         "count": len(adapters),
         "adapters": adapters,
+        **stale_field(state),
     }
     return json_response(answer)
 

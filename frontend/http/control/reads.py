@@ -20,12 +20,14 @@ from .reading import read_query
 
 __all__ = [
     "DEAD",
+    "SETTLE_S",
     "FleetQuery",
     "fleet_state",
     "is_paused",
     "is_sleeping",
     "liveness",
     "rl_health",
+    "stale_field",
     "weight_info",
     "weight_version",
 ]
@@ -45,22 +47,34 @@ class FleetQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Model of the workers; None: workers of every model."""
 
 
-async def _state(service: Service, request: Request) -> bus.FleetState:
+SETTLE_S: Final = 1.0
+"""Seconds to wait for presence as new as the recorded state. It usually arrives within milliseconds of the acks."""
+
+
+async def _state(service: Service, request: Request, settle_s: float = SETTLE_S) -> bus.FleetState:
     """Return the current state of the fleet; if the query has `model`, only the workers of that model.
 
     Raises:
         HttpError: 400 if a query parameter is unknown. Also the errors of `fleet_state`.
     """
-    return await fleet_state(service, read_query(request, FleetQuery).model)
+    return await fleet_state(service, read_query(request, FleetQuery).model, settle_s)
 
 
-async def fleet_state(service: Service, model: str | None) -> bus.FleetState:
+def stale_field(state: bus.FleetState) -> dict[str, bool]:
+    """Return the field `stale` of an answer if it may be older than the recorded state, else no field."""
+    return {"stale": True} if state.stale else {}
+
+
+async def fleet_state(service: Service, model: str | None, settle_s: float = 0.0) -> bus.FleetState:
     """Return the current state of the fleet; if `model` is not None, only the workers of that model.
+
+    Args:
+        settle_s: as in `rollbus.Fleet.state`.
 
     Raises:
         HttpError: 400 if the fleet has no worker of that model, 503 if the fleet has no workers.
     """
-    state = await service.rb.fleet.state()
+    state = await service.rb.fleet.state(settle_s=settle_s)
     if not state.workers:
         raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
     if model is None:
@@ -77,7 +91,8 @@ async def rl_health(service: Service, request: Request) -> Response:
 
     The answer names who stopped workers, and who has an open transfer of weights.
     """
-    state = await _state(service, request)
+    # Probes have short timeouts, so this does not wait.
+    state = await _state(service, request, 0.0)
     counts = Counter(worker.state for worker in state.workers)
     is_well = any(worker.state.is_present or worker.state in PAUSED for worker in state.workers)
     errors = {worker.worker: worker.last_error for worker in state.workers if worker.last_error is not None}
@@ -95,13 +110,14 @@ async def rl_health(service: Service, request: Request) -> Response:
         "unpinned": not_pinned,
         "stops": stops,
         "transfers": transfers,
+        **stale_field(state),
     }
     return json_response(answer, 200 if is_well else 503)
 
 
 async def liveness(service: Service, request: Request) -> Response:
     """Answer 200 if the process of any worker is live, else 503, as prime-rl's route does."""
-    state = await _state(service, request)
+    state = await _state(service, request, 0.0)
     is_alive = any(worker.state not in DEAD for worker in state.workers)
     return json_response({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
 
@@ -110,13 +126,14 @@ async def is_paused(service: Service, request: Request) -> Response:
     """Return true if no worker accepts requests and a command is the reason, as vLLM's route does."""
     state = await _state(service, request)
     states = {worker.state for worker in state.workers}
-    return json_response({"is_paused": bool(states & PAUSED) and not states & TAKING})
+    return json_response({"is_paused": bool(states & PAUSED) and not states & TAKING, **stale_field(state)})
 
 
 async def is_sleeping(service: Service, request: Request) -> Response:
     """Return true if the engines of all workers have freed their memory, as vLLM's route does."""
     state = await _state(service, request)
-    return json_response({"is_sleeping": all(worker.state is WorkerState.ASLEEP for worker in state.workers)})
+    is_asleep = all(worker.state is WorkerState.ASLEEP for worker in state.workers)
+    return json_response({"is_sleeping": is_asleep, **stale_field(state)})
 
 
 async def weight_version(service: Service, request: Request) -> Response:
@@ -132,6 +149,7 @@ async def weight_version(service: Service, request: Request) -> Response:
             "is_uniform": len(set(able)) == 1,
             "workers": versions,
             "desired": desired,
+            **stale_field(state),
         }
     )
 
@@ -152,4 +170,4 @@ async def weight_info(service: Service, request: Request) -> Response:
     worker = min(_able(state), key=lambda worker: worker.weight_version)
     number = worker.weight_version
     text = version_label(state.desired.get(worker.model), worker.worker, number)
-    return json_response({"weight_version": text or str(number), "version": number})
+    return json_response({"weight_version": text or str(number), "version": number, **stale_field(state)})
