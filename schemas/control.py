@@ -245,6 +245,9 @@ class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag
     """Seconds for each worker to load the weights."""
     digest: Digest | None = None
     """Digest of the adapter's tensors and of the bytes of `adapter_config.json`, used like that of `update_weights`."""
+    for_base: bool = False
+    """True: `name` is the model's own name, and requests for the model use the adapter until it is unloaded or the
+    weights are replaced. Recorded only if all workers have `Capabilities.base_adapters`."""
 
 
 class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):

@@ -177,6 +177,8 @@ class ControlCode(enum.StrEnum):
     """No transfer of weights is open, or another one than the command names. It must be started again."""
     TRANSFER_EMPTY = "transfer_empty"
     """The transfer of weights cannot be finished, because it received no chunk."""
+    IS_ADAPTER = "is_adapter"
+    """The source is a LoRA adapter, where a whole checkpoint is needed."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a code of a newer worker as this value."""
 

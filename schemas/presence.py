@@ -139,6 +139,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if the worker computes digests and decodes a `digest`; False also if the engine may span machines."""
     transfer_leases: bool = False
     """True if the worker decodes `by`, `transfer` and `cancel_weight_update`. Workers of earlier releases do not."""
+    base_adapters: bool = False
+    """True if the worker decodes `for_base` of `load_lora`. Workers of earlier releases do not."""
 
 
 class WorkerState(enum.StrEnum):
@@ -301,6 +303,17 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
         """Check that the worker's id is a subject token and that the model's name is valid."""
         check_subject_token("worker", self.worker)
         check_name("model", self.model)
+
+    @property
+    def base_adapter_version(self) -> int | None:
+        """Version of the adapter with the model's name, which answers requests for the model; None: there is none."""
+        return next((lora.version for lora in self.loras if lora.name == self.model), None)
+
+    @property
+    def served_version(self) -> int:
+        """Version that answers the requests for the model: of its adapter, or else of the weights."""
+        adapter = self.base_adapter_version
+        return self.weight_version if adapter is None else adapter
 
 
 class ClientState(enum.StrEnum):

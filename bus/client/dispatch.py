@@ -158,7 +158,7 @@ class RequestDispatcher:
             return problem
         if lora is not None and all(lora not in (info.name for info in worker.loras) for worker in serving):
             return f"the request waits for a worker with the adapter {lora!r}{others}"
-        newest = max((worker.weight_version for worker in serving), default=None)
+        newest = max((w.served_version if lora is None else w.weight_version for w in serving), default=None)
         if wanted is None or (newest is not None and newest >= wanted):
             return ""
         have = "no worker serves" if newest is None else f"the newest version of a serving worker is {newest}"

@@ -343,7 +343,13 @@ class Fleet:
         return await self._thread.run(update)
 
     async def load_lora(
-        self, name: str, path: Path | None = None, *, version: int | None = None, **options: Unpack[SourceOptions]
+        self,
+        name: str,
+        path: Path | None = None,
+        *,
+        version: int | None = None,
+        for_base: bool = False,
+        **options: Unpack[SourceOptions],
     ) -> CommandResult:
         """Load a LoRA adapter into all workers of a model, or replace the adapter of the same name.
 
@@ -352,13 +358,16 @@ class Fleet:
             path: folder of the adapter. On the workers' machines it must be below one of their weight roots.
             version: version of the adapter. Every token sampled with the adapter has this version. None: one more than
                 the recorded version.
+            for_base: `name` is the model's own name: requests for the model use the adapter until it is unloaded or the
+                weights are replaced. `version` continues the versions of the weights, and `min_weight_version`,
+                `max_weight_lag` and `drop_stale` compare with it.
 
         Raises:
             ControlError: also raised if the folder could not be uploaded. Nothing was changed.
         """
         fields, on_ack = split_options(options)
         source, upload = pop_source(path, fields)
-        command = control.LoadLora(name=name, source=source, version=version or 0, **fields)
+        command = control.LoadLora(name=name, source=source, version=version or 0, for_base=for_base, **fields)
         loading = self._runtime.updates.load_lora(
             command, is_next_version=version is None, upload=upload, on_ack=on_ack
         )

@@ -41,9 +41,8 @@ class Group:
 
 
 def _versions(generation: Generation) -> npt.NDArray[np.int32]:
-    if generation.request.lora is None or generation.lora_versions is None:
-        return generation.weight_versions
-    return generation.lora_versions
+    # Tokens have an adapter's version also if the adapter answers under the model's name.
+    return generation.weight_versions if generation.lora_versions is None else generation.lora_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

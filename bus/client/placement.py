@@ -255,9 +255,9 @@ class RequestPlacement:
         """Return the workers that can serve a request, the input of its placement, and its scope."""
         asked = child.stream.asked
         version, lora = asked.min_weight_version or 0, asked.lora
-        able = [load for load in loads if load.weight_version >= version and (lora is None or lora in load.loras)]
-        able = [load for load in able if load.worker not in self.silent]
-        lora_version = 0 if lora is None else max((load.loras[lora] for load in able), default=0)
+        able = [load for load in loads if load.has(version, lora) and load.worker not in self.silent]
+        # An adapter may have the model's name.
+        lora_version = max((load.loras.get(lora or child.open_call.model, 0) for load in able), default=0)
         scope = PrefixScope(lora, lora_version, asked.cache_salt)
         group_id = asked.group_id
         if group_id is None and len(child.open_call.children) > 1:

@@ -112,6 +112,7 @@ class PrefillDispatcher:
                 num_slots=presence.capabilities.max_num_seqs,
                 context_len=snapshot.context_lens[model],
                 weight_version=presence.weight_version,
+                served_version=presence.served_version,
                 loras=frozenset(info.name for info in presence.loras),
             )
             for presence in found

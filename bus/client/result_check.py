@@ -35,6 +35,9 @@ READ_S: Final = 1.0
 UNREADABLE_S: Final = 10.0
 """Seconds without another read after one that failed. Versions are not checked meanwhile, and workers get no new ones:
 a version is recorded before a worker loads it."""
+ENDED_S: Final = 60.0
+"""Seconds after the record of an adapter's end in which frames of it may arrive, also if clocks differ. Its version is
+in no state then."""
 NOT_CHECKED: Final = (MAX_WEIGHT_VERSION, MAX_WEIGHT_VERSION)
 
 
@@ -75,7 +78,7 @@ class ResultCheck:
     async def without_false(self, worker: str, frame: Frame) -> Frame:
         """Return the frame without false chunks, and fail their requests as `protocol_error`."""
         engine = worker, frame.incarnation
-        announced: dict[tuple[str, str | None], Announced] = {}
+        announced: dict[tuple[str, str], Announced] = {}
         has_read: set[str] = set()
         false: list[Chunk] = []
         for chunk in frame.chunks:
@@ -83,7 +86,7 @@ class ResultCheck:
             # Chunks of other requests are dropped later.
             if child is None or (child.worker, child.incarnation) not in ((None, None), engine):
                 continue
-            use = child.open_call.model, child.stream.asked.lora
+            use = _use_of(child)
             if use not in announced:
                 announced[use] = self._announced(engine, *use)
             if problem_of(chunk, announced[use]) is None:
@@ -104,7 +107,7 @@ class ResultCheck:
         self._losses.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
 
     async def _problem(self, engine: Engine, child: ChildRequest, chunk: Chunk, has_read: set[str]) -> str | None:
-        model, lora = child.open_call.model, child.stream.asked.lora
+        model, lora = _use_of(child)
 
         def problem(recorded: tuple[int, int]) -> str | None:
             now = self._announced(engine, model, lora)
@@ -119,7 +122,7 @@ class ResultCheck:
             return problem(_recorded(self._last_state, engine[0], lora))
         return problem(NOT_CHECKED)
 
-    def _announced(self, engine: Engine, model: str, lora: str | None) -> Announced:
+    def _announced(self, engine: Engine, model: str, lora: str) -> Announced:
         """Return what the worker announced. If that is not known: what any worker of the model announced."""
         own = self._table.get(engine[0])
         if own is None or own.incarnation != engine[1]:
@@ -144,10 +147,20 @@ class ResultCheck:
         return True
 
 
-def _recorded(state: DesiredState | None, worker: str, lora: str | None) -> tuple[int, int]:
+def _use_of(child: ChildRequest) -> tuple[str, str]:
+    """Return the model of a request and its adapter. Without an adapter, one with the model's name may answer."""
+    model = child.open_call.model
+    return model, child.stream.asked.lora or model
+
+
+def _recorded(state: DesiredState | None, worker: str, lora: str) -> tuple[int, int]:
     """Return the recorded versions of the weights and of this adapter; 0: none."""
     if state is None:
         return 0, 0
-    recorded = effective(state, worker).get(lora_register(lora or ""))
-    adapter = None if recorded is None else recorded.command
-    return target_version(state, worker) or 0, adapter.version if isinstance(adapter, LoadLora) else 0
+    recorded = effective(state, worker).get(lora_register(lora))
+    version = 0
+    if recorded is not None and isinstance(recorded.command, LoadLora):
+        version = recorded.command.version
+    elif recorded is not None and abs(time.time() - recorded.at) < ENDED_S:
+        version = MAX_WEIGHT_VERSION
+    return target_version(state, worker) or 0, version

@@ -40,7 +40,7 @@ from ..nats.connection import Connection
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority
 from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomplete, CommandResult, Quorum
-from ..protocol.fleet.pinning import without_digests
+from ..protocol.fleet.pinning import without
 from ..protocol.fleet.presence_table import LostWorker
 from ..protocol.fleet.roster import Roster, needs_known_models, workers_that_must_ack
 from ..subjects import Subjects
@@ -190,9 +190,9 @@ class Controller:
             pass
         return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
 
-    async def without_digests(self, model: str) -> tuple[str, ...]:
-        """Return the present workers of `model` that do not decode or compute digests of weights."""
-        return without_digests(await self._watcher.known_workers(), model)
+    async def without(self, capability: str, model: str) -> tuple[str, ...]:
+        """Return the present workers of `model` that announce their capabilities and lack this one."""
+        return without(capability, await self._watcher.known_workers(), model)
 
     async def models(self) -> frozenset[str]:
         """Return the names of all known models: those of live workers, and those with a stored desired state."""

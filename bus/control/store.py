@@ -9,13 +9,13 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from typing import Final
 
 from msgspec.structs import replace
 
-from ...schemas.control import AnyCommand
+from ...schemas.control import AnyCommand, UnloadLora
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from ...schemas.messages import encode_json
@@ -129,8 +129,14 @@ class DesiredStore:
         # Of three servers, one server and the leader are a majority.
         return heard[(len(heard) + 1) // 2 - 1] if heard else 0.0
 
-    async def record(self, model: str, command: AnyCommand, by: str = "") -> tuple[DesiredState, int]:
+    async def record(
+        self, model: str, command: AnyCommand, by: str = "", *, loaded: Collection[str] | None = None
+    ) -> tuple[DesiredState, int]:
         """Record `command`. Return the new state and the epoch. See `rollbus.bus.protocol.fleet.desired.record`.
+
+        Args:
+            loaded: names of the loaded adapters. An unload of another adapter is recorded only if it should be loaded.
+                None: record every unload.
 
         Cancellation: the command may or may not be recorded. Recording it again with the same id is harmless.
 
@@ -142,6 +148,8 @@ class DesiredStore:
 
         def recorded(state: DesiredState) -> DesiredState:
             nonlocal epoch
+            if loaded is not None and isinstance(command, UnloadLora):
+                desired.check_unload(state, command, loaded)
             state, epoch = desired.record(state, command, by, time.time())
             return state
 

@@ -29,6 +29,7 @@ from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ..protocol.fleet import desired
+from ..protocol.fleet.behind import check_started
 from ..protocol.fleet.canary import check_expected
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum
 from ..protocol.fleet.pinning import pin
@@ -87,7 +88,7 @@ class Updates:
         await self._check_update(model, command, roster, min_staged)
         async with self._source(model, command, upload) as ready:
             check, quorum = await self._check(ready, roster, on_ack, min_staged)
-            pinned, warnings = pin(ready, check.result.applied, await self._controller.without_digests(model))
+            pinned, warnings = pin(ready, check.result.applied, await self._controller.without("weight_digests", model))
             warnings += await self._warn_of_history(model, pinned)
             outcome = await self._controller.execute(pinned, roster, on_ack, lost=check.lost, quorum=quorum)
             result = await self._conclude(_with_warnings(outcome, warnings), roster)
@@ -144,7 +145,11 @@ class Updates:
         roster = await self._controller.roster(command)
         self._controller.check_allowed(command, roster)
         [model] = roster
-        await self._check_name(command)
+        await self._check_name(command, model)
+        if command.for_base and is_next_version:
+            raise InvalidRequest(field="version", problem="is missing", allowed="a number with for_base")
+        if command.for_base:
+            check_started(await self._state(model), roster[model], command)
         revise: Revise | None = None
         if is_next_version:
             # For the upload's name. The compare-and-set decides the recorded version, because it differs for each
@@ -163,7 +168,7 @@ class Updates:
         self, model: str, command: LoadLora, roster: Roster, on_ack: OnAck | None
     ) -> tuple[LoadLora, tuple[str, ...], dict[str, str]]:
         """Return the command with the digest of the adapter, warnings, and the workers that ended meanwhile."""
-        unable = await self._controller.without_digests(model)
+        unable = await self._controller.without("weight_digests", model)
         if unable:
             return *pin(command, {}, unable), {}
         check = CheckWeights(
@@ -213,13 +218,19 @@ class Updates:
                     await self._delete_source(model, recorded.command)
         return result
 
-    async def _check_name(self, command: LoadLora) -> None:
-        """Check that no model has the adapter's name, under which requests would use that model."""
-        models = await self._controller.models()
-        if command.name in models:
-            raise InvalidRequest(
-                field="name", problem=f"is {command.name!r}, which is the name of a model", allowed="another name"
-            )
+    async def _check_name(self, command: LoadLora, model: str) -> None:
+        """Check that no other model has the adapter's name, under which requests would use that model.
+
+        Only an adapter for the base has the name of its own model.
+        """
+        if command.for_base and command.name == model:
+            if unable := await self._controller.without("base_adapters", model):
+                problem = f"{', '.join(unable)} run an earlier release, which has no adapters under the model's name"
+                raise ControlError(ControlCode.UNSUPPORTED, problem)
+        elif command.for_base or command.name in await self._controller.models():
+            problem = f"is {command.name!r}, which is the name of a model"
+            allowed = f"{model!r} with for_base, or a name that no model has"
+            raise InvalidRequest(field="name", problem=problem, allowed=allowed)
 
     async def _delete_source(self, model: str, command: LoadLora) -> None:
         try:
@@ -267,18 +278,8 @@ class Updates:
                     check_expected(command.expected_canary, worker.capabilities)
         state = await self._state(model)
         desired.check_recordable(state, command)
-        # Nothing is recorded for these workers, so the version that they were started with counts.
-        started = {
-            worker.weight_version for worker in roster[model] if desired.target_version(state, worker.worker) is None
-        }
-        if not started or command.allow_rollback:
-            return
-        if command.version < max(started) or started == {command.version}:
-            raise ControlError(
-                ControlCode.OLD_VERSION,
-                f"version {command.version} is not newer than {max(started)}, which workers were started with; "
-                "set allow_rollback to load it anyway",
-            )
+        if not command.allow_rollback:
+            check_started(state, roster[model], command)
 
     @asynccontextmanager
     async def _source(self, model: str, command: Load, upload: bool) -> AsyncIterator[Load]:

@@ -69,6 +69,7 @@ CONTROL_STATUS: Final[dict[ControlCode, int]] = {
     ControlCode.NOT_FOUND: 404,
     ControlCode.OTHER_CONTENT: 409,
     ControlCode.UNSUPPORTED: 400,
+    ControlCode.IS_ADAPTER: 400,
 }
 """HTTP status of a command that was rejected before any worker received it. All other command errors are 502."""
 

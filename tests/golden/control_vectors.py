@@ -188,6 +188,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_check_adapter": CheckWeights(id="c-2", source=LOAD_LORA.source, adapter=True),
     "command_update_weights_pinned": PINNED,
     "command_load_lora_pinned": structs.replace(LOAD_LORA, digest=DIGEST),
+    "command_load_lora_for_base": structs.replace(LOAD_LORA, name="synthetic", for_base=True),
     "ack_checked": Ack(
         id="c-1", command="check_weights", worker="w0", incarnation="i0", model="org/model-1.5",
         status=AckStatus.APPLIED, digest=DIGEST, path="/checkpoints/step_7",

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus.bus.protocol.fleet.desired import check_recordable, other_digests, record
-from rollbus.bus.protocol.fleet.pinning import pin, unpinned, without_digests
+from rollbus.bus.protocol.fleet.pinning import pin, unpinned, without
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import LoadLora, UpdateWeights, WeightSource
 from rollbus.schemas.desired import DesiredState
@@ -52,9 +52,7 @@ def test_different_digests_are_refused_with_their_workers() -> None:
 
 
 @pytest.mark.parametrize(("acks", "unable"), [((ack("a"), ack("old", None, None)), ()), ((ack("a"),), ("old",))])
-def test_one_worker_without_digests_is_enough_for_an_unpinned_version(
-    acks: tuple[Ack, ...], unable: tuple[str, ...]
-) -> None:
+def test_one_worker_without_is_enough_for_an_unpinned_version(acks: tuple[Ack, ...], unable: tuple[str, ...]) -> None:
     """The digest is then left out, also for workers that would understand it, and a warning names the worker."""
     pinned, [warning] = pin(UPDATE, staged(*acks), unable)
     assert pinned.digest is None
@@ -77,7 +75,7 @@ def test_only_present_workers_of_the_model_count() -> None:
         replace(presence(), worker="c", capabilities=None, model="m"),
         replace(presence(), worker="d", capabilities=old, model="n"),
     )
-    assert without_digests(workers, "m") == ("b",)
+    assert without("weight_digests", workers, "m") == ("b",)
 
 
 def test_a_version_is_its_digest_where_both_are_known() -> None:

@@ -23,7 +23,7 @@ def prefill_worker(
     worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[str, ...] = ()
 ) -> PrefillWorkerInfo:
     """Return a prefill worker."""
-    return PrefillWorkerInfo(worker, num_slots, 1000, weight_version, frozenset(loras))
+    return PrefillWorkerInfo(worker, num_slots, 1000, weight_version, weight_version, frozenset(loras))
 
 
 def requirements(affinity: str = "r", **fields: Any) -> PrefillRequirements:

@@ -307,6 +307,7 @@ capabilities = st.builds(
     request_groups=st.booleans(),
     group_backlog=st.booleans(),
     transfer_leases=st.booleans(),
+    base_adapters=st.booleans(),
 )
 transfers = st.builds(
     OpenTransfer,

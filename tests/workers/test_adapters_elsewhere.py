@@ -56,3 +56,34 @@ async def test_a_worker_without_the_adapter_leaves_its_requests_to_other_workers
     assert {result.worker_ids for result in results} == {("has",)}
     assert lacks.stats().intake.too_new > 0
     assert unknown.value.code is ErrorCode.UNSUPPORTED
+
+
+async def test_a_worker_without_the_adapter_of_the_base_does_not_serve_the_base(
+    nats_url: str, fleet: str, one_worker: StartServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one of two workers failed to load an adapter under the model's name, the other worker serves all requests.
+
+    New weights end the adapter, and both workers serve again.
+    """
+    monkeypatch.setattr(admission, "ADAPTER_S", 0.002)
+    one, two = write_checkpoint(tmp_path / "one", seed=1), write_checkpoint(tmp_path / "two", seed=2)
+    adapter = write_adapter(tmp_path / "adapter")
+    fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), "model_path": str(one), "model": "m"}
+    async with (
+        one_worker(worker_id="lacks", config=FAILS, **fields) as (rb, _, _),
+        synthetic_worker(nats_url, fleet, worker_id="has", **fields),
+    ):
+        await rb.fleet.wait_for_workers(2)
+        with pytest.raises(rollbus.CommandIncomplete) as partial:
+            await rb.fleet.load_lora("m", adapter, version=2, for_base=True)
+        wanted = [request(request_id=f"r{i}", session_id=f"s{i}" if i % 2 else None) for i in range(40)]
+        results = [generation async for generation in rb.complete_many(wanted)]
+        await rb.fleet.update_weights(two, version=3)
+        wanted = [request(request_id=f"after{i}", session_id=f"s{i}") for i in range(40)]
+        after = [generation async for generation in rb.complete_many(wanted)]
+
+    assert list(partial.value.ledger.failed) == ["lacks"]
+    assert {result.worker_ids for result in results} == {("has",)}
+    assert all(result.lora_versions is not None and set(result.lora_versions) == {2} for result in results)
+    assert {result.worker_ids for result in after} == {("has",), ("lacks",)}
+    assert all(result.lora_versions is None for result in after)

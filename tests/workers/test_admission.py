@@ -8,6 +8,7 @@ from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestRejected
 from rollbus.schemas.presence import Capabilities
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.requests.admission import (
+    ADAPTER_S,
     MAX_TOO_NEW_S,
     WEIGHTS_ARE_COMING_S,
     check_lag,
@@ -114,3 +115,25 @@ def test_a_direct_request_to_a_worker_with_older_weights_returns_to_the_client()
     with pytest.raises(RequestRejected, match="weight version 2 is older than min_weight_version=3") as e:
         check_request(request(min_weight_version=3), CAPABILITIES, Versions(2, 3))
     assert (e.value.code, e.value.retryable) == (ErrorCode.WEIGHTS_TOO_OLD, True)
+
+
+def test_versions_of_an_adapter_under_the_models_name_count_for_the_model() -> None:
+    """A request for the model uses the adapter with its name, from its record on, and compares with its version."""
+    versions = Versions(1, 1, {"other": 8}, model="m")
+    assert (versions.adapter_of(None), versions.adapter_of("other")) == (None, "other")
+    versions.base_adapter_version, versions.desired_loras = 7, frozenset({"m"})
+    lora = versions.adapter_of(None)
+    assert lora == "m"
+    assert wait_for_weights_s(request(lora=lora), versions, 1) == ADAPTER_S
+    versions.loras["m"] = 6
+    assert wait_for_weights_s(request(lora=lora, min_weight_version=6), versions, 1) == 0
+    assert wait_for_weights_s(request(lora=lora, min_weight_version=7), versions, 1) == WEIGHTS_ARE_COMING_S
+    assert wait_for_weights_s(request(lora=lora, min_weight_version=8), versions, 1) == 1
+    assert wait_for_weights_s(request(lora="other", min_weight_version=2), versions, 1) == 1
+    check_lag(request(lora=lora, max_weight_lag=1), attempt=0, submitted_target=5, versions=versions)
+    with pytest.raises(RequestRejected, match="from version 4 to 6"):
+        check_lag(request(lora=lora, max_weight_lag=1), attempt=0, submitted_target=4, versions=versions)
+    versions.base_adapter_version = None
+    assert versions.adapter_of(None) == "m"
+    del versions.loras["m"]
+    assert versions.adapter_of(None) is None

@@ -61,6 +61,17 @@ async def test_a_worker_does_not_answer_commands_for_other_models_or_workers(
         assert [boss.acks(command_id) for command_id in foreign] == [[], []]
 
 
+async def test_an_unload_of_an_unknown_adapter_fails_and_is_not_recorded(controlled_worker: StartControlled) -> None:
+    """The unload of an adapter that is neither loaded nor desired fails by name, also if no controller records it."""
+    async with controlled_worker() as (client, boss, *_):
+        ack = await boss.do("unload_lora", name="nope")
+        await client.until_serving("w")
+
+        assert (ack.status, ack.error and ack.error.code) == (AckStatus.FAILED, ControlCode.NOT_FOUND)
+        assert "adapter 'nope' is not loaded" in str(ack.error)
+        assert (ack.epoch, client.presences["w"].epoch) == (None, 0)
+
+
 async def test_a_fence_command_leaves_the_worker_poisoned_despite_a_resume(controlled_worker: StartControlled) -> None:
     """`fence` ends requests in flight as retryable and leaves the worker poisoned. A resume does not change that."""
     async with controlled_worker() as (client, boss, *_):

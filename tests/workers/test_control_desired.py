@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,7 +213,7 @@ async def test_a_command_is_recorded_when_jetstream_is_back(
     is_away = True
     record = DesiredStore.record
 
-    async def away(self: DesiredStore, model: str, command: AnyCommand, by: str) -> tuple[DesiredState, int]:
+    async def away(self: DesiredStore, model: str, command: AnyCommand, by: str, **_: Any) -> tuple[DesiredState, int]:
         if is_away:
             raise BusBroken("JetStream is away")
         return await record(self, model, command, by)

@@ -15,6 +15,7 @@ from rollbus.schemas.control import (
     Pause,
     Resume,
     Sleep,
+    UnloadLora,
     UpdateWeights,
     Wake,
     WeightSource,
@@ -74,6 +75,16 @@ def test_a_register_in_staging_does_not_delay_other_registers() -> None:
     handled = {"pause": HandledRegister(2, RegisterOutcome())}
     assert next_due(effective, handled, {"weights"}) is None
     assert next_due(effective, handled) == PendingRegister("weights", effective["weights"])
+
+
+def test_the_adapter_that_weights_end_is_unloaded_after_them() -> None:
+    """Weights come before the end of the adapter that they replace, also while they wait for their source."""
+    effective = recorded(UPDATE) | {"lora:m": Recorded(epoch=1, command=UnloadLora(name="m"))}
+
+    assert next_due(effective, {}) == PendingRegister("weights", effective["weights"])
+    assert next_due(effective, {}, {"weights"}) is None
+    handled = {"weights": HandledRegister(1, BAD)}
+    assert next_due(effective, handled) == PendingRegister("lora:m", effective["lora:m"])
 
 
 def test_a_register_that_is_no_longer_desired_is_undone_first() -> None:

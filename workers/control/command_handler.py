@@ -242,7 +242,8 @@ class CommandHandler:
             try:
                 command, by = received.command, received.author
                 self.reconciler.registers.check_recording(command, by)
-                _, received.epoch = await self._store.record(self._config.model, command, by)
+                loaded = self.reconciler.registers.loras.names
+                _, received.epoch = await self._store.record(self._config.model, command, by, loaded=loaded)
             except PermissionDenied as exc:
                 error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record the command before you publish it")
             except (BusBroken, BusClosed) as exc:

@@ -80,16 +80,19 @@ def failure(error: ControlError) -> RegisterOutcome:
 def pending_registers(
     effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister]
 ) -> list[PendingRegister]:
-    """Return the registers to apply in order: first registers that are no longer desired, then the others by epoch."""
+    """Return the registers to apply in order: first registers that are no longer desired, then the others by epoch.
+
+    Of one epoch, the weights come first, because a transfer of weights must end before an adapter can be unloaded.
+    """
     gone = sorted(register for register in handled if register not in effective)
     changed = sorted(
-        (recorded.epoch, register)
+        (recorded.epoch, register != WEIGHTS, register)
         for register, recorded in effective.items()
         if register not in handled or handled[register].epoch != recorded.epoch
     )
     return [
         *(PendingRegister(register, None) for register in gone),
-        *(PendingRegister(register, effective[register]) for _, register in changed),
+        *(PendingRegister(register, effective[register]) for _, _, register in changed),
     ]
 
 
@@ -98,11 +101,18 @@ def next_due(
 ) -> PendingRegister | None:
     """Return the first pending register that is not in `staging`, or None.
 
+    Weights that wait for their source also delay the end of the adapter that they replace. It has the same epoch.
+
     Args:
         staging: registers that wait for their sources.
     """
+    delayed = effective[WEIGHTS].epoch if WEIGHTS in staging and WEIGHTS in effective else None
     pending = pending_registers(effective, handled)
-    return next((due for due in pending if due.register not in staging), None)
+    return next((due for due in pending if due.register not in staging and _epoch_of(due) != delayed), None)
+
+
+def _epoch_of(due: PendingRegister) -> int:
+    return -1 if due.recorded is None else due.recorded.epoch
 
 
 def target_event(

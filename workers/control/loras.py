@@ -33,6 +33,8 @@ class LoadedLora:
     version: int
     digest: str | None
     """Recorded digest of the adapter, or None if it is unpinned."""
+    for_base: bool = False
+    """True if requests for the model itself use the adapter."""
 
 
 class Loras:
@@ -68,6 +70,11 @@ class Loras:
         """Object-store sources of the loaded adapters, because an engine may lose its adapters with its weights."""
         sources = (loaded.source for loaded in self._loaded.values() if loaded.source.objects is not None)
         return tuple(StageKey(source, is_adapter=True) for source in sources)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the loaded adapters, and of those that were lost with older weights."""
+        return frozenset({*self._loaded, *self.lost})
 
     def is_current(self, command: LoadLora) -> bool:
         """Return True if this adapter is loaded already: by its digest, or without a digest by its source."""
@@ -107,6 +114,8 @@ class Loras:
         self._in_flight.fail_awaiting_kv(command.name, f"the adapter {command.name} is replaced")
         report("loading")
         await self._replace(command.name, _desired(command), path, deadline)
+        if command.for_base:
+            self._in_flight.fail_without_adapter("an adapter answers under the name of the model now")
         async with deadline.bound("restarting requests without a token"):
             await self._in_flight.restart(command.name)
         logger.info("lora.loaded name=%s version=%s", command.name, command.version)
@@ -152,7 +161,8 @@ class Loras:
     async def unload(self, command: UnloadLora) -> None:
         """Unload an adapter. Do nothing if it is not loaded.
 
-        This removes its name, aborts the requests that use it, and then unloads it from the engine.
+        This removes its name, aborts the requests that use it, and then unloads it from the engine. Requests for the
+        model itself continue on the weights.
 
         Cancellation: the same as a timeout.
 
@@ -168,7 +178,7 @@ class Loras:
             return
         try:
             async with Deadline(command.timeout_s).bound(f"unloading the adapter {name}"):
-                await self._abort_users(name)
+                await self._abort_users(name, is_base=before is not None and before.for_base)
                 await engine.unload_lora(name)
         except ControlError as exc:
             now = self._still_loaded(name, before, exc)
@@ -177,16 +187,19 @@ class Loras:
             self._record(name, now, "its adapter was unloaded")
         logger.info("lora.unloaded name=%s", name)
 
-    async def _abort_users(self, name: str) -> None:
+    async def _abort_users(self, name: str, *, is_base: bool) -> None:
         """Abort the requests that use an adapter, and wait until the engine does not have them."""
+        names = self._in_flight.links.requests.names_using(name)
+        if is_base:
+            self._in_flight.fail_using(name, "no adapter answers under the name of the model any more")
         if not self._in_flight.runner.is_engine_paused:
-            await self._in_flight.abort_and_wait(self._in_flight.links.requests.names_using(name))
+            await self._in_flight.abort_and_wait(names)
             return
         # A paused engine may need a step to abort. The steps of other requests are held until the worker resumes.
         self._in_flight.hold_steps()
         await self._in_flight.runner.resume()
         try:
-            await self._in_flight.abort_and_wait(self._in_flight.links.requests.names_using(name))
+            await self._in_flight.abort_and_wait(names)
         finally:
             await self._in_flight.pause_engine()
 
@@ -230,4 +243,4 @@ class Loras:
 
 
 def _desired(command: LoadLora) -> LoadedLora:
-    return LoadedLora(command.source, command.version, command.digest)
+    return LoadedLora(command.source, command.version, command.digest, command.for_base)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...bus.control.store import DesiredStore
-from ...bus.protocol.fleet.desired import desired_loras, effective, target_version
+from ...bus.protocol.fleet.desired import base_adapter, desired_loras, effective, target_version
 from ...bus.protocol.fleet.read_order import ReadOrder, ReadVerdict
 from ...schemas.desired import DesiredState, Recorded
 from ...schemas.errors import BusBroken, BusClosed, ControlError, RemoteProtocolError
@@ -71,6 +71,8 @@ class DesiredReader:
         """Desired weight version, or None if no version is recorded."""
         self.desired_loras: frozenset[str] = frozenset()
         """Names of the desired adapters of the model, on any worker."""
+        self.base_adapter_version: int | None = None
+        """Desired version of the adapter under the model's name on this worker, or None if none is desired."""
         self.num_read = 0
         """Number of `request_read` calls that a finished read has answered."""
         self._is_valid = False
@@ -208,3 +210,5 @@ class DesiredReader:
         self.epoch = 0 if state is None else state.epoch
         self.target_version = target_version(state, self._worker)
         self.desired_loras = desired_loras(state)
+        adapter = base_adapter(self.effective, self._model)
+        self.base_adapter_version = None if adapter is None else adapter.version

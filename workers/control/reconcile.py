@@ -149,6 +149,7 @@ class Reconciler:
         target = self.reader.target_version
         versions.target_version = versions.weight_version if target is None else target
         versions.desired_loras = self.reader.desired_loras
+        versions.base_adapter_version = self.reader.base_adapter_version
         self._cancel_superseded()
         self._is_due.set()
         self.on_change()

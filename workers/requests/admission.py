@@ -74,12 +74,12 @@ def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_deliver
         num_delivered: number of deliveries by the queue, at least 1. The wait grows with it.
     """
     factor = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS)
-    wanted = request.min_weight_version
-    if wanted is not None and wanted > versions.target_version and wanted > versions.weight_version:
+    wanted, served = request.min_weight_version, versions.served(request.lora)
+    if wanted is not None and wanted > versions.target(request.lora) and wanted > served:
         return min(MAX_TOO_NEW_S, factor)
     if _is_with_others(request, versions):
         return ADAPTER_S * factor
-    return WEIGHTS_ARE_COMING_S if wanted is not None and wanted > versions.weight_version else 0.0
+    return WEIGHTS_ARE_COMING_S if wanted is not None and wanted > served else 0.0
 
 
 def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int | None, versions: Versions) -> None:
@@ -102,11 +102,14 @@ def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int |
             problem=f"is {request.max_weight_lag} in a message without target_version, from which the lag counts",
             allowed="only in a message with target_version",
         )
-    lag = versions.target_version - submitted_target
+    # Clients know the loaded version of an adapter, and not the desired one.
+    is_adapter = request.lora == versions.model
+    target = versions.served(request.lora) if is_adapter else versions.target_version
+    lag = target - submitted_target
     if lag > request.max_weight_lag:
         raise RequestRejected(
             code=ErrorCode.TOO_STALE,
-            message=f"the target grew from version {submitted_target} to {versions.target_version} during the wait, "
+            message=f"the target grew from version {submitted_target} to {target} during the wait, "
             f"by more than max_weight_lag={request.max_weight_lag}",
             request_id=request.request_id,
         )
@@ -213,11 +216,11 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             code=ErrorCode.UNSUPPORTED,
             message=f"lora {request.lora!r} is not loaded on this worker; loaded: {', '.join(loaded) or 'none'}",
         )
-    wanted = request.min_weight_version
-    if wanted is not None and versions.weight_version < wanted:
+    wanted, served = request.min_weight_version, versions.served(request.lora)
+    if wanted is not None and served < wanted:
         raise RequestRejected(
             code=ErrorCode.WEIGHTS_TOO_OLD,
-            message=f"weight version {versions.weight_version} is older than min_weight_version={wanted}",
+            message=f"weight version {served} is older than min_weight_version={wanted}",
         )
 
 

@@ -253,6 +253,10 @@ class InFlightRequests:
         """Fail requests as `worker_fenced`, because this worker lost their adapter. Other workers resume them."""
         self._execute(self.links.fail(self.links.requests.names_using(lora), _fenced(reason)))
 
+    def fail_without_adapter(self, reason: str) -> None:
+        """Fail the requests that use no adapter as `worker_fenced`. This or another worker resumes them."""
+        self._execute(self.links.fail(self.links.requests.names_without_adapter(), _fenced(reason)))
+
     def fail_awaiting_kv(self, lora: str | None, reason: str) -> None:
         """Fail prefill and decode phases without a token, because KV of different weights must not be mixed."""
         names = self.links.requests.names_awaiting_kv(lora)

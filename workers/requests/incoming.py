@@ -144,6 +144,8 @@ class IncomingRequest:
     def decode_request(self, versions: Versions, plain_prefix: str) -> tuple[GenerateRequest | RequestError, str]:
         """Decode the request and its id. An invalid or too stale request is returned as an error.
 
+        If an adapter answers under the model's name, a request for the model gets it as its `lora`.
+
         Args:
             plain_prefix: prefix of the subjects that frames in plain mode may use.
 
@@ -157,6 +159,9 @@ class IncomingRequest:
         try:
             request = decode_request(envelope.request)
             request_id: str | None = request.request_id
+            lora = versions.adapter_of(request.lora)
+            if lora != request.lora:
+                request = msgspec.structs.replace(request, lora=lora)
             check_lag(request, attempt=envelope.attempt, submitted_target=envelope.target_version, versions=versions)
         except RequestError as exc:
             request, request_id = exc, request_id_of(envelope.request)

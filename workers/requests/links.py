@@ -51,7 +51,7 @@ class WorkerLinks:
     """
 
     def __init__(self, config: WorkerConfig, incarnation: str, *, max_payload: int) -> None:
-        self.versions = Versions(config.weight_version, config.weight_version)
+        self.versions = Versions(config.weight_version, config.weight_version, model=config.model)
         self._max_held_bytes = config.max_held_bytes
         self.leases = ClientLeases(LEASE_MARGIN_S)
         self.requests = WorkerRequestTable()

@@ -186,6 +186,10 @@ class WorkerRequestTable:
         """Return the engine names of the open requests that use this adapter, or of all if `lora` is None."""
         return [request.name for request in self._using(lora)]
 
+    def names_without_adapter(self) -> list[str]:
+        """Return the engine names of the open requests that use no adapter."""
+        return [request.name for request in self._by_name.values() if request.lora is None]
+
     def names_awaiting_kv(self, lora: str | None) -> list[str]:
         """Return the engine names of prefill and decode phases without a token. `lora` is as in `names_using`."""
         return [request.name for request in self._using(lora) if request.awaits_kv]

@@ -13,7 +13,7 @@ from .content import whole_file
 from .headers import FLOATS, Tensor, read_header
 from .roots import bad_source
 
-__all__ = ["adapter_content", "adapter_files", "check_adapter", "published_content"]
+__all__ = ["adapter_content", "adapter_files", "check_adapter", "is_adapter", "published_content"]
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -36,6 +36,11 @@ class _Config(msgspec.Struct, frozen=True):
     use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return True if `folder` has an adapter's config and no config of a model. Blocks."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
 
 
 def adapter_files(folder: Path) -> set[Path]:

@@ -19,7 +19,7 @@ from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging
-from .adapter import check_adapter
+from .adapter import check_adapter, is_adapter
 from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config, start_content
 from .content import ContentHasher
 from .fetcher import Checks, Fetcher
@@ -301,6 +301,9 @@ class WeightSources:
         logger.info("sources.staged source=%s fetched_bytes=%s seconds=%.3f", source, *self.last_staged)
 
     def _check_checkpoint(self, folder: Path) -> None:
+        if is_adapter(folder):
+            problem = f"{folder} is a LoRA adapter, and no checkpoint: load it with load_lora under a name of its own"
+            raise ControlError(ControlCode.IS_ADAPTER, problem)
         tensors = read_checkpoint(folder)
         own = self._read_own()
         if own is not None:

@@ -1,14 +1,16 @@
-"""Finds the workers that do not match the desired state, and presence that is older than what was recorded or acked."""
+"""Compares workers and new versions with the desired state, and presence with what was recorded or acked."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from ....schemas.acks import Ack
+from ....schemas.control import LoadLora, UpdateWeights
 from ....schemas.desired import DesiredState
+from ....schemas.errors import ControlCode, ControlError
 from ....schemas.presence import WorkerPresence, WorkerState
-from .desired import effective, target_version
+from .desired import effective, served_version, target_version
 
-__all__ = ["shows_ack", "stale_workers", "why_behind"]
+__all__ = ["check_started", "shows_ack", "stale_workers", "why_behind"]
 
 _UNABLE: Final = frozenset(
     {
@@ -52,3 +54,16 @@ def stale_workers(workers: Iterable[WorkerPresence], states: Mapping[str, Desire
 def shows_ack(presence: WorkerPresence | None, ack: Ack) -> bool:
     """Return True if a worker's presence is as new as its ack of a recorded command, or its incarnation has ended."""
     return presence is None or presence.incarnation != ack.incarnation or presence.epoch >= (ack.epoch or 0)
+
+
+def check_started(state: DesiredState, workers: tuple[WorkerPresence, ...], command: UpdateWeights | LoadLora) -> None:
+    """Check that a version is newer than the version of workers for which nothing is recorded.
+
+    Raises:
+        ControlError: `old_version`.
+    """
+    started = {worker.weight_version for worker in workers if served_version(state, worker.worker) is None}
+    if started and (command.version < max(started) or started == {command.version}):
+        problem = f"version {command.version} is not newer than {max(started)}, which workers were started with"
+        remedy = "" if isinstance(command, LoadLora) else "; set allow_rollback to load it anyway"
+        raise ControlError(ControlCode.OLD_VERSION, f"{problem}{remedy}")

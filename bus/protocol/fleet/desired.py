@@ -5,17 +5,26 @@ arrives again with the same id changes nothing. Of two commands on one register 
 whether it was for all workers or for that worker. So a command for all workers removes the commands for single workers.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
 from ....schemas import limits
-from ....schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora, UpdateWeights, WeightSource
+from ....schemas.control import (
+    AnyCommand,
+    FinishWeightUpdate,
+    LoadLora,
+    UnloadLora,
+    UpdateWeights,
+    WeightSource,
+    lora_register,
+)
 from ....schemas.desired import DesiredState, Recorded, SeenCommand
 from ....schemas.errors import ControlCode, ControlError
 
 __all__ = [
     "WEIGHTS",
+    "base_adapter",
     "check_recordable",
     "check_unload",
     "cleared",
@@ -26,6 +35,7 @@ __all__ = [
     "next_lora_version",
     "other_digests",
     "record",
+    "served_version",
     "set_back",
     "target_version",
     "version_label",
@@ -33,6 +43,8 @@ __all__ = [
 
 WEIGHTS = "weights"
 """The register with the weights that a worker should have."""
+Served = UpdateWeights | FinishWeightUpdate | LoadLora
+"""The commands whose version may answer under the model's name."""
 
 
 def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0.0) -> tuple[DesiredState, int]:
@@ -45,8 +57,9 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
         at: Unix time.
 
     Raises:
-        ControlError: INVALID_COMMAND if it sets no register, is for another model, or exceeds a limit. OLD_VERSION if
-            its weights are not newer than those recorded for a worker that it applies to.
+        ControlError: INVALID_COMMAND if it sets no register, is for another model, exceeds a limit, or loads an adapter
+            under the model's name without `for_base`. OLD_VERSION if its weights, or its adapter with `for_base`, are
+            not newer than what is recorded under the model's name for a worker that it applies to.
     """
     for seen in state.seen:
         if seen.id == command.id:
@@ -58,24 +71,39 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
         raise ControlError(
             ControlCode.INVALID_COMMAND, f"model is {command.model!r}; this is the desired state of {state.model!r}"
         )
-    if isinstance(command, UpdateWeights | FinishWeightUpdate):
-        _check_version(state, command)
-    if isinstance(command, LoadLora) and command.name == state.model:
-        # Requests that name the model use its base weights, so no request could use the adapter.
+    if isinstance(command, LoadLora) and command.for_base != (command.name == state.model):
+        # Without `for_base`, requests that name the model use its base weights, so no request could use the adapter.
         problem = f"name is {command.name!r}, which is the name of the model itself; allowed: another name"
+        if command.for_base:
+            problem = f"name is {command.name!r}; allowed: {state.model!r}, because for_base is true"
         raise ControlError(ControlCode.INVALID_COMMAND, problem)
+    if isinstance(command, UpdateWeights | FinishWeightUpdate) or (isinstance(command, LoadLora) and command.for_base):
+        _check_version(state, command)
     epoch = state.epoch + 1
     # Workers of earlier releases can read the author beside the command, but not inside it.
     by, command = command.by or by, replace(command, epoch=epoch, model=state.model, by=None)
+    seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
+    everywhere = (state.registers, *state.workers.values())
+    if register == WEIGHTS and any(base_adapter(own, state.model) for own in everywhere):
+        # New weights end the adapter under the model's name.
+        end = UnloadLora(id=command.id, model=state.model, name=state.model, epoch=epoch, workers=command.workers)
+        state = _set(state, Recorded(epoch=epoch, command=end, by=by, at=at))
+    state = _set(state, Recorded(epoch=epoch, command=command, by=by, at=at))
+    return replace(state, epoch=epoch, seen=seen_commands), epoch
+
+
+def _set(state: DesiredState, recorded: Recorded) -> DesiredState:
+    """Return the state with a command in the register of all workers, or of the workers that the command names."""
+    command, register = recorded.command, recorded.command.register or ""
     if command.workers is None:
-        registers = _bounded({**state.registers, register: Recorded(epoch=epoch, command=command, by=by, at=at)})
+        registers = _bounded({**state.registers, register: recorded})
         workers = _without(state.workers, register)
     else:
         registers = state.registers
         workers = dict(state.workers)
         for worker in command.workers:
             # Each worker gets a command that names it alone: the size must not grow with the square of the workers.
-            own = Recorded(epoch=epoch, command=replace(command, workers=(worker,)), by=by, at=at)
+            own = replace(recorded, command=replace(command, workers=(worker,)))
             workers[worker] = _bounded({**workers.get(worker, {}), register: own})
         if len(workers) > limits.MAX_WORKER_OVERRIDES:
             raise ControlError(
@@ -83,8 +111,7 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
                 f"{len(workers)} workers would have commands of their own; allowed: {limits.MAX_WORKER_OVERRIDES}. "
                 "To clear them, send the same command to all workers of the model, or a reset",
             )
-    seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
-    return replace(state, epoch=epoch, registers=registers, workers=workers, seen=seen_commands), epoch
+    return replace(state, registers=registers, workers=workers)
 
 
 def check_recordable(state: DesiredState, command: AnyCommand) -> None:
@@ -107,10 +134,13 @@ def other_digests(state: DesiredState, command: UpdateWeights) -> frozenset[str]
     return frozenset(digests - {command.digest})
 
 
-def _of_version(state: DesiredState, version: int) -> list[UpdateWeights]:
-    """Return the recorded updates to a version, for all or single workers."""
-    recorded = (own[WEIGHTS].command for own in (state.registers, *state.workers.values()) if WEIGHTS in own)
-    return [command for command in recorded if isinstance(command, UpdateWeights) and command.version == version]
+def _of_version(state: DesiredState, version: int) -> list[UpdateWeights | LoadLora]:
+    """Return the recorded updates to a version, for all or single workers, and adapters under the model's name."""
+    everywhere = (state.registers, *state.workers.values())
+    recorded = [own[WEIGHTS].command for own in everywhere if WEIGHTS in own]
+    loads: list[UpdateWeights | LoadLora] = [one for one in recorded if isinstance(one, UpdateWeights)]
+    loads += filter(None, (base_adapter(own, state.model) for own in everywhere))
+    return [command for command in loads if command.version == version]
 
 
 def contains(state: DesiredState, written: DesiredState, over: DesiredState) -> bool:
@@ -148,6 +178,18 @@ def version_label(state: DesiredState | None, worker: str, version: int) -> str 
     if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
         return None
     return recorded.command.label if recorded.command.version == version else None
+
+
+def base_adapter(registers: Mapping[str, Recorded], model: str) -> LoadLora | None:
+    """Return the adapter that answers under the name of the model, or None."""
+    recorded = registers.get(lora_register(model))
+    return recorded.command if recorded is not None and isinstance(recorded.command, LoadLora) else None
+
+
+def served_version(state: DesiredState | None, worker: str) -> int | None:
+    """Return the version that should answer under the model's name: of its adapter, or of the weights; None: none."""
+    adapter = None if state is None else base_adapter(effective(state, worker), state.model)
+    return target_version(state, worker) if adapter is None else adapter.version
 
 
 def desired_loras(state: DesiredState | None) -> frozenset[str]:
@@ -202,14 +244,16 @@ def set_back(state: DesiredState, before: DesiredState, register: str, epoch: in
     new_epoch = state.epoch + 1
     registers = dict(state.registers)
     workers = {worker: dict(own) for worker, own in state.workers.items()}
-    was_common = register in registers and registers[register].epoch == epoch
-    if was_common:
-        _restore(registers, before.registers, register, new_epoch)
-    for worker in {*workers, *before.workers}:
-        own = workers.setdefault(worker, {})
-        # A command for all workers had removed it, or a command for this worker had replaced it.
-        if own[register].epoch == epoch if register in own else was_common:
-            _restore(own, before.workers.get(worker, {}), register, new_epoch)
+    # New weights also ended the adapter under the model's name.
+    for one in (register, lora_register(state.model)) if register == WEIGHTS else (register,):
+        was_common = one in registers and registers[one].epoch == epoch
+        if was_common:
+            _restore(registers, before.registers, one, new_epoch)
+        for worker in {*workers, *before.workers}:
+            own = workers.setdefault(worker, {})
+            # A command for all workers had removed it, or a command for this worker had replaced it.
+            if own[one].epoch == epoch if one in own else was_common:
+                _restore(own, before.workers.get(worker, {}), one, new_epoch)
     workers = {worker: own for worker, own in workers.items() if own}
     if registers == state.registers and workers == state.workers:
         return state
@@ -242,37 +286,40 @@ def cleared(state: DesiredState) -> DesiredState:
     return DesiredState(model=state.model, epoch=state.epoch + 1, seen=state.seen, bucket=state.bucket)
 
 
-def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpdate) -> None:
+def _check_version(state: DesiredState, command: Served) -> None:
     """Check that the version does not go back, or name other weights by the same version, without `allow_rollback`."""
-    if command.allow_rollback:
+    if not isinstance(command, LoadLora) and command.allow_rollback:
         return
     if command.workers is None:
         concerned = [state.registers, *state.workers.values()]
     else:
         concerned = [effective(state, worker) for worker in command.workers]
     for registers in concerned:
-        present = registers[WEIGHTS].command if WEIGHTS in registers else None
-        if not isinstance(present, UpdateWeights | FinishWeightUpdate):
+        present = base_adapter(registers, state.model) or (registers[WEIGHTS].command if WEIGHTS in registers else None)
+        if not isinstance(present, Served):
             continue
         if command.version < present.version:
             problem = f"is older than the recorded {present.version}"
         elif command.version == present.version and not _is_same_content(command, present):
             problem = f"is recorded already, from {_source_of(present) or 'a transfer engine'}"
-            if isinstance(present, UpdateWeights) and present.digest is not None:
+            if not isinstance(present, FinishWeightUpdate) and present.digest is not None:
                 problem += f" with the digest {present.digest}"
         else:
             continue
-        raise ControlError(ControlCode.OLD_VERSION, f"version {command.version} {problem}; allow_rollback permits it")
+        remedy = "unload the adapter first" if isinstance(command, LoadLora) else "allow_rollback permits it"
+        raise ControlError(ControlCode.OLD_VERSION, f"version {command.version} {problem}; {remedy}")
 
 
-def _source_of(command: UpdateWeights | FinishWeightUpdate) -> WeightSource | None:
+def _source_of(command: Served) -> WeightSource | None:
     """Return the source of the weights; None: a weight transfer."""
-    return command.source if isinstance(command, UpdateWeights) else None
+    return None if isinstance(command, FinishWeightUpdate) else command.source
 
 
-def _is_same_content(one: UpdateWeights | FinishWeightUpdate, other: UpdateWeights | FinishWeightUpdate) -> bool:
+def _is_same_content(one: Served, other: Served) -> bool:
     """Return True if both commands name the same weights: by their digests, or without digests by their sources."""
-    if isinstance(one, UpdateWeights) and isinstance(other, UpdateWeights) and one.digest and other.digest:
+    if isinstance(one, FinishWeightUpdate) or isinstance(other, FinishWeightUpdate):
+        return _source_of(one) == _source_of(other)
+    if one.digest and other.digest:
         return one.digest == other.digest
     return _source_of(one) == _source_of(other)
 

@@ -10,7 +10,7 @@ from ....schemas.desired import DesiredState
 from ....schemas.errors import ControlCode, ControlError
 from ....schemas.presence import WorkerPresence
 
-__all__ = ["pin", "unpinned", "without_digests"]
+__all__ = ["pin", "unpinned", "without"]
 
 MAX_NAMED: Final = 8
 """Workers that a message names for each digest."""
@@ -18,17 +18,19 @@ MAX_NAMED: Final = 8
 Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
-def without_digests(workers: Collection[WorkerPresence], model: str) -> tuple[str, ...]:
-    """Return the workers of a model that could not decode a recorded digest, or compute none.
+def without(capability: str, workers: Collection[WorkerPresence], model: str) -> tuple[str, ...]:
+    """Return the workers of a model that lack a capability, so that they could not decode a desired state with it.
 
-    The desired state is one message for the whole model, so one such worker is enough to record no digest. A starting
-    worker has published no capabilities yet, and is left out.
+    The desired state is one message for the whole model, so one such worker counts. A starting worker has
+    published no capabilities yet, and is left out.
     """
     return tuple(
         sorted(
             worker.worker
             for worker in workers
-            if worker.model == model and worker.capabilities is not None and not worker.capabilities.weight_digests
+            if worker.model == model
+            and worker.capabilities is not None
+            and not getattr(worker.capabilities, capability)
         )
     )
 
@@ -38,7 +40,7 @@ def pin(command: Load, staged: Mapping[str, Ack], unable: Collection[str]) -> tu
 
     Args:
         staged: the acks of the workers that staged the source.
-        unable: the result of `without_digests`.
+        unable: the result of `without` for `weight_digests`.
 
     Raises:
         ControlError: `other_content`: workers found different content at one source, or other content than the digest

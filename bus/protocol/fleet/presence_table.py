@@ -340,15 +340,18 @@ class PresenceTable:
         return any(p.state.is_present or (p.state is WorkerState.STARTING and p.start_left_s) for p in workers)
 
     def target_version(self, model: str) -> int | None:
-        """Return the newest version that any live worker of `model` should have; None: no presence has one."""
-        announced = (p.target_version for p in self.workers(model))
-        return max((version for version in announced if version is not None), default=None)
+        """Return the newest version that any live worker of `model` should have; None: no presence has one.
+
+        Of an adapter that answers under the model's name, presence has the loaded version.
+        """
+        workers = [p for p in self.workers(model) if p.target_version is not None]
+        return max((max(p.target_version or 0, p.base_adapter_version or 0) for p in workers), default=None)
 
     def newest_version(self, model: str, lora: str | None) -> int | None:
         """Return the newest version of the weights or adapter at any live worker of `model`; None: unknown."""
         workers = self.workers(model)
         if lora is None:
-            return max((worker.weight_version for worker in workers), default=None)
+            return max((worker.served_version for worker in workers), default=None)
         return max((info.version for worker in workers for info in worker.loras if info.name == lora), default=None)
 
     def get(self, worker: str) -> WorkerPresence | None:

@@ -59,6 +59,8 @@ class WorkerLoad:
     running: int = 0
     """Requests that it has: the published number plus those that it received since."""
     weight_version: int = 0
+    served_version: int = 0
+    """As in presence: the version that answers requests without an adapter."""
     loras: Mapping[str, int] = field(default_factory=dict)
     """Versions of its adapters, by name."""
     slowness: float = 1.0
@@ -77,6 +79,12 @@ class WorkerLoad:
     computing_until: float = -math.inf
     """The time at which it has computed all prompts of this client, by its rate."""
     _mean_running: float = 0.0
+
+    def has(self, version: int, lora: str | None) -> bool:
+        """Return True if the worker has at least this version, and the adapter."""
+        if lora is None:
+            return self.served_version >= version
+        return self.weight_version >= version and lora in self.loras
 
     def room(self, now: float) -> int:
         """Return how many more requests may be placed there."""
@@ -146,7 +154,7 @@ class LoadTable:
         load.free_slots = min(presence.free_slots, MAX_REQUESTS)
         load.running = min(presence.in_flight, MAX_REQUESTS)
         load.slots = load.free_slots + load.running
-        load.weight_version = presence.weight_version
+        load.weight_version, load.served_version = presence.weight_version, presence.served_version
         load.loras = {lora.name: lora.version for lora in presence.loras}
         if presence.engine_stats is not None:
             load.update_rates(presence.engine_stats)

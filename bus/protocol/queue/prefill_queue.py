@@ -52,6 +52,8 @@ class PrefillWorkerInfo(NamedTuple):
     context_len: int
     """The length of prompt and generated tokens together that it and the decode workers allow."""
     weight_version: int
+    served_version: int
+    """Version that answers requests without an adapter."""
     loras: frozenset[str]
     """Names of the adapters that it has."""
 
@@ -72,9 +74,10 @@ class PrefillRequirements:
 
     def is_met_by(self, worker: PrefillWorkerInfo) -> bool:
         """Return True if the worker can compute the prompt's KV and one more token."""
+        version = worker.served_version if self.lora is None else worker.weight_version
         return (
             self.prompt_len + 1 < worker.context_len
-            and worker.weight_version >= self.min_weight_version
+            and version >= self.min_weight_version
             and (self.lora is None or self.lora in worker.loras)
         )
 

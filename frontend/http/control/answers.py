@@ -28,7 +28,9 @@ NAMES: Final = {"label": "weight_version", "source": "path"}
 """The routes' names for fields of commands, where the names differ."""
 
 
-CALLERS_FAULTS: Final = frozenset({ControlCode.INVALID_COMMAND, ControlCode.BAD_SOURCE, ControlCode.UNSUPPORTED})
+CALLERS_FAULTS: Final = frozenset(
+    {ControlCode.INVALID_COMMAND, ControlCode.BAD_SOURCE, ControlCode.UNSUPPORTED, ControlCode.IS_ADAPTER}
+)
 """Reasons of workers that the same command would get again."""
 CONFLICTS: Final = frozenset(
     {

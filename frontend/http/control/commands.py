@@ -11,7 +11,7 @@ from .... import bus
 from ....bus.objects.layout import split_objects
 from ....bus.protocol.fleet.desired import desired_loras
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
-from ....schemas.errors import ControlError, ErrorCode, InvalidRequest, LocalProtocolError
+from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError
 from ...ledger import ledger_as_json
 from ...request_traces import without_prefix
 from ..errors import HttpError, http_error, invalid, unsupported
@@ -186,23 +186,50 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
     _check_source("weight_dir" if call.style.is_vllm and fields.objects is None else "path", path, fields.objects)
 
     given, label = version_and_label(fields.version, fields.weight_version)
+    adapter: dict[str, object] = {}
 
     async def update(version: int) -> bus.CommandResult:
-        return await call.fleet.update_weights(
-            path,
-            version=version,
-            label=label,
-            objects=fields.objects,
-            mode=fields.mode,
-            clear_cache=fields.clear_cache,
-            allow_rollback=fields.allow_rollback,
-            expected_canary=fields.expected_canary,
-            min_staged=fields.min_staged,
-            **call.options,
-        )
+        try:
+            return await call.fleet.update_weights(
+                path,
+                version=version,
+                label=label,
+                objects=fields.objects,
+                mode=fields.mode,
+                clear_cache=fields.clear_cache,
+                allow_rollback=fields.allow_rollback,
+                expected_canary=fields.expected_canary,
+                min_staged=fields.min_staged,
+                **call.options,
+            )
+        except bus.CommandIncomplete as error:
+            if not call.style.is_vllm or not _is_of_adapter(error.ledger):
+                raise
+            models = {worker.model for worker in call.fleet.workers if worker.worker in error.ledger.failed}
+        # prime-rl sends its adapters as weights. They answer under the name of the model.
+        _check_for_adapter(fields)
+        adapter["weight_version"] = version
+        sent = {"objects": fields.objects, **call.options}
+        return await call.fleet.load_lora(models.pop(), path, version=version, for_base=True, **sent)
 
     work = with_version(call.service, update, given, fields.model)
-    return await call.answer(work, "update_weights", _is_updated)
+    return await call.answer(work, "update_weights", lambda ledger: {**_is_updated(ledger), **adapter})
+
+
+def _is_of_adapter(ledger: bus.CommandResult) -> bool:
+    """Return True if all workers found an adapter instead of a checkpoint."""
+    errors = {ack.error.code for ack in ledger.failed.values() if ack.error is not None}
+    others = ledger.applied or ledger.unsupported or ledger.stale or ledger.late or ledger.missing
+    return errors == {ControlCode.IS_ADAPTER} and not others
+
+
+def _check_for_adapter(fields: bodies.UpdateBody) -> None:
+    """Reject fields that have no effect on an adapter."""
+    for name in ("weight_version", "mode", "clear_cache", "allow_rollback", "expected_canary", "min_staged"):
+        value = getattr(fields, name)
+        is_number = name == "weight_version" and version_and_label(None, value)[1] is None
+        if value and value != getattr(bodies.UpdateBody(), name) and not is_number:
+            raise invalid(name, "is given together with the directory of an adapter", "only with a whole checkpoint")
 
 
 def _check_chunk(fields: bodies.UpdateBody) -> None:

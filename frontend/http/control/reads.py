@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
-from ....bus.protocol.fleet.desired import target_version, version_label
+from ....bus.protocol.fleet.desired import served_version, version_label
 from ....bus.protocol.fleet.pinning import unpinned
 from ....bus.protocol.fleet.standing import open_transfers, recorded_stops
 from ....schemas.errors import ErrorCode
@@ -137,11 +137,14 @@ async def is_sleeping(service: Service, request: Request) -> Response:
 
 
 async def weight_version(service: Service, request: Request) -> Response:
-    """Return each worker's weight version, and the oldest and newest version of the workers that may serve."""
+    """Return each worker's weight version, and the oldest and newest version of the workers that may serve.
+
+    Of an adapter that answers under the model's name, this is the adapter's version.
+    """
     state = await _state(service, request)
-    versions = {worker.worker: worker.weight_version for worker in state.workers}
+    versions = {worker.worker: worker.served_version for worker in state.workers}
     desired = {worker.worker: _target(state, worker) for worker in state.workers}
-    able = [worker.weight_version for worker in _able(state)]
+    able = [worker.served_version for worker in _able(state)]
     return json_response(
         {
             "weight_version": min(able),
@@ -155,7 +158,7 @@ async def weight_version(service: Service, request: Request) -> Response:
 
 
 def _target(state: bus.FleetState, worker: WorkerPresence) -> int | None:
-    recorded = target_version(state.desired.get(worker.model), worker.worker)
+    recorded = served_version(state.desired.get(worker.model), worker.worker)
     return worker.target_version if recorded is None else recorded
 
 
@@ -167,7 +170,9 @@ def _able(state: bus.FleetState) -> list[WorkerPresence]:
 async def weight_info(service: Service, request: Request) -> Response:
     """Return the oldest weight version of the workers that may serve: its text as vLLM does, and its number."""
     state = await _state(service, request)
-    worker = min(_able(state), key=lambda worker: worker.weight_version)
-    number = worker.weight_version
-    text = version_label(state.desired.get(worker.model), worker.worker, number)
+    worker = min(_able(state), key=lambda worker: worker.served_version)
+    number = worker.served_version
+    text = None
+    if worker.base_adapter_version is None:
+        text = version_label(state.desired.get(worker.model), worker.worker, number)
     return json_response({"weight_version": text or str(number), "version": number, **stale_field(state)})

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from .... import bus
-from ....bus.protocol.fleet.desired import target_version
+from ....bus.protocol.fleet.desired import served_version
 from ....schemas.errors import ControlCode, ControlError, ErrorCode
 from ....schemas.limits import MAX_WEIGHT_VERSION
 from ..errors import HttpError, invalid
@@ -70,5 +70,5 @@ async def _next_version(service: Service, model: str | None) -> int:
         raise invalid("model", f"is {model!r}", f"one of {', '.join(sorted(models))}")
     workers = [worker for worker in state.workers if model in (None, worker.model)]
     desired = state.desired.get(workers[0].model)
-    recorded = [target_version(desired, worker.worker) or 0 for worker in workers]
-    return max(*(worker.weight_version for worker in workers), *recorded) + 1
+    recorded = [served_version(desired, worker.worker) or 0 for worker in workers]
+    return max(*(worker.served_version for worker in workers), *recorded) + 1
