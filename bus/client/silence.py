@@ -31,7 +31,7 @@ ROUND_S: Final = 1.0
 READ_S: Final = 5.0
 """Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
 MAX_BEHIND_S: Final = 600.0
-"""Seconds for which a worker may need to apply a recorded command. After that, its silence counts."""
+"""Seconds for which a worker may apply a recorded command, or receive weights. After that, its silence counts."""
 
 
 class SilenceChecks:
@@ -107,7 +107,7 @@ class SilenceChecks:
                 continue
             if state is not None and is_stopped(state, presence):
                 found.add(worker)
-            elif state is not None and presence.epoch < state.epoch:
+            elif presence.transfer is not None or (state is not None and presence.epoch < state.epoch):
                 behind[worker] = self._behind_since.get(worker, time.monotonic())
                 if time.monotonic() - behind[worker] < MAX_BEHIND_S:
                     found.add(worker)

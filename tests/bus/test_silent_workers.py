@@ -12,6 +12,7 @@ from rollbus.bus.protocol.attempt import silence
 from rollbus.schemas.control import Pause, Resume
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import OpenTransfer
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_worker import MODEL, HandWorker, worker_by_hand
 from tests.support.patience import SOON_S
@@ -172,6 +173,33 @@ async def test_a_pause_that_is_not_recorded_does_not_excuse_a_silent_worker(nats
             await hand.presences.get()
         assert rb.stats().attempts_lost == 0
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
+        await until_true(lambda: rb.stats().attempts_lost)
+        offering.cancel()
+        call.cancel()
+
+
+async def test_an_open_transfer_of_weights_excuses_a_worker_for_a_while(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that receives weights keeps its requests, but not for ever: no record says that it receives them."""
+    monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", SOON_S)
+    transfer = OpenTransfer(id="t", by="trainer", age_s=1.0, left_s=599.0, chunks=1)
+    async with (
+        asyncio.timeout(3 * SOON_S),
+        worker_by_hand(nats_url, fleet) as hand,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        hand.free_slots = 1000
+        await hand.announce()
+        offering = tasks.create_task(offer_all(hand))
+        call = tasks.create_task(rb.complete(short("r", model=MODEL, timeout_s=60)))
+        await hand.acked(1)
+        await hand.announce(WorkerState.UPDATING, transfer=transfer)
+        for _ in range(hand.presences.qsize() + 3):  # three seconds of the client's presence
+            await hand.presences.get()
+        assert rb.stats().attempts_lost == 0
+        monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", 0.0)
         await until_true(lambda: rb.stats().attempts_lost)
         offering.cancel()
         call.cancel()

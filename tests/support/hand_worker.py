@@ -33,6 +33,7 @@ from rollbus.schemas.messages import (
     request_id_of,
 )
 from rollbus.schemas.presence import ClientPresence, EngineStats, WorkerState
+from rollbus.schemas.weights import OpenTransfer
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
 
@@ -90,11 +91,14 @@ class HandWorker:
     links: asyncio.Queue[LinkMessage] = field(default_factory=lambda: asyncio.Queue(10_000))
     presences: asyncio.Queue[ClientPresence] = field(default_factory=lambda: asyncio.Queue(10_000))
 
-    async def announce(self, state: WorkerState = WorkerState.SERVING, *, lease_s: float = 60.0) -> None:
+    async def announce(
+        self, state: WorkerState = WorkerState.SERVING, *, lease_s: float = 60.0, transfer: OpenTransfer | None = None
+    ) -> None:
         """Publish the presence of this worker."""
         self.state = state
         said = presence(
             worker=self.name,
+            transfer=transfer,
             incarnation=self.incarnation,
             model=MODEL,
             state=state,

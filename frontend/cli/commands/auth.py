@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.files) != (args.action == "certify"):
         raise CommandFailed("only the action certify has FILE arguments, and it requires at least one", ExitCode.USAGE)
     if args.action != "init":
-        users = (*ROLES, "publisher") if args.action == "certify" else ()
-        options = ("listen", "server_cert", "server_key", "client_ca", *users)
+        roles = (*ROLES, "publisher") if args.action == "certify" else ()
+        options = ("listen", "server_cert", "server_key", "client_ca", *roles)
         refuse_options(args, options, f"for the action {args.action}")
     if args.action == "certify":
         return _certify(args)
