@@ -29,8 +29,8 @@ async def in_thread(program: Callable[[], None]) -> None:
 
 
 def names_of(kind: type) -> set[str]:
-    """Return the public names of a class."""
-    return {name for name in vars(kind) if not name.startswith("_")}
+    """Return the public names of a class, with those that it inherits."""
+    return {name for name in dir(kind) if not name.startswith("_")}
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
