@@ -77,7 +77,7 @@ def test_a_start_of_the_rows_beyond_the_prompt_is_rejected() -> None:
         ({"prompt": "a", "sampling": []}, "sampling", "is a list"),
         ({"prompt": "a", "seed": 1, "sampling": {"seed": 1}}, "seed", "is set both beside and under sampling"),
         ({"prompt": "a", "top_p": 0}, "sampling.top_p", "is 0"),
-        ({"prompt": "a", "request_id": "a b"}, "request_id", "is 'a b'"),
+        ({"prompt": "a", "request_id": "a "}, "request_id", "is 'a '"),
         ({"prompt": "a", "routed_experts_prompt_start": -1}, "routed_experts_prompt_start", "is -1"),
     ],
 )
