@@ -54,7 +54,7 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     assert (resumed.code, table(resumed.stdout)) == (0, [[f"w{i}", "applied"] for i in range(3)])
     assert is_done == (False, False)
     assert [(worker.state, worker.pause_mode) for worker in state.workers] == [(WorkerState.PAUSED, "keep")] * 3
-    assert shown.stdout.count("paused (keep)") == 4  # three workers and the desired state
+    assert shown.stdout.count("paused (keep)") == 5  # three workers, the desired state, and its author
     check_stream(stream.chunks, stream.request)
     tokens = [token_id for chunk in stream.chunks for token_id in chunk.token_ids.tolist()]
     assert tokens == expected.token_ids.tolist()
