@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ...schemas.chunk import Chunk
 from ...schemas.control import LoadLora, lora_register
 from ...schemas.desired import DesiredState
-from ...schemas.errors import RollbusError
+from ...schemas.errors import BusBroken, RollbusError
 from ...schemas.limits import MAX_WEIGHT_VERSION
 from ...schemas.messages import Frame, RequestKey
 from ..control.store import DesiredStore
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 READ_S: Final = 1.0
 """Seconds for a read of the desired state. Frames wait meanwhile. It takes a round trip."""
+CONFIRMED_S: Final = 1.5
+"""Seconds since a majority of the servers of a cluster confirmed the server that answers the read: more than the second
+between two heartbeats of a leader. Versions are not checked by an older answer."""
 UNREADABLE_S: Final = 10.0
 """Seconds without another read after one that failed. Versions are not checked meanwhile, and workers get no new ones:
 a version is recorded before a worker loads it."""
@@ -138,6 +141,10 @@ class ResultCheck:
             return False
         try:
             async with asyncio.timeout(READ_S):
+                # A server that is cut off from its cluster would answer with an old state.
+                confirmed_s = await self._store.confirmed_s()
+                if confirmed_s > CONFIRMED_S:
+                    raise BusBroken(f"the leader of the desired states was last confirmed {confirmed_s:.1f} s ago")
                 self._last_state = await self._store.read(model)
         except (RollbusError, TimeoutError) as error:
             self._unreadable_until = time.monotonic() + UNREADABLE_S
