@@ -108,7 +108,7 @@ def test_an_aborted_request_has_the_rows_of_its_generated_tokens(fallback: Runni
 
 def test_a_failure_ends_only_its_own_request(fallback: RunningEngine) -> None:
     """NaN ends only its own request, and a rejected parameter is named before any request is submitted."""
-    impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], temperature=0.0)
+    impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5, 5]], temperature=0.0)
     failed, fine = fallback.generate(
         GenerateRequest(prompt_token_ids=[1, 2], sampling=impossible),
         GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=3, ignore_eos=True)),

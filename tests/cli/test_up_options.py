@@ -1,0 +1,74 @@
+"""The port of `rollbus up`, and the options and the environment that it passes to its workers."""
+
+import socket
+
+import pytest
+
+from rollbus.frontend.cli import main
+from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.commands.up import nats_port
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.frontend.cli.worker_options import python_env, worker_flags
+from tests.cli.support import ROOT
+
+
+def test_up_uses_the_port_of_the_nats_option() -> None:
+    """`up` uses the port of --nats. Without a port, or with port 0, it uses any free port."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+
+    assert nats_port(f"nats://127.0.0.1:{free}", is_named=True) == free
+    assert nats_port(f"localhost:{free}", is_named=True) == free
+    assert nats_port("nats://127.0.0.1:0", is_named=True) == -1
+    assert nats_port("nats://127.0.0.1", is_named=True) == -1
+
+
+def test_only_a_busy_default_port_is_replaced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy port is an error if --nats or $ROLLBUS_NATS names it. A busy default port is replaced, with a message."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        url = f"nats://127.0.0.1:{port}"
+
+        monkeypatch.delenv("ROLLBUS_NATS", raising=False)
+        assert not build_parser().parse_args(["up"]).is_nats_named
+        assert build_parser().parse_args(["up", "--nats", "nats://127.0.0.1:4222"]).is_nats_named
+        monkeypatch.setenv("ROLLBUS_NATS", url)
+        assert build_parser().parse_args(["up"]).is_nats_named
+
+        assert nats_port(url, is_named=False) == -1
+        assert capsys.readouterr().err == f"port {port} is in use: the NATS server listens at a free port\n"
+        for argv in (["up", "--engine", "synthetic"], ["up", "--engine", "synthetic", "--nats", url]):
+            assert main(argv) == ExitCode.FAILED
+            assert capsys.readouterr().err == (
+                f"rollbus: --nats {url}: port {port} is in use; name another port, or nats://127.0.0.1:0 for any free "
+                "port\n"
+            )
+
+
+def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rollbus worker` and `rollbus up` pass the worker options unchanged to `python -m rollbus.workers`."""
+    engine_args = '{"max_model_len": 64}'
+    argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
+    argv += ["--engine-timeout-s", "60", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
+    argv += ["--stage-bytes", "7", "--fetch-rate", "8", "--no-prove-reload"]
+
+    assert worker_flags(build_parser().parse_args(argv)) == [
+        *("--engine", "synthetic", "--weight-version", "0", "--served-model-name", "m"),
+        *("--engine-args", engine_args, "--engine-timeout-s", "60.0"),
+        *("--weight-root", "a", "--weight-root", "b", "--cache-dir", "c", "--stage-bytes", "7", "--fetch-rate", "8"),
+        *("--no-prove-reload", "--log-level", "debug"),
+    ]
+
+
+def test_pythonpath_of_workers_starts_with_the_rollbus_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's PYTHONPATH starts with the unresolved folder of rollbus, exactly once. The user's entries stay."""
+    source = ROOT / "src"
+    monkeypatch.setenv("PYTHONPATH", f"/theirs:{source}")
+    assert python_env()["PYTHONPATH"] == f"/theirs:{source}"
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert python_env()["PYTHONPATH"] == f"{source}:/theirs"
