@@ -334,10 +334,12 @@ async def test_commands_require_the_admin_token(nats_url: str, fleet: str, tmp_p
 
 async def _check_access(c: ControlHttp) -> None:
     from rollbus.frontend.http.control import ADMIN_ROUTES, ROUTES
+    from rollbus.frontend.http.control.not_served import DATA_ROUTES
 
     data, admin = ({"Authorization": f"Bearer {token}"} for token in ("data", "admin"))
     shut = [(route, headers, 401) for route in ADMIN_ROUTES for headers in ({}, data)]
-    open_ = [(route, headers, 404 if "{id}" in route[1] else 200) for route in ROUTES for headers in (data, admin)]
+    statuses = {route: 501 if route in DATA_ROUTES else 404 if "{id}" in route[1] else 200 for route in ROUTES}
+    open_ = [(route, headers, status) for route, status in statuses.items() for headers in (data, admin)]
     calls = [*shut, *open_, *((route, {}, 401) for route in ROUTES)]
     answers = await together(*(c.http.client.request(*route, headers=headers) for route, headers, _ in calls))
     for (route, headers, status), answer in zip(calls, answers, strict=True):

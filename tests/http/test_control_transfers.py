@@ -60,6 +60,7 @@ async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
         rollbus.connect(nats_url, fleet=fleet, client="trainer") as trainer,
     ):
         c.http.client.headers["Authorization"] = "Bearer secret"
+        await trainer.fleet.wait_for_workers()
         await trainer.fleet.start_weight_update()
         held = await c.post("/start_weight_update")
         cancelled = await c.post("/v1/rl/cancel_weight_update")

@@ -136,7 +136,9 @@ async def test_wrong_input_gives_400_with_the_field(
         for path, _ in paths(kind, base):
             for value in VALUES:
                 body_of = with_value(base, path, value)
-                if is_refused(body_of, kind):
+                # Of these values, the lax reading accepts only `true` where the type refuses it: as the number 1.
+                read_as = with_value(base, path, 1 if value is True else value)
+                if is_refused(body_of, kind) and is_refused(read_as, kind):
                     status, error = await sent(http, route, encode(body_of))
                     named = (error.get("param") or "").startswith(path[0])
                     if (status, error.get("code"), named) != (400, "invalid_request", True):
