@@ -220,7 +220,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill_tokens_per_s: NotNegativeSeconds | None = None
     """Computed prompt tokens per second, from the scheduling of a request to its first token. Cached tokens do not
     count, and other requests may decode in the same time. Measurements are weighted by tokens, so long prompts
-    dominate. n uncached tokens take about n divided by this rate."""
+    dominate, and steps with fewer than 64 do not count. n uncached tokens take about n divided by this rate."""
     decode_tokens_per_s: NotNegativeSeconds | None = None
     """Generated tokens of all requests after their first, per second of the steps that made them. One request gets
     about this rate divided by `running`; n tokens of all requests take about n divided by this rate."""

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollbus.workers.engines.token_rates import MEMORY_S, TokenRates
+from rollbus.bus.protocol.fleet import canary
+from rollbus.workers.engines.token_rates import MEMORY_S, MIN_PREFILL, TokenRates
 
 
 def both(rates: TokenRates) -> Any:
@@ -61,6 +62,23 @@ def test_long_prompts_outweigh_short_prompts() -> None:
         rates.add_prefill(16, 101.0 + number)
         rates.end_step(101.05 + number, 0)
     assert rates.prefill == pytest.approx(10_000, rel=0.1)
+
+
+def test_a_step_with_few_prompt_tokens_measures_no_prefill_rate() -> None:
+    """A worker that has computed only canaries has no prefill rate: a low one would make it seem slow to clients."""
+    rates = TokenRates()
+    rates.add_prefill(MIN_PREFILL - 1, 100.0)
+    rates.end_step(100.01, 0)
+    assert rates.prefill is None
+    # The time of that step does not count for the next prompt, which was scheduled during it.
+    rates.add_prefill(1000, 100.0)
+    rates.end_step(100.11, 0)
+    assert rates.prefill == pytest.approx(10_000)
+
+
+def test_a_canary_measures_no_prefill_rate() -> None:
+    """A canary, with the tokens that a worker may score after it, is too short to measure the prefill rate."""
+    assert canary.PROMPT_TOKENS + canary.NUM_TOKENS < MIN_PREFILL
 
 
 def test_old_measurements_fade_with_the_computing_time() -> None:

@@ -3,11 +3,15 @@
 import math
 from typing import Final
 
-__all__ = ["TokenRates"]
+__all__ = ["MIN_PREFILL", "TokenRates"]
 
 MEMORY_S: Final = 10.0
 """Seconds of computing after which the weight of a measurement drops to 1/e. This covers some steps of a large model
 and adapts soon to another load."""
+MIN_PREFILL: Final = 64
+"""Prompt tokens of a step from which the prefill speed is measured. Fewer, as those of a canary, take about as long as
+a step without any. A worker that has computed nothing else would seem ten times slower than it is.
+"""
 
 
 class TokenRates:
@@ -50,12 +54,13 @@ class TokenRates:
         """
         num_prefilled, self._step_tokens = self._step_tokens, 0
         scheduled_at, self._scheduled_at = max(self._scheduled_at, self._prefilled_until), math.inf
-        if num_prefilled and at > scheduled_at:
+        if num_prefilled >= MIN_PREFILL and at > scheduled_at:
             seconds = at - scheduled_at
             kept = math.exp(-seconds / MEMORY_S)
             self._prefill_weighted_s = self._prefill_weighted_s * kept + num_prefilled * seconds
             self._prefill_squares = self._prefill_squares * kept + num_prefilled**2
-            self._prefilled_until = at
+        if num_prefilled:
+            self._prefilled_until = max(self._prefilled_until, at)
         if num_decoded and not self._is_interrupted and at > self._ended_at:
             seconds = at - self._ended_at
             kept = math.exp(-seconds / MEMORY_S)
