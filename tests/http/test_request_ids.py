@@ -7,7 +7,7 @@ import pytest
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.support import http_service
-from tests.support.waits import until_true
+from tests.support.fleet_states import until_state
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ async def test_equal_ids_of_two_users_never_meet(nats_url: str, fleet: str) -> N
             lines = stream.aiter_lines()
             await anext(lines)
             other, double = [await http.client.post(PATH, json=FEW, headers=user) for user in reversed(users)]
-        await until_true(lambda: all(not worker.in_flight for worker in http.own.fleet.workers))
+        await until_state(http.own, lambda state: not any(worker.in_flight for worker in state.workers))
         again = await http.client.post(PATH, json=FEW, headers=users[0])
 
     assert (other.status_code, other.json()["request_id"]) == (200, "1")
@@ -75,7 +75,7 @@ async def test_an_admin_aborts_by_the_id_that_a_user_chose(nats_url: str, fleet:
     endless = {"token_ids": [1], "sampling_params": {"ignore_eos": True, "max_tokens": 1_000_000}, "request_id": "a/b"}
     async with http_service(nats_url, fleet, config=SLOW) as http, asyncio.TaskGroup() as tasks:
         asked = tasks.create_task(http.client.post(PATH, json=endless))
-        await until_true(lambda: any(worker.in_flight for worker in http.own.fleet.workers))
+        await until_state(http.own, lambda state: any(worker.in_flight for worker in state.workers))
         aborted = await http.client.post("/v1/rl/abort_requests", json={"request_ids": ["chatcmpl-a/b"]})
         answer = await asked
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 import socket
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollbus.bus.client import presence_watcher
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.support import http_before, http_service
@@ -51,7 +53,9 @@ async def prometheus(folder: Path, target: str, token: str) -> AsyncIterator[htt
     (folder / "token").write_text(token)
     shutil.copy(ALERTS, folder)
     shipped = PROMETHEUS.read_text()
-    for old, new in (("frontend:8080", target), ("/run/secrets/http-token", "token"), ("15s", "1s")):
+    # A scrape asks the workers, and may take as long as the interval. On a busy machine, tests wait longer for them.
+    interval = f"{math.ceil(2 * presence_watcher.PING_WAIT_S)}s"
+    for old, new in (("frontend:8080", target), ("/run/secrets/http-token", "token"), ("15s", interval)):
         assert old in shipped
         shipped = shipped.replace(old, new)
     (folder / "prometheus.yml").write_text(shipped)

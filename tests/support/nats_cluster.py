@@ -26,7 +26,7 @@ from rollbus.bus.auth.credentials import User
 from rollbus.bus.nats import embedded
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer, server_config
-from rollbus.bus.nats.jetstream import ApiError, Unanswered, ask
+from rollbus.bus.nats.jetstream import NO_PEERS, ApiError, Unanswered, ask
 from rollbus.schemas.errors import BusBroken
 from tests.support.connections import opened
 from tests.support.patience import patient
@@ -255,6 +255,11 @@ async def replicate(connection: Connection) -> None:
         try:
             return await _replicate(connection)
         except Unanswered as error:  # for example during a leader election
+            return [str(error)]
+        except ApiError as error:
+            # For a moment after the start, the leader may count a server as offline.
+            if error.code != NO_PEERS:
+                raise
             return [str(error)]
 
     await until(lagging, [])

@@ -66,7 +66,10 @@ class BlockingFleet:
 
     @property
     def workers(self) -> tuple[WorkerPresence, ...]:
-        """Live workers sorted by id, with their latest presence. `state` asks the workers for new presence."""
+        """Live workers sorted by id, with their current states, versions and adapters.
+
+        Load, counters and times may be old: `state` asks the workers for them.
+        """
         return self._awaited.workers
 
     @property
