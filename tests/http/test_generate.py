@@ -284,9 +284,8 @@ async def test_without_workers_a_request_gives_503(nats_url: str, fleet: str) ->
 
 async def test_the_response_has_the_request_id_of_header_or_body(nats_url: str, fleet: str) -> None:
     """The request id is that of the header, the body, or a new one, also if a request with that id is open."""
-    few = {"max_tokens": 1}
-    # The long request takes minutes, so it is still open when the second one with its id arrives.
-    async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.005)) as http:
+    few, slow = {"max_tokens": 1}, SyntheticConfig(step_s=0.005)  # the long request outlasts the second with its id
+    async with http_service(nats_url, fleet, config=slow) as http:
         for headers, field, expected in (
             ({"X-Request-Id": "mine"}, "other", "mine"),
             ({"X-Request-Id": ""}, "other", "other"),
