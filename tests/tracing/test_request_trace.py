@@ -227,7 +227,7 @@ async def test_calls_that_fail_have_the_code_of_their_error(nats_url: str, fleet
     async with traced(nats_url, fleet) as found:
         endless = SamplingParams(max_tokens=1_000_000, ignore_eos=True)
         with pytest.raises(RequestTimeout):
-            await found.rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=endless, timeout_s=0.2))
+            await found.rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=endless, model="m", timeout_s=2))
         await until_true(lambda: found.spans("worker"))
 
         [call] = found.spans("text_completion")
