@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 PING_WAIT_S = 0.5
 """Seconds in which a live worker answers a ping: a thousand round trips on a loopback."""
+FIRST_WAIT_S = PING_WAIT_S
+"""Seconds from the start of a watch until the answers to its first ping are complete."""
 
 
 class PresenceWatcher:
@@ -62,7 +64,7 @@ class PresenceWatcher:
         self.table = PresenceTable()
         self._changed = asyncio.Event()
         self._pinged_at = -PING_WAIT_S
-        self._listening_since = -PING_WAIT_S
+        self._listening_since = -FIRST_WAIT_S
         self.snapshot = self.table.snapshot
         self.client: str | None = None
         self.rejected = RejectionCount()
@@ -126,7 +128,7 @@ class PresenceWatcher:
 
     async def known_workers(self) -> tuple[WorkerPresence, ...]:
         """Return the latest presence of live workers, after all had time to answer since the watch began."""
-        left_s = self._listening_since + PING_WAIT_S - time.monotonic()
+        left_s = self._listening_since + FIRST_WAIT_S - time.monotonic()
         if left_s > 0:
             await self.wait_until(lambda: False, left_s)
         return self.table.workers()

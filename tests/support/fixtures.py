@@ -61,12 +61,19 @@ async def _delete_queues(url: str, fleet: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_pings() -> Iterator[None]:
-    """Scale the ping wait of clients in this process by `$ROLLBUS_TEST_PATIENCE`."""
+    """Scale the ping wait of clients in this process by `$ROLLBUS_TEST_PATIENCE`.
+
+    Thousands of tests have a new client, whose workers are near: its first wait is shorter. Workers in this process
+    compare their start checkpoints with no other worker.
+    """
     from rollbus.bus.client import presence_watcher
+    from rollbus.workers.lifecycle import peers
     from tests.support.patience import patient
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(presence_watcher, "PING_WAIT_S", patient(presence_watcher.PING_WAIT_S))
+        patches.setattr(presence_watcher, "FIRST_WAIT_S", patient(0.1))
+        patches.setattr(peers, "LISTEN_S", 0.0)
         yield
 
 
