@@ -63,10 +63,7 @@ class ModelNames:
         await self._watcher.known_workers()
         recorded = await self._recorded_models()
         served = {worker.model for worker in self._watcher.table.workers()}
-        if len(served.union(recorded)) > 1:
-            # Roles that write a state may write anything under any name. Only a valid state makes a model known.
-            recorded = tuple([model for model in recorded if model in served or await self._store.is_valid(model)])
-        return tuple(sorted(served.union(recorded)))
+        return await self._store.known_models(served, recorded)
 
     async def with_adapter(self, name: str) -> tuple[str, ...]:
         """Return the models for which an adapter is recorded. Wait up to a second for a worker that announces it.

@@ -182,7 +182,9 @@ class Controller:
             NoWorkers, InvalidRequest: as in `workers_that_must_ack`.
             BusBroken: the connection is lost.
         """
-        known = await self.store.models() if needs_known_models(command) else ()
+        known: tuple[str, ...] = ()
+        if needs_known_models(command):
+            known = await self.store.known_models(await self._live_models(), await self.store.models())
         try:
             if not is_fresh:
                 return workers_that_must_ack(await self._watcher.known_workers(), command, known)
@@ -194,10 +196,14 @@ class Controller:
         """Return the present workers of `model` that announce their capabilities and lack this one."""
         return without(capability, await self._watcher.known_workers(), model)
 
-    async def models(self) -> frozenset[str]:
-        """Return the names of all known models: those of live workers, and those with a stored desired state."""
-        live = {worker.model for worker in await self._watcher.known_workers()}
-        return frozenset(live.union(await self.store.models()))
+    async def is_known(self, model: str) -> bool:
+        """Return True if `model` has live workers or a valid stored state."""
+        if model in await self._live_models():
+            return True
+        return model in await self.store.models() and await self.store.is_valid(model)
+
+    async def _live_models(self) -> set[str]:
+        return {worker.model for worker in await self._watcher.known_workers()}
 
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
         """Check that this user may send the command to workers of these models. Each worker checks this again.

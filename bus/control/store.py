@@ -273,6 +273,16 @@ class DesiredStore:
                     raise
                 await retries.wait(error)
 
+    async def known_models(self, served: Collection[str], recorded: Collection[str]) -> tuple[str, ...]:
+        """Return the models in `served`, and those in `recorded` whose stored state is valid, sorted.
+
+        Roles that write a state may write anything under any name. Only a valid state makes a model known.
+        """
+        found = set(served)
+        if len(found.union(recorded)) > 1:
+            recorded = [model for model in recorded if model not in found and await self.is_valid(model)]
+        return tuple(sorted(found.union(recorded)))
+
     async def _list_models(self) -> tuple[str, ...]:
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
         try:

@@ -227,7 +227,7 @@ class Updates:
             if unable := await self._controller.without("base_adapters", model):
                 problem = f"{', '.join(unable)} run an earlier release, which has no adapters under the model's name"
                 raise ControlError(ControlCode.UNSUPPORTED, problem)
-        elif command.for_base or command.name in await self._controller.models():
+        elif command.for_base or await self._controller.is_known(command.name):
             problem = f"is {command.name!r}, which is the name of a model"
             allowed = f"{model!r} with for_base, or a name that no model has"
             raise InvalidRequest(field="name", problem=problem, allowed=allowed)

@@ -296,6 +296,26 @@ async def test_a_command_fails_if_a_desired_state_cannot_be_decoded(nats_url: st
         assert set((await control.rb.fleet.state()).desired) == {"m", "n"}
 
 
+async def test_what_is_no_desired_state_makes_no_model_known(nats_url: str, fleet: str) -> None:
+    """Whatever is stored under another model's name: a command needs no model, and an adapter may have that name.
+
+    A valid state makes the model known: then the command needs a model, and the adapter another name.
+    """
+    async with controlled(nats_url, fleet, "a") as control:
+        fleet_ = control.rb.fleet
+        await fleet_.pause()  # creates the bucket
+        await control.nats.jetstream().publish(control.store.subject("x"), b"garbage")
+        assert (await fleet_.load_lora("x", "/x")).is_complete
+        assert (await fleet_.start_weight_update(mode="wait")).is_complete
+
+        await control.store.reset("x")
+        for attempt in (fleet_.unload_lora("x"), fleet_.load_lora("x", "/x")):
+            with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, x"):
+                await attempt
+        with pytest.raises(InvalidRequest, match="name is 'x', which is the name of a model"):
+            await fleet_.load_lora("x", "/x", model="m")
+
+
 async def test_the_fleet_state_contains_the_desired_state_of_each_model(nats_url: str, fleet: str) -> None:
     """The fleet state contains the desired state of each model, also of a model whose workers are gone."""
     async with controlled(nats_url, fleet, "a") as control:
