@@ -22,7 +22,7 @@ from ...schemas.request import Lane
 from ..nats.connection import Connection, publish, subscribe
 from ..protocol.queue.held_back import HeldBack
 from ..subjects import Subjects
-from .storing import why_unstored
+from .storing import FULL, SHARE_FULL, decode_publish_ack, why_unstored
 
 __all__ = ["PublishResult", "PublisherStats", "QueuePublisher"]
 
@@ -37,16 +37,12 @@ MAX_REPEATS: Final = 1000
 MAX_UNANSWERED: Final = 65_536
 """Maximum publishes without an answer: a second of work for the server, a day of work for a trainer."""
 
-_FULL: Final = frozenset({10077, 10023, 10047, 10002})
-"""JetStream's errors for a stream, a server, a disk or an account that can store no more."""
 _TOO_LARGE: Final = 10054
 _NOT_NOW: Final = frozenset({429, 503})
 """Temporary error codes: more than 10,000 publishes that are not on disk yet; no leader."""
 _IN_PROCESS: Final = 10158
 """JetStream's error for a repeated publish before the servers of a cluster agreed on the first one."""
 _NO_RESPONDERS: Final = "503"
-_SHARE_FULL: Final = "maximum messages per subject exceeded"
-"""The server's message for a client whose share of a lane is full. The code is that of a full stream."""
 
 
 class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,22 +86,6 @@ class _UnansweredPublish:
     msg_id: str
     deadline_s: float
     published_at: float = 0.0
-
-
-class _AnswerError(msgspec.Struct):
-    code: int = 0
-    err_code: int = 0
-    description: str = ""
-
-
-class _PublishAck(msgspec.Struct):
-    stream: str = ""
-    seq: int = 0
-    duplicate: bool = False
-    error: _AnswerError | None = None
-
-
-_decode_answer = msgspec.json.Decoder(_PublishAck).decode
 
 
 class QueuePublisher:
@@ -329,7 +309,7 @@ class QueuePublisher:
             self.stats.late_answers += 1
             return
         try:
-            result = _decode_publish_ack(message)
+            result = _result_of(message)
         except msgspec.MsgspecError as error:
             self.stats.bad_answers += 1
             logger.warning("queue.publish_ack_rejected client=%s error=%s", self._client, error)
@@ -337,7 +317,7 @@ class QueuePublisher:
         if result is None:
             return
         self._silences.pop(unanswered.subject, None)
-        if result.code is ErrorCode.QUEUE_FULL and _SHARE_FULL in result.message:
+        if result.code is ErrorCode.QUEUE_FULL and SHARE_FULL in result.message:
             self.stats.kept_back += 1
             self._keep_back(number, unanswered)
             return
@@ -346,15 +326,15 @@ class QueuePublisher:
         self._on_result(unanswered.token, result)
 
 
-def _decode_publish_ack(message: Msg) -> PublishResult | None:
+def _result_of(message: Msg) -> PublishResult | None:
     """Decode the answer to a publish; None: a temporary error, so the publish is repeated later."""
     if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
         return PublishResult(ok=False, code=ErrorCode.NO_WORKERS, message="no worker has created a queue for the model")
-    answer = _decode_answer(message.data)
+    answer = decode_publish_ack(message.data)
     error = answer.error
     if error is None:
         return PublishResult(ok=True, stream=answer.stream, seq=answer.seq, is_duplicate=answer.duplicate)
-    if error.err_code in _FULL:
+    if error.err_code in FULL:
         code = ErrorCode.QUEUE_FULL
     elif error.err_code == _TOO_LARGE:
         code = ErrorCode.TOO_LARGE
@@ -362,5 +342,4 @@ def _decode_publish_ack(message: Msg) -> PublishResult | None:
         return None
     else:
         code = ErrorCode.UNKNOWN
-    message_text = f"{error.description} (JetStream error {error.err_code})"
-    return PublishResult(ok=False, stream=answer.stream, code=code, message=message_text)
+    return PublishResult(ok=False, stream=answer.stream, code=code, message=str(error))

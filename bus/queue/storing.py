@@ -8,6 +8,7 @@ import asyncio
 import logging
 from typing import Final
 
+import msgspec
 from nats import errors as nats_errors
 
 from ...schemas.errors import BusBroken, PermissionDenied
@@ -18,7 +19,7 @@ from ..nats.jetstream import ApiError, ask
 from ..subjects import Subjects
 from .streams import LOOK_S, PROBE_HEADER, STREAM_LANES, stream_name
 
-__all__ = ["RESTART_ADVICE", "STORES_NOTHING", "probe_queue", "why_unstored"]
+__all__ = ["FULL", "SHARE_FULL", "PublishAck", "decode_publish_ack", "probe_queue", "why_unstored"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,26 +27,62 @@ PROBE_BYTES: Final = 8192
 """Bytes of a probe: more than the rest of a disk block, in which a message may still have room on a full disk."""
 PROBE_S: Final = 2.0
 """Seconds for the server to confirm a probe, which takes milliseconds. A busy server takes a second."""
+STREAM_FULL: Final = 10077
+"""JetStream's error if a stream rejects a message: because of its limits, or because of a failed write."""
+FULL: Final = frozenset({STREAM_FULL, 10023, 10047, 10002})
+"""JetStream's errors for a stream, a server, a disk or an account that can store no more."""
+LIMIT: Final = "exceeded"
+"""Part of the server's message for a stream at one of its limits."""
+SHARE_FULL: Final = "maximum messages per subject exceeded"
+"""The server's message for a client whose share of a lane is full. The code is that of a full stream."""
 RESTART_ADVICE: Final = "free space on the disk of nats-server, then restart nats-server"
+LIMIT_ADVICE: Final = "start workers that empty the queue, or raise its limits with `rollbus make-queue`"
+SPACE_ADVICE: Final = "raise max_file_store in the configuration of nats-server, or delete data that nobody needs"
+IF_THIS_LASTS: Final = f"if this lasts, {RESTART_ADVICE}"
 STORES_NOTHING: Final = (
     "confirms no request, although the server answers: its disk is full or was full since its start, or it is "
-    f"overloaded; if this lasts, {RESTART_ADVICE}"
+    f"overloaded; {IF_THIS_LASTS}"
 )
 
 
+class _AnswerError(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.description} (JetStream error {self.err_code})"
+
+
+class PublishAck(msgspec.Struct):
+    """The server's answer to a publication."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: _AnswerError | None = None
+
+
+decode_publish_ack: Final = msgspec.json.Decoder(PublishAck).decode
+
+
 async def why_unstored(nats: Connection, subjects: Subjects, model: str, lane: Lane) -> str:
-    """Return why the server confirms no publication to a lane, phrased to follow the name of the queue."""
+    """Return why the server confirms no publication to a lane, phrased to follow the name of the queue.
+
+    The remedy follows the last semicolon.
+    """
     try:
         await ask(nats, f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}", timeout_s=LOOK_S)
     except (ApiError, BusBroken) as error:
-        return f"does not answer: {error}"
+        return f"does not answer: {error}; {IF_THIS_LASTS}"
     return STORES_NOTHING
 
 
 async def probe_queue(nats: Connection, subjects: Subjects, client: str, model: str) -> str | None:
     """Publish a message, which workers remove, to each stream of a queue. Return the problem if one is not stored.
 
-    Return None even if this user may not publish requests, because then nothing is known.
+    The remedy follows the last semicolon. Return None even if this user may not publish requests, because then nothing
+    is known.
     """
     if nats.user is not None and nats.user.role not in REQUESTERS:
         return None  # the server would log a violation
@@ -58,11 +95,23 @@ async def _probe(nats: Connection, subjects: Subjects, client: str, model: str, 
     try:
         # After a second without a worker, the server removes it.
         headers = {"Nats-TTL": "1", PROBE_HEADER: "1"}
-        await nats.request(subjects.request(client, model, lane), bytes(PROBE_BYTES), timeout=PROBE_S, headers=headers)
+        subject = subjects.request(client, model, lane)
+        answer = await nats.request(subject, bytes(PROBE_BYTES), timeout=PROBE_S, headers=headers)
+        return _why_rejected(decode_publish_ack(answer.data).error)
     except (PermissionDenied, nats_errors.NoRespondersError):
         return None
     except nats_errors.TimeoutError:
         return await why_unstored(nats, subjects, model, lane)
-    except nats_errors.Error as error:
+    except (nats_errors.Error, msgspec.MsgspecError) as error:
         logger.warning("queue.probe_failed model=%s error=%s", model, error)
     return None
+
+
+def _why_rejected(error: _AnswerError | None) -> str | None:
+    """Return the problem that JetStream's answer to a probe shows. A client's full share is none of the queue."""
+    if error is None or error.err_code not in FULL or SHARE_FULL in error.description:
+        return None
+    advice = SPACE_ADVICE
+    if error.err_code == STREAM_FULL:
+        advice = LIMIT_ADVICE if LIMIT in error.description else RESTART_ADVICE
+    return f"rejects requests: {error}; {advice}"

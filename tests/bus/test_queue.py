@@ -1,14 +1,17 @@
 """The queue of a model in JetStream: its names, limits and depths."""
 
 import asyncio
+import functools
 import re
 
 import pytest
 
+from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.queue.limits import QueueLimits
 from rollbus.bus.queue.set_limits import set_limits
+from rollbus.bus.queue.storing import probe_queue
 from rollbus.bus.queue.streams import QueueDepth, ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import BusBroken, InvalidRequest
@@ -174,3 +177,43 @@ async def test_a_queue_is_created_without_a_reservation_on_a_small_disk(
         assert results[0].ok
         assert results[-1].code == "queue_full"
         assert "insufficient resources" in results[-1].message
+
+
+async def num_waiting(nats: Connection, subjects: Subjects, model: str) -> int:
+    """Return the number of messages in a queue."""
+    return sum(depth.waiting for depth in await queue_depths(nats, subjects, (model,)))
+
+
+async def test_a_probe_names_the_limit_that_was_reached_and_its_remedy(
+    fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe that the server rejects because its space, or the queue's, is used is a problem with a remedy.
+
+    The full share of one client is no problem of the queue.
+    """
+    require_binary()
+    change_config(monkeypatch, max_file_store=4 * 1024 * 1024)
+    subjects = Subjects(fleet)
+    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        for model in ("share", "limit"):
+            await ensure_queue(client.nats, subjects, model, QueueLimits(max_msgs=2, max_per_client=1))
+            assert await probe_queue(client.nats, subjects, "x", model) is None
+            await until(functools.partial(num_waiting, client.nats, subjects, model), 0)
+            assert (await client.publish(model=model, lane="high")).ok
+        share = await probe_queue(client.nats, subjects, client.name, "share")
+        assert (await client.publish(model="limit", lane="low")).ok
+        limit = await probe_queue(client.nats, subjects, "x", "limit")
+        await ensure_queue(client.nats, subjects, "space")
+        while (await client.publish(bytes(512 * 1024), model="space")).ok:
+            pass
+        space = await probe_queue(client.nats, subjects, "x", "space")
+
+    assert share is None
+    assert limit == (
+        "rejects requests: maximum messages exceeded (JetStream error 10077); "
+        "start workers that empty the queue, or raise its limits with `rollbus make-queue`"
+    )
+    assert space == (
+        "rejects requests: insufficient resources (JetStream error 10023); "
+        "raise max_file_store in the configuration of nats-server, or delete data that nobody needs"
+    )

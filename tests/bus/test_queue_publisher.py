@@ -11,7 +11,7 @@ import rollbus.bus.queue.publisher
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.queue.limits import QueueLimits
-from rollbus.bus.queue.publisher import _decode_publish_ack
+from rollbus.bus.queue.publisher import _result_of
 from rollbus.bus.queue.streams import ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
@@ -67,7 +67,7 @@ def test_a_publish_that_a_cluster_is_storing_is_repeated() -> None:
     answer = {"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}
     message = Msg(cast(Client, None), data=json.dumps(answer).encode())
 
-    assert _decode_publish_ack(message) is None
+    assert _result_of(message) is None
 
 
 @pytest.mark.proves("P43")

@@ -18,7 +18,6 @@ from ....bus.nats.permitted import check_permitted
 from ....bus.nats.reachable import describe_reachable
 from ....bus.nats.server import Server
 from ....bus.nats.storage import free_storage
-from ....bus.queue.storing import RESTART_ADVICE
 from ....bus.subjects import BUCKET, Subjects
 from ....schemas.errors import BusBroken, PermissionDenied
 from ..byte_counts import gib, size
@@ -272,6 +271,7 @@ async def _fleet(nats: Connection, fleet: str, client: str) -> AsyncIterator[Fin
         yield fail(f"queue of {model}", problem, NO_LEADER_ADVICE)
     for model, problem in sorted((await watch.check_queues(client)).items()):
         if model not in problems:
-            yield fail(f"queue of {model}", problem, RESTART_ADVICE)
+            found, _, advice = problem.rpartition("; ")
+            yield fail(f"queue of {model}", found, advice)
     for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues} - problems.keys()):
         yield warn(f"queue of {model}", "does not exist", f"an admin can create it: rollbus make-queue {model}")
