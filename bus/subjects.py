@@ -3,6 +3,7 @@
 | subject below `rb.v1.<fleet>.` | from → to | payload |
 |---|---|---|
 | `req.<client>.<model>.<lane>` | client → the model's queue → one of its workers | msgpack `RequestMessage` |
+| `req.~probe.<model>.<lane>` | admin → the model's queue, whose workers remove it | zeros |
 | `direct.<client>.<worker>` | client → the worker of its placement, or a prefill worker | msgpack `RequestMessage` |
 | `frame.<client>.<worker>` | worker → client | msgpack `Frame` |
 | `link.<client>.<worker>` | client → worker | msgpack `LinkMessage` |
@@ -106,6 +107,10 @@ class Subjects:
     def request(self, client: str, model: str, lane: Lane) -> str:
         """Return the subject on which `client` publishes requests for `model`."""
         return f"{self._root}.req.{check_subject_token('client', client)}.{encode_token(model)}.{lane}"
+
+    def probe(self, model: str, lane: Lane) -> str:
+        """Return the subject on which admins test whether a lane stores messages. No client has this name."""
+        return f"{self._root}.req.~probe.{encode_token(model)}.{lane}"
 
     def requests_in(self, model: str, lane: Lane) -> str:
         """Return the subject of all requests for `model` in one lane, from any client."""

@@ -70,6 +70,8 @@ class Rule:
 
 SUBJECT_RULES: Final = (
     Rule("req.<client>.<model>.<lane>", publish=REQUESTERS),  # workers pull them from the stream
+    # Admins send no requests. Workers reject a request under this name, which no client may have.
+    Rule("req.~probe.<model>.<lane>", publish=_ADMINS),
     Rule("direct.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS),
     Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
     Rule("link.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS),

@@ -93,7 +93,7 @@ class Fleet(WeightCommands):
     async def check_queues(self) -> dict[str, str]:
         """Return the models whose queue confirms no request, each with the reason. Publish a probe to each queue.
 
-        A user that may not send requests gets no reasons.
+        A viewer gets no reasons.
 
         Raises:
             BusBroken: the connection to NATS is gone.

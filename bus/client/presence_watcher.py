@@ -17,7 +17,7 @@ from ..nats.jetstream import Unanswered
 from ..nats.reachable import describe_reachable
 from ..protocol.fleet.behind import shows_ack
 from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor, accepts_whole_requests
-from ..queue.storing import probe_queue
+from ..queue.storing import QueueProbes
 from ..queue.streams import QueueDepth, queue_depths
 from ..subjects import Subjects
 
@@ -68,6 +68,7 @@ class PresenceWatcher:
         self.snapshot = self.table.snapshot
         self.client: str | None = None
         self.rejected = RejectionCount()
+        self._probes = QueueProbes(nats, subjects)
 
     def __repr__(self) -> str:
         """Return one line with each worker and its state."""
@@ -175,10 +176,7 @@ class PresenceWatcher:
             client: name of this client, which the probes carry.
         """
         models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
-        async with asyncio.TaskGroup() as tasks:
-            probes = [tasks.create_task(probe_queue(self._nats, self.subjects, client, model)) for model in models]
-        found = zip(models, (probe.result() for probe in probes), strict=True)
-        return {model: problem for model, problem in found if problem is not None}
+        return await self._probes.problems(client, models)
 
     async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
         """Return the depths of the queue of `model`, or the reason why it does not answer."""

@@ -47,6 +47,7 @@ EVERY_CLIENT = {T, P, F, A, V}
 # `OBSERVED` has the roles that may subscribe to messages for others.
 OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "req.<client>.<model>.<lane>": ({T, P, F}, set()),
+    "req.~probe.<model>.<lane>": ({A}, set()),
     "direct.<client>.<worker>": ({T, P, F}, {W}),
     "frame.<client>.<worker>": ({W}, EVERY_CLIENT),
     "link.<client>.<worker>": ({T, P, F}, {W}),

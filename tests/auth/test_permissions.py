@@ -39,14 +39,16 @@ def test_permissions_of_two_users_of_a_role_differ_only_in_the_name(role: Role) 
 def test_only_observers_of_acks_have_a_wildcard_in_place_of_a_client(role: Role) -> None:
     """A client's permissions have a wildcard in place of a client only where an admin or a frontend observes acks.
 
-    Presence of workers names no client.
+    Presence of workers names no client. An admin's probes name none either.
     """
     own = permissions(user(role, "me"))
     kinds = r"rb\.v1\.F\.(req|direct|frame|link|plain|client|control|ack)\."
 
     watched = {"rb.v1.F.ack.*.*"} if role in {Role.FRONTEND, Role.ADMIN} else set()
     assert watched <= set(own.subscribe)
-    for subject in (*own.publish, *sorted(set(own.subscribe) - watched)):
+    probed = {"rb.v1.F.req.~probe.*.*"} if role is Role.ADMIN else set()
+    assert probed <= set(own.publish)
+    for subject in sorted((set(own.publish) - probed) | (set(own.subscribe) - watched)):
         if re.match(kinds, subject):
             assert subject.split(".")[4] == "me", subject
 

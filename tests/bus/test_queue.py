@@ -11,7 +11,7 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.queue.limits import QueueLimits
 from rollbus.bus.queue.set_limits import set_limits
-from rollbus.bus.queue.storing import probe_queue
+from rollbus.bus.queue.storing import QueueProbes
 from rollbus.bus.queue.streams import QueueDepth, ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import BusBroken, InvalidRequest
@@ -195,25 +195,26 @@ async def test_a_probe_names_the_limit_that_was_reached_and_its_remedy(
     change_config(monkeypatch, max_file_store=4 * 1024 * 1024)
     subjects = Subjects(fleet)
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
+        probes = QueueProbes(client.nats, subjects)
         for model in ("share", "limit"):
             await ensure_queue(client.nats, subjects, model, QueueLimits(max_msgs=2, max_per_client=1))
-            assert await probe_queue(client.nats, subjects, "x", model) is None
+            assert await probes.problems("x", [model]) == {}
             await until(functools.partial(num_waiting, client.nats, subjects, model), 0)
             assert (await client.publish(model=model, lane="high")).ok
-        share = await probe_queue(client.nats, subjects, client.name, "share")
+        share = await probes.problems(client.name, ["share"])
         assert (await client.publish(model="limit", lane="low")).ok
-        limit = await probe_queue(client.nats, subjects, "x", "limit")
+        limit = await probes.problems("x", ["limit", "share"])
         await ensure_queue(client.nats, subjects, "space")
         while (await client.publish(bytes(512 * 1024), model="space")).ok:
             pass
-        space = await probe_queue(client.nats, subjects, "x", "space")
+        space = await probes.problems("x", ["space"])
 
-    assert share is None
-    assert limit == (
+    assert share == {}
+    assert limit["limit"] == (
         "rejects requests: maximum messages exceeded (JetStream error 10077); "
         "start workers that empty the queue, or raise its limits with `rollbus make-queue`"
     )
-    assert space == (
+    assert space["space"] == (
         "rejects requests: insufficient resources (JetStream error 10023); "
         "raise max_file_store in the configuration of nats-server, or delete data that nobody needs"
     )
