@@ -31,7 +31,8 @@ ROUND_S: Final = 1.0
 READ_S: Final = 5.0
 """Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
 MAX_BEHIND_S: Final = 600.0
-"""Seconds for which a worker may apply a recorded command, or receive weights. After that, its silence counts."""
+"""Seconds for which a worker may apply a recorded command, or receive weights before the next one. After that, its
+silence counts, also if it says meanwhile that it serves."""
 
 
 class SilenceChecks:
@@ -44,7 +45,8 @@ class SilenceChecks:
         self._store = DesiredStore(nats, watcher.subjects)
         # The models of the workers that do not serve now, with the time of the last read.
         self._states: dict[str, tuple[float, DesiredState | None]] = {}
-        self._behind_since: dict[str, float] = {}
+        # By worker with open requests: the recorded epoch, and since when the worker says that it is busy with weights.
+        self._behind_since: dict[str, tuple[int, float]] = {}
         self.watch = SilenceWatch()
         coordinator.silent = self.watch.avoided
 
@@ -93,7 +95,8 @@ class SilenceChecks:
 
     async def _suspended(self, workers: set[str]) -> set[str]:
         """Return the workers that the recorded state keeps from generating, not those that only say so."""
-        found, behind, models = set(), {}, set()
+        found, models = set(), set()
+        self._behind_since = {worker: since for worker, since in self._behind_since.items() if worker in workers}
         for worker in workers:
             presence = self._watcher.table.get(worker)
             if presence is None or presence.state is WorkerState.SERVING:
@@ -108,10 +111,13 @@ class SilenceChecks:
             if state is not None and is_stopped(state, presence):
                 found.add(worker)
             elif presence.transfer is not None or (state is not None and presence.epoch < state.epoch):
-                behind[worker] = self._behind_since.get(worker, time.monotonic())
-                if time.monotonic() - behind[worker] < MAX_BEHIND_S:
+                now, recorded = time.monotonic(), 0 if state is None else state.epoch
+                epoch, since = self._behind_since.get(worker, (recorded, now))
+                if epoch != recorded:
+                    since = now
+                self._behind_since[worker] = recorded, since
+                if now - since < MAX_BEHIND_S:
                     found.add(worker)
-        self._behind_since = behind
         # Workers choose the names of their models, and may change them.
         self._states = {model: read for model, read in self._states.items() if model in models}
         return found

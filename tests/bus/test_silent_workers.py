@@ -1,7 +1,9 @@
 """Workers that offer to run requests and send no tokens: their requests go to other workers, and they are avoided."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,7 +13,7 @@ from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.attempt import silence
 from rollbus.schemas.control import Pause, Resume
 from rollbus.schemas.errors import RequestTimeout
-from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import OpenTransfer
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_worker import MODEL, HandWorker, worker_by_hand
@@ -40,6 +42,25 @@ async def offer_all(worker: HandWorker) -> None:
         number += 1
 
 
+@contextlib.asynccontextmanager
+async def silent_worker(
+    nats_url: str, fleet: str, *, weight_version: int = 0, offers: bool = True
+) -> AsyncIterator[tuple[HandWorker, rollbus.Client, asyncio.TaskGroup]]:
+    """Yield a worker that offers to run all requests and sends no tokens, a client, and a group for tasks."""
+    async with (
+        asyncio.timeout(3 * SOON_S),
+        worker_by_hand(nats_url, fleet) as hand,
+        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        hand.free_slots, hand.weight_version = 1000, weight_version
+        await hand.announce()
+        offering = tasks.create_task(offer_all(hand)) if offers else None
+        yield hand, rb, tasks
+        if offering is not None:
+            offering.cancel()
+
+
 async def test_requests_of_a_silent_worker_go_to_another_which_also_gets_the_next(
     nats_url: str, fleet: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -48,15 +69,7 @@ async def test_requests_of_a_silent_worker_go_to_another_which_also_gets_the_nex
     The client names the silent worker in its log. It refuses the offers of this worker for later requests, so they
     complete without another silence.
     """
-    async with (
-        asyncio.timeout(3 * SOON_S),
-        worker_by_hand(nats_url, fleet) as hand,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        hand.free_slots = 1000
-        await hand.announce()
-        offering = tasks.create_task(offer_all(hand))
+    async with silent_worker(nats_url, fleet) as (hand, rb, tasks):
         calls = [tasks.create_task(rb.complete(short(f"r{number}", model=MODEL))) for number in range(6)]
         await hand.acked(1)
         async with synthetic_worker(nats_url, fleet, model=MODEL, worker_id="good"):
@@ -67,7 +80,6 @@ async def test_requests_of_a_silent_worker_go_to_another_which_also_gets_the_nex
             errors = {worker.worker: worker.last_error for worker in (await rb.fleet.state()).workers}
             assert errors["good"] is None
             assert "sent no tokens" in str(errors["hand"])
-        offering.cancel()
 
     assert {result.worker_ids for result in results} == {("hand", "good")}
     assert {result.worker_ids[-1] for result in later} == {"good"}
@@ -77,31 +89,15 @@ async def test_requests_of_a_silent_worker_go_to_another_which_also_gets_the_nex
 
 async def test_alone_a_silent_worker_keeps_the_request_after_two_moves(nats_url: str, fleet: str) -> None:
     """If no other worker serves, the request returns to the silent worker twice, and then stays until its deadline."""
-    async with (
-        asyncio.timeout(3 * SOON_S),
-        worker_by_hand(nats_url, fleet) as hand,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        hand.free_slots = 1000
-        await hand.announce()
-        offering = tasks.create_task(offer_all(hand))
+    async with silent_worker(nats_url, fleet) as (_, rb, _tasks):
         with pytest.raises(RequestTimeout):
             await rb.complete(short("r", model=MODEL, timeout_s=8))
         assert rb.stats().attempts_lost == 2
-        offering.cancel()
 
 
 async def test_offers_without_tokens_are_no_sign_of_life(nats_url: str, fleet: str) -> None:
     """A worker that offers to run the same request again and again is silent. A follower may wait there longer."""
-    async with (
-        asyncio.timeout(3 * SOON_S),
-        worker_by_hand(nats_url, fleet) as hand,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        hand.free_slots = 1000
-        await hand.announce()
+    async with silent_worker(nats_url, fleet, offers=False) as (hand, rb, tasks):
         call = tasks.create_task(rb.complete(short("r", model=MODEL, timeout_s=60)))
         key = await hand.next_key()
         await hand.frame(0, admitted=(key,))
@@ -125,19 +121,12 @@ async def test_offers_without_tokens_are_no_sign_of_life(nats_url: str, fleet: s
 async def test_a_request_goes_directly_only_to_a_worker_that_can_run_it(nats_url: str, fleet: str) -> None:
     """A request that no other worker can run goes to the queue again, not directly to a worker with older weights."""
     async with (
-        asyncio.timeout(3 * SOON_S),
         synthetic_worker(nats_url, fleet, model=MODEL, worker_id="old"),
-        worker_by_hand(nats_url, fleet) as hand,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
+        silent_worker(nats_url, fleet, weight_version=1) as (_, rb, _tasks),
     ):
-        hand.free_slots, hand.weight_version = 1000, 1
-        await hand.announce()
-        offering = tasks.create_task(offer_all(hand))
         with pytest.raises(RequestTimeout):
             await rb.complete(short("r", model=MODEL, timeout_s=8, min_weight_version=1))
         assert rb.stats().direct <= 1  # to the silent worker, before it was silent
-        offering.cancel()
 
 
 async def test_models_that_a_worker_had_are_forgotten(nats_url: str, fleet: str) -> None:
@@ -156,15 +145,7 @@ async def test_models_that_a_worker_had_are_forgotten(nats_url: str, fleet: str)
 
 async def test_a_pause_that_is_not_recorded_does_not_excuse_a_silent_worker(nats_url: str, fleet: str) -> None:
     """A worker that only says that it is paused counts as silent. A worker whose pause is recorded does not."""
-    async with (
-        asyncio.timeout(3 * SOON_S),
-        worker_by_hand(nats_url, fleet) as hand,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        hand.free_slots = 1000
-        await hand.announce()
-        offering = tasks.create_task(offer_all(hand))
+    async with silent_worker(nats_url, fleet) as (hand, rb, tasks):
         call = tasks.create_task(rb.complete(short("r", model=MODEL, timeout_s=60)))
         await hand.acked(1)
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Pause(model=MODEL))
@@ -174,7 +155,6 @@ async def test_a_pause_that_is_not_recorded_does_not_excuse_a_silent_worker(nats
         assert rb.stats().attempts_lost == 0
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
         await until_true(lambda: rb.stats().attempts_lost)
-        offering.cancel()
         call.cancel()
 
 
@@ -184,15 +164,7 @@ async def test_an_open_transfer_of_weights_excuses_a_worker_for_a_while(
     """A worker that receives weights keeps its requests, but not for ever: no record says that it receives them."""
     monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", SOON_S)
     transfer = OpenTransfer(id="t", by="trainer", age_s=1.0, left_s=599.0, chunks=1)
-    async with (
-        asyncio.timeout(3 * SOON_S),
-        worker_by_hand(nats_url, fleet) as hand,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        hand.free_slots = 1000
-        await hand.announce()
-        offering = tasks.create_task(offer_all(hand))
+    async with silent_worker(nats_url, fleet) as (hand, rb, tasks):
         call = tasks.create_task(rb.complete(short("r", model=MODEL, timeout_s=60)))
         await hand.acked(1)
         await hand.announce(WorkerState.UPDATING, transfer=transfer)
@@ -201,5 +173,33 @@ async def test_an_open_transfer_of_weights_excuses_a_worker_for_a_while(
         assert rb.stats().attempts_lost == 0
         monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", 0.0)
         await until_true(lambda: rb.stats().attempts_lost)
-        offering.cancel()
         call.cancel()
+
+
+async def test_a_worker_that_serves_in_between_gets_no_further_time_for_a_transfer(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for a transfer that no record shows runs on while the worker says that it serves, until the next record.
+
+    Otherwise a worker could hold requests for ever by claiming one transfer after another.
+    """
+    transfer = OpenTransfer(id="t", by="trainer", age_s=1.0, left_s=599.0, chunks=1)
+    busy = presence(model=MODEL, state=WorkerState.UPDATING, transfer=transfer)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, worker_by_hand(nats_url, fleet) as hand:
+        checks = rb._registry.runtime.silence
+
+        async def is_excused(one: WorkerPresence) -> bool:
+            checks._watcher.table.update(one, time.monotonic())
+            return one.worker in await checks._suspended({one.worker})
+
+        assert await rb._registry.thread.run(is_excused(busy))
+        assert not await rb._registry.thread.run(is_excused(presence(model=MODEL)))
+        [(_, since)] = checks._behind_since.values()
+        monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", time.monotonic() - since)
+        assert not await rb._registry.thread.run(is_excused(busy))
+
+        monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", SOON_S)
+        monkeypatch.setattr(silence_checks, "READ_S", 0.0)
+        await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
+        assert await rb._registry.thread.run(is_excused(busy))
+        assert next(iter(checks._behind_since.values()))[1] > since

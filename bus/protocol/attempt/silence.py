@@ -17,8 +17,9 @@ SILENT_S: Final = 120.0
 PROMPT_TOKENS_PER_S: Final = 1000
 """Prompt tokens for each further second: a slow machine computes the prompt before the first token."""
 BUSY_FACTOR: Final = 10
-"""The limit is this many times as long while the worker sends tokens of other requests of this client. An engine
-without free KV blocks keeps some requests waiting until others end."""
+"""The limit is this many times as long while the worker sends tokens of other requests of this client. Workers accept
+as many requests as the engine has slots. If these need more KV blocks than there are, the engine preempts some, which
+wait until others end: for minutes, if outputs are long."""
 MAX_MOVES: Final = 2
 """The number of silent workers after which a request stays where it is, until its deadline."""
 AVOID_S: Final = 600.0
