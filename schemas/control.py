@@ -358,7 +358,8 @@ class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command"
 class CancelWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="cancel_weight_update"):
     """End the open transfer of any owner. The worker loads the desired weights again.
 
-    Only workers with `Capabilities.transfer_leases` support this command. Without an open transfer, it has no effect.
+    Only workers with `Capabilities.transfer_leases` support this command. Without an open transfer, it fails with
+    `transfer_expired`.
     """
 
     transfer: TransferId | None = None

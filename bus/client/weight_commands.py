@@ -137,6 +137,9 @@ class WeightCommands:
 
         Args:
             transfer: id of the transfer. None (default): whichever is open.
+
+        Raises:
+            CommandIncomplete: also if no worker has it open (`transfer_expired`). One worker that has it suffices.
         """
         return await self._send(control.CancelWeightUpdate, options, transfer=transfer)
 

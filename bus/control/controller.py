@@ -18,6 +18,7 @@ from ...schemas.control import (
     Abort,
     Ack,
     AnyCommand,
+    CancelWeightUpdate,
     Command,
     FinishWeightUpdate,
     ReadExperts,
@@ -251,6 +252,8 @@ class Controller:
         await self._watcher.wait_for_acked(result.applied.values(), SHOWN_S)
         if isinstance(command, Abort) and command.request_ids is not None:
             result = result.of_abort(command.request_ids)
+        if isinstance(command, CancelWeightUpdate):
+            result = result.of_cancel()
         return CommandOutcome(result, recordings, tracker.lost)
 
     async def _readers(self, roster: Roster) -> list[WorkerPresence]:

@@ -157,7 +157,8 @@ async def test_two_owners_never_share_a_transfer(nats_url: str, fleet: str, tmp_
         await until_worker(rb, "w0", lambda worker: worker.transfer is not None)
         await other.fleet.cancel_weight_update()
         await until_state(rb, all_serve)
-        await other.fleet.cancel_weight_update()
+        with pytest.raises(rollbus.CommandIncomplete, match="no transfer of weights is open"):
+            await other.fleet.cancel_weight_update()
         version = (await rb.complete(ask())).weight_versions.tolist()
     assert set(version) == {1}
 

@@ -64,6 +64,7 @@ async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
         await trainer.fleet.start_weight_update()
         held = await c.post("/start_weight_update")
         cancelled = await c.post("/v1/rl/cancel_weight_update")
+        nothing = await c.post("/v1/rl/cancel_weight_update")
         await until_state(c.http.own, lambda state: state.workers[0].state is WorkerState.SERVING)
         own = await c.post("/start_weight_update")
         with pytest.raises(rollbus.CommandIncomplete) as caught:
@@ -72,6 +73,7 @@ async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
     assert (held[0], held[1]["error"]["code"]) == (409, "transfer_held")
     assert "of trainer, opened 0 s ago" in held[1]["error"]["message"]
     assert (cancelled[0], own[0]) == (200, 200)
+    assert (nothing[0], nothing[1]["error"]["code"]) == (409, "transfer_expired")
     error = caught.value.ledger.failed["w0"].error
     assert isinstance(error, AckError)
     assert error.code is ControlCode.TRANSFER_HELD

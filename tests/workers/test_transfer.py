@@ -316,6 +316,9 @@ async def test_only_its_owner_continues_a_transfer(tmp_path: Path) -> None:
             transfer.cancel(CancelWeightUpdate(transfer="one"), "admin")
         transfer.cancel(CancelWeightUpdate(transfer="two"), "admin")
         assert (transfer.open, transfer.last_end) == (None, "the transfer of weights ended: admin cancelled it")
+        with pytest.raises(ControlError, match="no transfer of weights is open"):
+            transfer.cancel(CancelWeightUpdate(), "admin")
+        transfer.cancel(CancelWeightUpdate(), "admin", was_found=True)
 
 
 async def test_an_update_ends_an_open_transfer(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ class OneOffCommands:
             case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
                 await self._transfer(command, by)
             case CancelWeightUpdate():
-                self._registers.transfer.interrupt(command, by)
+                was_found = self._registers.transfer.interrupt(command, by)
                 async with self._reconciler.exclusive(halts=False):
-                    self._registers.transfer.cancel(command, by)
+                    self._registers.transfer.cancel(command, by, was_found=was_found)
             case _:
                 raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is not a one-off command")
         return {}

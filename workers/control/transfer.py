@@ -214,30 +214,37 @@ class Transfer:
         lease = self._open_lease
         return None if lease is None else lease.end(now, self._idle_s)
 
-    def interrupt(self, command: CancelWeightUpdate, by: str) -> None:
+    def interrupt(self, command: CancelWeightUpdate, by: str) -> bool:
         """End the command in progress of the transfer that `command` cancels. `cancel` must follow.
+
+        Return True if this transfer is open, or if a command was ended.
 
         Raises:
             ControlError: `transfer_expired`: another transfer is open.
         """
-        self._check_cancelled(command)
+        if (found := self.open) is not None:
+            check_continues(found, command.transfer, None)
         # A setup in progress belongs to no open transfer.
         if self._busy is not None and command.transfer in {None, self._busy[0].id}:
             self._interrupt(f"{by} cancelled it")
+            return True
+        return found is not None
 
-    def cancel(self, command: CancelWeightUpdate, by: str) -> None:
-        """End the open transfer, if there is one.
+    def cancel(self, command: CancelWeightUpdate, by: str, *, was_found: bool = False) -> None:
+        """End the open transfer.
+
+        Args:
+            was_found: the result of `interrupt`. If True, the transfer may have ended meanwhile.
 
         Raises:
-            ControlError: `transfer_expired`: another transfer is open.
+            ControlError: `transfer_expired`: another transfer is open, or none.
         """
-        self._check_cancelled(command)
-        if self._weights.is_transferring:
-            self.end(f"{by} cancelled it")
-
-    def _check_cancelled(self, command: CancelWeightUpdate) -> None:
         if (found := self.open) is not None:
             check_continues(found, command.transfer, None)
+        elif not was_found:
+            raise ControlError(ControlCode.TRANSFER_EXPIRED, "no transfer of weights is open")
+        if self._weights.is_transferring:
+            self.end(f"{by} cancelled it")
 
     async def recover(self) -> bool:
         """After an end, wait until the engine answers. Return True if the desired weights must be loaded again.

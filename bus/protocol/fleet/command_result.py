@@ -100,6 +100,16 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
         found = {name for ack in self.applied.values() for name in ack.request_ids or ()}
         return replace(self, not_found=tuple(name for name in request_ids if name not in found))
 
+    def of_cancel(self) -> "CommandResult":
+        """Return this result for a cancelled transfer: if a worker ended it, no other worker needed to have it open."""
+        absent = {
+            worker: replace(ack, status=AckStatus.APPLIED, error=None)
+            for worker, ack in self.failed.items()
+            if self.applied and isinstance(ack.error, AckError) and ack.error.code is ControlCode.TRANSFER_EXPIRED
+        }
+        failed = {worker: ack for worker, ack in self.failed.items() if worker not in absent}
+        return replace(self, applied=self.applied | absent, failed=failed)
+
     def with_ids(self, given: Mapping[str, str]) -> "CommandResult":
         """Return this result of an abort with the callers' ids, by their wire form in `given`."""
         applied = {
