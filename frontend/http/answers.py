@@ -92,7 +92,7 @@ class AnswerChoice:
 
 
 async def updates(
-    service: Service, user: str, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
+    service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
 ) -> AsyncGenerator[tuple[AnswerChoice, Update], None]:
     """Yield the updates that chunks add to the answers, until all answers have ended. Closing aborts the open requests.
 
@@ -101,7 +101,7 @@ async def updates(
     """
     open_choices = len(choices)
     n = requests[0].sampling.n
-    async with aclosing(merged([service.chunks(each, user) for each in requests])) as chunks:
+    async with aclosing(merged([service.chunks(http_request, each) for each in requests])) as chunks:
         async for at, chunk in chunks:
             choice = choices[at * n + chunk.child]
             if choice.finish_reason is not None:
@@ -141,7 +141,7 @@ async def collect_answers(
 async def _read_updates(
     service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
 ) -> None:
-    async with aclosing(updates(service, service.user_of(http_request), requests, choices)) as found:
+    async with aclosing(updates(service, http_request, requests, choices)) as found:
         async for _ in found:
             pass
 

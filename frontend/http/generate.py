@@ -37,6 +37,7 @@ async def generate(service: Service, request: Request) -> Response:
     """Continue token ids. The answer is an event stream if the body sets `stream`."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
+    service.prepare(request)
     check_supported(body)
     target = await find_target(service, body.model)
     if body.routed_experts_format is not None and target.capabilities.routed_experts is None:
@@ -53,7 +54,7 @@ async def generate(service: Service, request: Request) -> Response:
         for child in range(built.sampling.n)
     ]
     if body.stream:
-        events = _events(service, service.user_of(request), body, target, built, choices)
+        events = _events(service, request, body, target, built, choices)
         return await service.stream(request, events, id_headers(built))
     with named_errors(names, built):
         await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
@@ -93,7 +94,7 @@ def _text(request: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokeniz
 
 async def _events(
     service: Service,
-    user: str,
+    http_request: Request,
     body: GenerateBody,
     target: RequestTarget,
     request: bus.GenerateRequest,
@@ -105,7 +106,7 @@ async def _events(
     with_prompt = service.settings.returns_tokens or body.return_token_ids
     prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
     with named_errors(body_names(body), request):
-        async with aclosing(updates(service, user, [request], choices)) as found:
+        async with aclosing(updates(service, http_request, [request], choices)) as found:
             async for choice, update in found:
                 usage: Usage | None = None
                 if options.include_usage and options.continuous_usage_stats:

@@ -31,7 +31,7 @@ ABORT_AGAIN_S: Final = 0.02
 """Seconds between two aborts of requests that wait for their turn."""
 ABORT_TIMEOUT_S: Final = 10.0
 """Seconds in which the requests that wait must get their turns, so that all are aborted. Each turn takes milliseconds.
-"""
+Requests that are prepared need a second for an unknown model, and longer only for the first load of a tokenizer."""
 
 
 @dataclass(slots=True)
@@ -49,8 +49,10 @@ class Service:
     """The client's tracer; None if tracing is off."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
-    _open_requests: dict[int, bus.GenerateRequest] = field(default_factory=dict)
-    """The open token requests by identity, because two clients may choose one id."""
+    _open_requests: dict[int, tuple[Request, bus.GenerateRequest]] = field(default_factory=dict)
+    """The open token requests by identity, because two clients may choose one id, each with its HTTP request."""
+    _preparing: set[Request] = field(default_factory=set)
+    """The HTTP requests whose token requests are not open yet."""
     live: LiveFleet = field(init=False)
     """The live view of the fleet."""
 
@@ -113,17 +115,16 @@ class Service:
             RollbusError: as `rollbus.Client.complete`.
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
-            generation = await until_disconnect(
-                http_request.receive, self._complete(self.user_of(http_request), request)
-            )
+            generation = await until_disconnect(http_request.receive, self._complete(http_request, request))
             progress.finished(generation)
             return generation
 
-    async def _complete(self, user: str, request: bus.GenerateRequest) -> bus.Generation:
-        async with self._open(request), self.turns.turn(user, request) as turn:
+    async def _complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
+        user = self.user_of(http_request)
+        async with self._open(http_request, request), self.turns.turn(user, request) as turn:
             return await self.rb.complete(turn.request)
 
-    async def chunks(self, request: bus.GenerateRequest, user: str = "") -> AsyncGenerator[bus.Chunk, None]:
+    async def chunks(self, http_request: Request, request: bus.GenerateRequest) -> AsyncGenerator[bus.Chunk, None]:
         """Yield the chunks as they arrive. Closing the generator aborts the request.
 
         Raises:
@@ -131,17 +132,24 @@ class Service:
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
             async with (
-                self._open(request),
-                self.turns.turn(user, request) as turn,
+                self._open(http_request, request),
+                self.turns.turn(self.user_of(http_request), request) as turn,
                 aclosing(self.rb.generate(turn.request, on_end=turn.end)) as chunks,
             ):
                 async for chunk in chunks:
                     progress.add(chunk)
                     yield chunk
 
+    def prepare(self, request: Request) -> None:
+        """Let `abort_open` find an HTTP request before its token requests are open: the model may be unknown yet."""
+        until_answered: ExitStack = request.state.until_answered
+        self._preparing.add(request)
+        until_answered.callback(self._preparing.discard, request)
+
     @asynccontextmanager
-    async def _open(self, request: bus.GenerateRequest) -> AsyncIterator[None]:
-        self._open_requests[id(request)] = request
+    async def _open(self, http_request: Request, request: bus.GenerateRequest) -> AsyncIterator[None]:
+        self._open_requests[id(request)] = http_request, request
+        self._preparing.discard(http_request)
         try:
             yield
         finally:
@@ -150,17 +158,28 @@ class Service:
     async def abort_open(self, model: str | None) -> set[str]:
         """Abort the open requests of this service, even those that wait here or in the queue. Return their wire ids.
 
+        Requests that are prepared now are aborted as soon as they are open.
+
         Args:
             model: None: requests to any model.
         """
-        meant = {key: each for key, each in self._open_requests.items() if model in (None, each.model)}
-        left = set(meant)
+        arrived = self._preparing | {http_request for http_request, _ in self._open_requests.values()}
+        # By identity. The objects are kept, so that no later request has the same identity.
+        meant: dict[int, bus.GenerateRequest] = {}
+        ended: set[int] = set()
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                # A request that waits for its turn is published when requests before it have ended.
-                while left := left & self._open_requests.keys():
-                    aborted = await self.rb.abort([meant[key].request_id for key in left])
-                    left = {key for key in left if meant[key].request_id not in aborted}
+                while True:
+                    for key, (http_request, each) in self._open_requests.items():
+                        if http_request in arrived and model in (None, each.model):
+                            meant[key] = each
+                    left = (meant.keys() & self._open_requests.keys()) - ended
+                    if not left and not arrived & self._preparing:
+                        break
+                    if left:
+                        # A request that waits for its turn is published when requests before it have ended.
+                        aborted = await self.rb.abort([meant[key].request_id for key in left])
+                        ended.update(key for key in left if meant[key].request_id in aborted)
                     await asyncio.sleep(ABORT_AGAIN_S)
         return {each.wire_id for each in meant.values()}
 

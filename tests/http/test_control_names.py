@@ -1,22 +1,30 @@
 """More names of vLLM and prime-rl: abort by request id, sleep and wake, and routes that are not served."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import pytest
 
 import rollbus
 from rollbus.frontend.http.control.not_served import ADMIN_ROUTES, DATA_ROUTES
+from rollbus.frontend.http.service import Service
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.control_support import control_http
 from tests.http.openai_support import CHAT, CONFIG, talking
+from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import http_service
-from tests.http.test_safety import GENERATING
+from tests.http.test_safety import GENERATING, SLOW
 from tests.support.fleet import until_idle
 from tests.support.waits import until
 
 GENERATE = "/inference/v1/generate"
+RESOLVES_S = 0.3
+"""Seconds for which requests resolve their model after an abort."""
 ENDLESS = rollbus.SamplingParams(max_tokens=10_000, ignore_eos=True)
 
 
@@ -51,8 +59,7 @@ async def test_all_requests_are_aborted(nats_url: str, fleet: str) -> None:
     config = SyntheticConfig(step_s=0.01, max_num_seqs=2)
     settings = Settings(token="data", admin_token="admin")
     admin = {"Authorization": "Bearer admin"}
-    # Without a model, a request that is admitted may still wait for the record of models, and no abort would find it.
-    body = {**GENERATING[GENERATE], "model": "synthetic"}
+    body = GENERATING[GENERATE]
     async with http_service(nats_url, fleet, settings, config=config) as http:
         stream = http.rb.generate(request := rollbus.GenerateRequest(prompt_token_ids=[5], sampling=ENDLESS))
         await anext(stream)
@@ -73,6 +80,51 @@ async def test_all_requests_are_aborted(nats_url: str, fleet: str) -> None:
     assert last.finish_reason is rollbus.FinishReason.ABORT
     assert request.request_id == last.request_id
     assert left == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [{}, {"model": "synthetic"}])
+async def test_requests_without_a_known_model_yet_are_aborted(
+    nats_url: str, fleet: str, tmp_path: Path, body: dict[str, Any]
+) -> None:
+    """An abort of all requests includes those that still resolve their model, on each route, streamed or not."""
+    gate = asyncio.Event()
+    known_models, abort_open = rollbus.Fleet.known_models, Service.abort_open
+
+    async def known_late(self: rollbus.Fleet) -> tuple[str, ...]:
+        await gate.wait()
+        return await known_models(self)
+
+    async def abort(self: Service, model: str | None) -> set[str]:
+        # Long enough that an abort that does not wait has ended before.
+        asyncio.get_running_loop().call_later(RESOLVES_S, gate.set)
+        return await abort_open(self, model)
+
+    settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
+    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+
+        async def last_reason(path: str, *, stream: bool) -> str | None:
+            answer = await http.client.post(path, json={**GENERATING[path], "model": None, "stream": stream})
+            text = answer.text.split("data: ")[-2] if stream else answer.text
+            return str(json.loads(text)["choices"][0]["finish_reason"])
+
+        async def load() -> object:
+            return (await http.client.get("/load")).json()["server_load"]
+
+        with (
+            mock.patch.object(rollbus.Fleet, "known_models", known_late),
+            mock.patch.object(Service, "abort_open", abort),
+        ):
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(last_reason(path, stream=stream))
+                    for path in GENERATING
+                    for stream in (False, True)
+                ]
+                await until(load, len(asked))
+                answer = await http.client.post("/abort_requests", json=body)
+    assert answer.json()["aborted"] == len(asked), answer.text
+    assert [task.result() for task in asked] == ["abort"] * len(asked)
 
 
 async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path) -> None:

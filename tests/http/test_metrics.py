@@ -273,7 +273,7 @@ async def test_streamed_and_other_requests_count_the_same_tokens(nats_url: str, 
     async with synthetic_worker(nats_url, fleet, weight_version=5), a_service(nats_url, fleet) as service:
         generation = await service.complete(a_request(), wanted(4, n=2))
         whole = parse((await service.metrics.text()).decode())
-        chunks = [chunk async for chunk in service.chunks(wanted(4, n=2))]
+        chunks = [chunk async for chunk in service.chunks(a_request(), wanted(4, n=2))]
         both = parse((await service.metrics.text()).decode())
 
     rows = sum(s.routed_experts.nbytes for s in (generation, *generation.siblings) if s.routed_experts is not None)
@@ -295,7 +295,7 @@ async def test_streamed_and_other_requests_count_the_same_tokens(nats_url: str, 
 async def test_abandoned_streams_and_invalid_requests_have_separate_outcomes(nats_url: str, fleet: str) -> None:
     """An abandoned stream and an invalid request have separate outcomes, and neither remains in flight."""
     async with synthetic_worker(nats_url, fleet), a_service(nats_url, fleet) as service:
-        stream = service.chunks(wanted(10_000))
+        stream = service.chunks(a_request(), wanted(10_000))
         await anext(stream)
         under_way = parse((await service.metrics.text()).decode())
         await stream.aclose()

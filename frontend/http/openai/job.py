@@ -218,8 +218,7 @@ class CompletionHandler:
             choices = self._choices(keep=bool(self.options.extra))
             has_begun = [False] * len(choices)
             readers = self._readers(choices)
-            user = self.service.user_of(self.http_request)
-            async with aclosing(updates(self.service, user, self.requests, choices)) as found:
+            async with aclosing(updates(self.service, self.http_request, self.requests, choices)) as found:
                 async for choice, part in found:
                     if len(part.tokens.ids):
                         self.clock.token()

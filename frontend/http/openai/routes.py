@@ -102,6 +102,7 @@ def _rendered(body: ChatBody | CompletionBody, job: CompletionHandler, request: 
 
 
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock) -> Response:
+    service.prepare(request)
     job = await _job(service, request, body, clock)
     return await (job.stream() if body.stream else job.answer())
 
