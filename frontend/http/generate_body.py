@@ -8,7 +8,7 @@ from msgspec import Meta
 from ..tokenization import Tokenizer
 from .errors import unsupported
 from .routing_json import RowsFormat
-from .sampling import SamplingFields, bus_sampling, check_sampling, sampling_names
+from .sampling import SamplingFields, bus_sampling, check_sampling, check_stream_options, sampling_names
 
 __all__ = [
     "PREFIX",
@@ -24,9 +24,9 @@ __all__ = [
 class GenerateStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Additional data in a stream."""
 
-    include_usage: bool | None = False
+    include_usage: bool | None = None
     """Add one event with the total usage before the end of the stream."""
-    continuous_usage_stats: bool | None = False
+    continuous_usage_stats: bool | None = None
     """With `include_usage`: every event has the usage so far."""
 
 
@@ -101,6 +101,7 @@ def check_supported(body: GenerateBody) -> None:
     for name, reason in NOT_SERVED.items():
         if getattr(body, name) not in (None, []):
             raise unsupported(name, reason)
+    check_stream_options(body.stream_options, body.stream)
     check_sampling(body.sampling_params, stream=bool(body.stream), prefix=PREFIX)
 
 

@@ -11,7 +11,14 @@ from .bad_words import BadWords, bad_words_ids
 from .errors import invalid, unsupported
 from .stops import StopStrings
 
-__all__ = ["SamplingFields", "TokenIds", "bus_sampling", "check_sampling", "sampling_names"]
+__all__ = [
+    "SamplingFields",
+    "TokenIds",
+    "bus_sampling",
+    "check_sampling",
+    "check_stream_options",
+    "sampling_names",
+]
 
 TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
 
@@ -107,6 +114,16 @@ def check_sampling(body: SamplingFields, *, stream: bool, prefix: str = "") -> N
         raise invalid(f"{prefix}detokenize", "is false, but stop needs the text", "true with stop")
     if body.prompt_logprobs is not None and stream:
         raise invalid(f"{prefix}prompt_logprobs", "is given with stream", "null, because streams do not return them")
+
+
+def check_stream_options(options: msgspec.Struct | None, stream: bool | None) -> None:
+    """Reject options of a stream without a stream. As in vLLM, an empty object is allowed.
+
+    Raises:
+        HttpError: 400.
+    """
+    if options is not None and options != type(options)() and not stream:
+        raise invalid("stream_options", "is given without stream", "stream true")
 
 
 def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str = "") -> dict[str, Any]:

@@ -28,6 +28,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"priority": 2**40}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"include_usage": False}}, "stream_options"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
@@ -91,6 +92,7 @@ HARMLESS: dict[str, Any] = {
     "safety_identifier": "x",
     "stop": None,
     "echo": False,
+    "stream_options": {},
     "response_format": {"type": "text"},
     "spaces_between_special_tokens": True,
     "nvext": {

@@ -9,7 +9,7 @@ from ...tokenization import Tokenizer
 from ..errors import invalid, nearest
 from ..request_target import RequestTarget
 from ..routing_json import RowsJson, rows_json
-from ..sampling import bus_sampling, sampling_names
+from ..sampling import bus_sampling, check_stream_options, sampling_names
 from ..settings import Settings
 from ..stops import stop_strings
 from .body import ChatBody, CommonBody, CompletionBody, NvExt
@@ -82,8 +82,7 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, setting
         top_logprobs = body.logprobs
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise invalid("best_of", f"is {body.best_of}", "the same as n")
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "is given without stream", "stream true")
+    check_stream_options(body.stream_options, body.stream)
     for name in ("return_routed_experts", "routed_experts_format"):
         if getattr(body, name) and target.capabilities.routed_experts is None:
             raise invalid(name, f"is {describe(getattr(body, name))}", "null: this model returns no routed experts")
