@@ -202,18 +202,45 @@ async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
     assert (seen.returncode, "no live workers" in seen.stderr) == (5, True)
 
 
-def test_tls_for_an_existing_configuration_without_it_is_an_error(tmp_path: Path) -> None:
-    """`auth init` with a certificate fails if the configuration exists without TLS, and names the next step."""
-    init(tmp_path / "auth")
-    options = ("--server-cert", "c.pem", "--server-key", "k.pem")
-    failed = rollbus("auth", "init", "--dir", str(tmp_path / "auth"), *options)
-    (tmp_path / "auth" / "nats-server.conf").unlink()
-    written, repeated = (rollbus("auth", "init", "--dir", str(tmp_path / "auth"), *options) for _ in range(2))
+TLS_OPTIONS = ("--server-cert", "c.pem", "--server-key", "k.pem")
 
+
+@pytest.mark.parametrize(
+    ("first", "second", "option", "line"),
+    [
+        ((), TLS_OPTIONS, "--server-cert c.pem", 'tls {{ cert_file: "{0}/c.pem", key_file: "{0}/k.pem" }}'),
+        (TLS_OPTIONS, ("--server-cert", "d.pem", "--server-key", "k.pem"), "--server-cert d.pem", "d.pem"),
+        (TLS_OPTIONS, (*TLS_OPTIONS, "--client-ca", "a.pem"), "--client-ca a.pem", '"{0}/a.pem", verify: true }}'),
+        ((), ("--listen", "0.0.0.0:4222"), "--listen 0.0.0.0:4222", 'listen: "0.0.0.0:4222"'),
+        (("--listen", "0.0.0.0:4222"), ("--listen", "127.0.0.1:4222"), "--listen 127.0.0.1:4222", "listen:"),
+    ],
+)
+def test_settings_that_an_existing_configuration_lacks_are_an_error(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], option: str, line: str
+) -> None:
+    """`auth init` never changes a configuration. An option that it lacks fails, names the line and changes nothing."""
+    folder = tmp_path / "auth"
+    written, repeated, without = (rollbus("auth", "init", "--dir", str(folder), *each) for each in (first, first, ()))
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    failed = rollbus("auth", "init", "--dir", str(folder), "--trainer", "new", *second)
+
+    assert [done.returncode for done in (written, repeated, without)] == [0, 0, 0]
     assert failed.returncode == 1
-    assert 'Add `tls { cert_file: "c.pem", key_file: "k.pem" }` to it and restart the server' in failed.stderr
-    assert (written.returncode, repeated.returncode) == (0, 0)
-    assert "already exists with TLS and was not changed" in repeated.stderr
+    assert option in failed.stderr
+    assert line.format(Path.cwd()) in failed.stderr
+    assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_settings_that_the_operator_wrote_are_recognised(tmp_path: Path) -> None:
+    """`auth init` accepts options that an edited configuration has in another form, but not in a comment."""
+    folder = tmp_path / "auth"
+    init(folder)
+    server = folder / "nats-server.conf"
+    server.write_text("# listen: 0.0.0.0:1\nlisten = 0.0.0.0:2\ntls {\n  cert_file: 'c.pem'\n  key_file c.key\n}\n")
+    options = ("--listen", "0.0.0.0:2", "--server-cert", "c.pem", "--server-key", "c.key")
+    done, failed = (rollbus("auth", "init", "--dir", str(folder), *each) for each in (options, ("--listen=0.0.0.0:1",)))
+
+    assert (done.returncode, done.stderr, failed.returncode) == (0, "", 1)
 
 
 def test_the_error_for_a_missing_tls_file_names_the_file() -> None:

@@ -15,7 +15,7 @@ user, because the user's name is part of its subjects.
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,11 @@ EXAMPLES = (
 )
 READS_NO_CREDENTIALS = True
 
+DEFAULT_LISTEN = "127.0.0.1:4222"
 SINGLE = ("admin", "frontend", "viewer")
 """Roles for which `init` creates one user by default, with the name of the role."""
+SETTINGS = {"listen": "listen", "server_cert": "cert_file", "server_key": "key_file", "client_ca": "ca_file"}
+"""The name in the server's configuration, by option."""
 ROLES = ("trainer", "worker", *SINGLE)
 """Roles of users that have only a name; publishers also have models."""
 
@@ -62,10 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="trainer that may also replace the weights of MODEL; repeat for more models (for remove, only NAME)",
     )
-    group = parser.add_argument_group("configuration of the server, used when init creates it")
-    group.add_argument(
-        "--listen", metavar="HOST:PORT", default="127.0.0.1:4222", help="address of the server (default: %(default)s)"
-    )
+    group = parser.add_argument_group("configuration of the server, which init creates and never changes")
+    group.add_argument("--listen", metavar="HOST:PORT", help=f"address of the server (default: {DEFAULT_LISTEN})")
     group.add_argument("--server-cert", metavar="FILE", default="", help="certificate for TLS (default: no TLS)")
     group.add_argument("--server-key", metavar="FILE", default="", help="key of the TLS certificate (default: no TLS)")
     group.add_argument(
@@ -82,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed("only the action certify has FILE arguments, and it requires at least one", ExitCode.USAGE)
     if args.action != "init":
         roles = (*ROLES, "publisher") if args.action == "certify" else ()
-        options = ("listen", "server_cert", "server_key", "client_ca", *roles)
+        options = (*SETTINGS, *roles, *(["fleet"] if args.action == "certify" else []))
         refuse_options(args, options, f"for the action {args.action}")
+    refuse_options(args, ["nats"], "here: this command does not connect to a server")
     if args.action == "certify":
         return _certify(args)
     models = _models_of(args)
@@ -119,36 +121,59 @@ def _init(
 ) -> int:
     from ....bus.auth.tls import Tls
     from ....bus.auth.users import CONFIG_FILE, SERVER_FILE, ensure_users, write_server_config
-    from ..console import note, print_json
+    from ..console import print_json
 
     if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
         raise CommandFailed(
             "TLS requires --server-cert and --server-key; --client-ca is allowed only with both", ExitCode.USAGE
         )
     has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
-    if has_cluster and args.server_cert:
+    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
+    if has_cluster and given:
         raise CommandFailed(
-            f"{args.dir} has the servers of a cluster; give --server-cert and --server-key to `rollbus nats init`",
+            f"{_options(given)}: {args.dir} has the servers of a cluster; their configuration is that of "
+            "`rollbus nats init`",
             ExitCode.USAGE,
         )
+    server = args.dir / SERVER_FILE
+    if server.exists():
+        _check_settings(server, given)
     # An existing publisher may be named without its models.
     entries = ensure_users(args.dir, users, {one: names for one, names in models.items() if names})
     tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
-    server = args.dir / SERVER_FILE
     if has_cluster:
         server = args.dir / CONFIG_FILE
-    elif not write_server_config(args.dir, args.listen, tls) and args.server_cert:
-        if not re.search(r"^\s*tls\b", server.read_text(), re.MULTILINE):
-            raise CommandFailed(
-                f"{server} exists without TLS and was not changed; the users are written. Add `tls {{ cert_file: "
-                f'"{args.server_cert}", key_file: "{args.server_key}" }}` to it and restart the server'
-            )
-        note(f"{server} already exists with TLS and was not changed")
+    else:
+        write_server_config(args.dir, args.listen or DEFAULT_LISTEN, tls)
     if args.json:
         print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
     else:
         _show(server, entries, has_cluster=has_cluster)
     return ExitCode.OK
+
+
+def _check_settings(server: Path, given: Mapping[str, str]) -> None:
+    """Check that an existing configuration has the settings of the options: it is the operator's, and never changed.
+
+    Raises:
+        CommandFailed: it lacks one.
+    """
+    lines = [line for line in server.read_text().splitlines() if not line.lstrip().startswith(("#", "//"))]
+    values = {name: value if name == "listen" else str(Path(value).absolute()) for name, value in given.items()}
+    for name, value in values.items():
+        either = "|".join(re.escape(each) for each in (value, given[name]))
+        if not re.search(rf"""\b{SETTINGS[name]}\s*[:=]?\s*["']?({either})["']?(?=[\s,;}}]|$)""", "\n".join(lines)):
+            files = ", ".join(f'{SETTINGS[each]}: "{path}"' for each, path in values.items() if each != "listen")
+            verified = ", verify: true" if "client_ca" in given else ""
+            line = f'listen: "{value}"' if name == "listen" else f"tls {{ {files}{verified} }}"
+            raise CommandFailed(
+                f"{_options([name])} {given[name]}: {server} exists without it; nothing was changed. Write `{line}` "
+                "into this file and restart the server"
+            )
+
+
+def _options(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _certify(args: argparse.Namespace) -> int:

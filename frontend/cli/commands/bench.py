@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from ..arguments import non_negative_int, positive_int, without_password
+from ..arguments import non_negative_int, positive_int, refuse_options, without_password
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
 
     if args.synthetic and args.model is not None:
         raise CommandFailed("--model names a model of a fleet, and --synthetic uses its own model", ExitCode.USAGE)
+    if args.synthetic:
+        refuse_options(args, ["nats"], "with --synthetic, which starts its own server")
     load = BenchLoad(
         input_tokens=args.input_tokens,
         output_tokens=args.output_tokens,

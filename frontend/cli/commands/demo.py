@@ -57,8 +57,9 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     from ..prompts import Defaults, read_prompts
     from ..tour import Tour
 
+    refuse_options(args, ["nats"], "here: this command starts its own server")
     if args.rl:
-        refuse_options(args, ("input", "max_tokens", "state_dir"), "with --rl")
+        refuse_options(args, ("input", "max_tokens", "state_dir", "json"), "with --rl")
         return _learn()
     path: Path = (args.input or QUESTIONS).resolve()
     if not path.is_file():

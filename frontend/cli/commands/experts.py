@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import positive_float
+from ..arguments import positive_float, refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ async def run(args: argparse.Namespace) -> int:
 
     if args.png is not None:
         _check_drawable()
+    elif args.json:
+        refuse_options(args, ["plane"], "with --json, which has both")
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         answers = await rb.fleet.experts(
             args.model,

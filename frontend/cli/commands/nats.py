@@ -153,6 +153,8 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
         raise CommandFailed(f"only the action replicas has an argument N; {args.action} has none", ExitCode.USAGE)
     others = {name for action, names in OPTIONS.items() if action != args.action for name in names}
     refuse_options(args, sorted(others - set(OPTIONS[args.action])), f"for the action {args.action}")
+    if args.action != "replicas":
+        refuse_options(args, ["nats"], f"for the action {args.action}, which does not connect to a server")
     if args.action == "init":
         return _init(args)
     if args.action == "leaf":

@@ -8,7 +8,7 @@ use the command. It omits data that the user may not read.
 
 import argparse
 
-from ..arguments import positive_float, without_password
+from ..arguments import positive_float, refuse_options, without_password
 from ..exits import CommandFailed, ExitCode
 from ..top.options import SORTS
 
@@ -53,6 +53,8 @@ async def run(args: argparse.Namespace) -> int:
     from ..top.plain import print_top, top_as_json
     from ..top.top import read_view, run_top
 
+    if args.once or args.json:
+        refuse_options(args, ["interval"], "with --once or --json")
     options = TopOptions(sort=args.sort, model=args.model)
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         if is_capable() and not (args.once or args.json):

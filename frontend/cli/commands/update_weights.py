@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import astuple
 
-from ..arguments import non_negative_int
+from ..arguments import non_negative_int, refuse_options
 from ..control import add_send_options, add_source_options, add_switch_options, command, source_of
 from ..exits import CommandFailed, ExitCode
 
@@ -65,6 +65,7 @@ async def run(args: argparse.Namespace) -> int:
                 "--check and --upload exclude each other: --check tests weights that the workers can reach already",
                 ExitCode.USAGE,
             )
+        refuse_options(args, ("version", "mode", "allow_rollback", "min_staged", "expected_canary"), "with --check")
         return await command(lambda _, fleet, options: fleet.check_weights(path, objects=objects, **options))(args)
     if args.version is None:
         raise CommandFailed("--version N is required: it marks the tokens of the new weights", ExitCode.USAGE)

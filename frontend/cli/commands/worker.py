@@ -8,6 +8,7 @@ import os
 from typing import get_args
 
 from ....schemas.presence import Role
+from ..arguments import refuse_options
 from ..hub import use_model
 from ..worker_options import add_worker_options, flags_of, python_env, python_module, worker_flags
 
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
+    refuse_options(args, ["json"], "here: a worker prints no result; --log-format json has logs as JSON")
     use_model(args)
     own = flags_of(args, ("nats", "fleet", "model", "role", "worker_id", "probe", "listen_s"))
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
