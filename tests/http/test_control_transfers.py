@@ -80,6 +80,25 @@ async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
     assert "of http:admin" in error.message
 
 
+async def test_commands_that_the_state_does_not_allow_are_409(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A transfer into a sleeping engine, and a sleep or a resume during a transfer, are 409 and change nothing."""
+    async with control_http(nats_url, fleet, tmp_path) as c:
+        await c.post("/sleep")
+        asleep = [
+            await c.post("/init_weight_transfer_engine", {"init_info": {}}),
+            await c.post("/start_weight_update"),
+            await c.post("/update_weights", CHUNK),
+        ]
+        woken = await c.post("/wake_up")
+        started = await c.post("/start_weight_update")
+        during = [await c.post("/sleep"), await c.post("/resume")]
+        cancelled = await c.post("/v1/rl/cancel_weight_update")
+
+    refused = [(status, body["error"]["code"]) for status, body in (*asleep, *during)]
+    assert refused == [(409, "not_serving")] * 5
+    assert [status for status, _ in (woken, started, cancelled)] == [200, 200, 200]
+
+
 async def test_health_names_who_stopped_workers_and_since_when(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A pause, drain or sleep outlives its caller, and health says who recorded it and when, until its counterpart."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:

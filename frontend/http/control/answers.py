@@ -38,6 +38,7 @@ CONFLICTS: Final = frozenset(
         ControlCode.TRANSFER_HELD,
         ControlCode.TRANSFER_EXPIRED,
         ControlCode.TRANSFER_EMPTY,
+        ControlCode.NOT_SERVING,
     }
 )
 """Errors of all workers that answer 409."""
