@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -13,10 +13,13 @@ from ...schemas.errors import RollbusError
 from .edge import SEND_BYTES
 from .errors import HttpError, error_body, http_error
 
-__all__ = ["Admission", "EventStream", "JsonPieces", "first_error", "until_disconnect"]
+__all__ = ["NO_EVENT", "Admission", "EventStream", "JsonPieces", "first_error", "until_disconnect"]
 
 T = TypeVar("T")
 
+NO_EVENT: Final = b""
+"""Instead of an event: a comment keeps proxies and clients from closing a stream whose text is held back."""
+PING: Final = b": ping\n\n"
 END = b"data: [DONE]\n\n"
 """The last event of a successful stream, as OpenAI's clients expect it."""
 
@@ -122,7 +125,7 @@ class EventStream(Response):
 
     Args:
         first: the first event, already received. An error before it still has an HTTP status of its own.
-        events: the other events, as JSON. An error among them becomes the last event.
+        events: the other events, as JSON, or `NO_EVENT`. An error among them becomes the last event.
     """
 
     media_type = "text/event-stream"
@@ -140,15 +143,19 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body(b"data: %b\n\n" % self._first))
+        await send(_body(_event(self._first)))
         try:
             async for event in self._events:
-                await send(_body(b"data: %b\n\n" % event))
+                await send(_body(_event(event)))
         except (HttpError, RollbusError) as error:
             failure = error if isinstance(error, HttpError) else http_error(error)
             await send(_body(b"data: %b\n\n" % error_body(failure), more=False))
         else:
             await send(_body(END, more=False))
+
+
+def _event(event: bytes) -> bytes:
+    return b"data: %b\n\n" % event if event else PING
 
 
 def _body(data: bytes, *, more: bool = True) -> dict[str, object]:

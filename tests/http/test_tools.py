@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.http.openai import parsers
+from rollbus.frontend.http.openai import job, parsers
 from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic import SyntheticConfig
@@ -114,6 +114,27 @@ async def test_tools_calls_and_results_work_streamed_or_not(
             message, reason, _ = await asked(client, stream=stream, messages=[USER, turn, *results])
             assert (message["content"], reason) == ("It is 5.", "stop")
             assert not functions(message)
+
+
+async def test_a_stream_has_comments_while_a_call_is_held_back(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a tool call is held back, a stream has comments, which clients ignore. The events stay the same."""
+    writes[:] = [TWO]
+    body = {"messages": [USER], "tools": [TOOL], "stream": True}
+    streams = []
+    async with serving(nats_url, fleet, tmp_path) as (http, client):
+        for seconds in (job.KEEP_ALIVE_S, 0.0):
+            monkeypatch.setattr(job, "KEEP_ALIVE_S", seconds)
+            streams.append((await http.client.post(CHAT, json=body)).text.split("\n\n"))
+        message, _, _ = await asked(client, stream=True, extra_body={"return_token_ids": False})
+
+    quiet, alive = streams
+    assert quiet.count(": ping") == 0 < alive.count(": ping")
+    events = [event for event in alive if event != ": ping"]
+    assert all(event.startswith("data: ") for event in events[:-1])
+    assert events[-2:] == quiet[-2:] == ["data: [DONE]", ""]
+    assert functions(message) == [("add", {"a": 2, "b": 3})] * 2
 
 
 async def test_parallel_calls_tool_choice_and_max_tokens_limit_the_calls(

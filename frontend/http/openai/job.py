@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from ....schemas.rows import Rows
 from ...tokenization import Tokenizer
 from ..answer_types import Usage
 from ..answers import AnswerChoice, Update, collect_answers, updates, usage_of
-from ..calls import JsonPieces
+from ..calls import NO_EVENT, JsonPieces
 from ..logprobs_json import prompt_logprobs_json
 from ..request_target import RequestTarget, id_headers, named_errors
 from ..service import Service
@@ -31,6 +31,9 @@ from .reading import Reading, parts_json
 from .shapes import AnswerShape, Namer
 
 __all__ = ["CompletionHandler"]
+
+KEEP_ALIVE_S: Final = 15.0
+"""Seconds without an event, while text is held back, after which a stream has a comment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +221,7 @@ class CompletionHandler:
             choices = self._choices(keep=bool(self.options.extra))
             has_begun = [False] * len(choices)
             readers = self._readers(choices)
+            silent_since: float | None = None
             async with aclosing(updates(self.service, self.http_request, self.requests, choices)) as found:
                 async for choice, part in found:
                     if len(part.tokens.ids):
@@ -233,7 +237,14 @@ class CompletionHandler:
                         ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
                         parts = await reader.add(update.text, ids, final=final)
                     if not self._is_news(choice, update, parts):
+                        # A tool call is held back until it is complete, which may take minutes.
+                        if silent_since is None:
+                            silent_since = time.monotonic()
+                        elif time.monotonic() - silent_since >= KEEP_ALIVE_S:
+                            yield NO_EVENT
+                            silent_since = time.monotonic()
                         continue
+                    silent_since = None
                     more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
                     text = self._shown(choice, update, reader, parts, delta=True)
                     shown = b"".join(
