@@ -5,6 +5,7 @@ import signal
 
 import psutil
 import pytest
+from nats.aio.msg import Msg
 
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
@@ -17,6 +18,7 @@ from tests.support.fleet import check_generation
 from tests.support.patience import SOON_S
 from tests.support.real_fleet import RealWorkers
 from tests.support.results import assert_same
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -39,15 +41,22 @@ async def failure_of_stream(rb: rollbus.Client, victim: psutil.Process) -> Reque
 
 async def busy_worker(nats_url: str, fleet: str) -> str:
     """Ping all workers until one has a request in flight, and return its id."""
+    busy: list[str] = []
+
+    async def note(message: Msg) -> None:
+        presence = decode_presence(message.data)
+        if presence.in_flight:
+            busy.append(presence.worker)
+
     async with opened(nats_url) as nats:
-        answers = await nats.subscribe(Subjects(fleet).presences)
-        while True:
+
+        async def is_found() -> bool:
             await publish(nats, Subjects(fleet).ping, b"")
-            await asyncio.sleep(0.02)
-            while answers.pending_msgs:
-                presence = decode_presence((await answers.next_msg()).data)
-                if presence.in_flight:
-                    return presence.worker
+            return bool(busy)
+
+        await nats.subscribe(Subjects(fleet).presences, cb=note)
+        await until(is_found, True)
+    return busy[0]
 
 
 @pytest.mark.proves("P2")
