@@ -45,7 +45,10 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def check_times(collected: Collector) -> None:
-    """Assert that spans end after their start, contain their events, and lie within a parent of the same process."""
+    """Assert that spans end after their start, contain their events, and lie within a parent of the same process.
+
+    A call may end shortly after its HTTP request, which ends with the last token: another thread ends the call.
+    """
     by_id = {span.span_id: span for span in collected.spans}
     for span in collected.spans:
         assert span.start_ns <= span.end_ns
@@ -53,7 +56,7 @@ def check_times(collected: Collector) -> None:
         parent = by_id.get(span.parent_id)
         if parent is not None and parent.service == span.service:
             assert parent.start_ns <= span.start_ns
-            assert span.end_ns <= parent.end_ns
+            assert span.end_ns <= parent.end_ns or parent.kind == SERVER
 
 
 async def test_a_request_that_is_resumed_is_one_trace(nats_url: str, fleet: str, collected: Collector) -> None:
