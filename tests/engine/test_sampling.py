@@ -246,8 +246,6 @@ def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
         ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {}}}),
         ("sampling", {"extra": {"thinking_token_budget": 5}}),
         ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {"regex": "("}}}),
-        # Only the backend `guidance` can do this.
-        ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {"choice": ["a\nb"]}}}),
     ],
 )
 def test_a_value_that_vllm_rejects_is_rejected_with_its_field_name(
@@ -258,6 +256,17 @@ def test_a_value_that_vllm_rejects_is_rejected_with_its_field_name(
         run(moe, **change)
 
     assert caught.value.field == field
+    assert run(moe, max_tokens=1).last.finish_reason is not None
+
+
+def test_a_choice_with_a_line_break_is_rejected_or_served(moe: RunningEngine) -> None:
+    """A choice that the grammar backend cannot read before vLLM 0.32 is rejected by name, and served from there on."""
+    try:
+        result = run(moe, extra={"structured_outputs": {"choice": ["a\nb"]}}, ignore_eos=False)
+    except InvalidRequest as error:
+        assert error.field == "sampling.extra.structured_outputs"
+    else:
+        assert result.last.finish_reason is not None
     assert run(moe, max_tokens=1).last.finish_reason is not None
 
 
