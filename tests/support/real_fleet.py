@@ -38,7 +38,7 @@ class RealWorkers:
         engine_args: engine arguments in addition to `ENGINE_ARGS`.
 
     Attributes:
-        fleet: name of the fleet. `have` chooses a new name if a test has left workers that do not serve.
+        fleet: name of the fleet. `have` chooses a new name if a test has left workers that may not serve.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class RealWorkers:
         self._engine_args = {**ENGINE_ARGS, **(engine_args or {})}
         self._processes: dict[str, psutil.Popen] = {}
         self._served: set[str] = set()
+        self._added: set[str] = set()
 
     @property
     def living(self) -> dict[str, psutil.Popen]:
@@ -79,13 +80,17 @@ class RealWorkers:
     def add(self) -> str:
         """Start a worker that need not come to serve, and return its id."""
         self._start()
-        return f"w{len(self._processes) - 1}"
+        name = f"w{len(self._processes) - 1}"
+        self._added.add(name)
+        return name
 
     async def _serve_still(self) -> bool:
         """Return True if all workers that served before and still run serve soon.
 
-        False means that a test has left a worker paused or without weights.
+        False means that a test has left a worker paused or without weights, or one that `add` started.
         """
+        if self._added & self.living.keys():
+            return False
         try:
             await self._wait(len(self._served & self.living.keys()), SOON_S)
         except NoWorkers:
