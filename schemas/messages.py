@@ -4,9 +4,8 @@ Decoders raise `InvalidRequest` for a wrong field of a caller and `RemoteProtoco
 They raise nothing else for any input.
 """
 
-import re
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ from .chunk import Chunk, Index, RequestId
 from .control import Ack, AnyCommand
 from .desired import DesiredState
 from .errors import InvalidRequest, RemoteProtocolError
+from .explain import wrong_command
 from .presence import ClientPresence, WorkerPresence
 from .request import GenerateRequest
 from .request_fields import build_request, decode_token_ids
@@ -232,6 +232,7 @@ _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 _presence_decoder = msgspec.json.Decoder(WorkerPresence)
 _command_decoder = msgspec.json.Decoder(AnyCommand)
+_commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyCommand)}
 _ack_decoder = msgspec.json.Decoder(Ack)
 _desired_decoder = msgspec.json.Decoder(DesiredState)
 _client_presence_decoder = msgspec.json.Decoder(ClientPresence)
@@ -241,6 +242,11 @@ class _OnlyCommandId(msgspec.Struct):
     id: str
 
 
+class _OnlyCommandName(msgspec.Struct):
+    command: object = None
+
+
+_only_command_name_decoder = msgspec.json.Decoder(_OnlyCommandName)
 _only_command_id_decoder = msgspec.json.Decoder(_OnlyCommandId)
 
 
@@ -302,7 +308,7 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
     if not isinstance(fields, dict):
         raise RemoteProtocolError(f"request: {describe(fields)}, not a map")
     build_request(fields)
-    raise InvalidRequest(field="request", problem=f"does not decode: {problem}", allowed="a map as in docs/wire.md")
+    raise InvalidRequest(field="request", problem=f"does not decode: {problem}", allowed="a map of its fields")
 
 
 def decode_frame(data: bytes) -> Frame:
@@ -334,7 +340,7 @@ def decode_command(data: bytes) -> AnyCommand:
             raise exc.__cause__ from None
         if (version := other_version(data, "json")) is not None:
             raise InvalidRequest(field="v", problem=f"is {version}", allowed=str(WIRE_VERSION)) from None
-        raise _wrong_command(str(exc)) from None
+        raise wrong_command(str(exc), _commands, _command_name_of(data)) from None
     except MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
@@ -345,22 +351,11 @@ def decode_command(data: bytes) -> AnyCommand:
     return command
 
 
-_PLACE = re.compile(r"(?P<problem>.*) - at `\$\.(?P<field>[^`]*)`", re.DOTALL)
-_NAMED = re.compile(r"Object (?P<problem>.*) field `(?P<field>[^`]*)`", re.DOTALL)
-"""Patterns of msgspec's errors: they state the problem and the field."""
-
-
-def _wrong_command(error: str) -> InvalidRequest:
-    """Convert msgspec's error about a command to an `InvalidRequest` that names the field."""
-    found = _PLACE.fullmatch(error)
-    problem, field = (error, "command") if found is None else (found["problem"], found["field"])
-    named = _NAMED.fullmatch(problem)
-    if named is not None:
-        field = named["field"] if found is None else f"{field}.{named['field']}"
-        problem = "is unknown" if "unknown" in named["problem"] else "is missing"
-    else:
-        problem = f"does not decode: {problem}"
-    return InvalidRequest(field=field, problem=problem, allowed="docs/wire.md")
+def _command_name_of(data: bytes) -> object:
+    try:
+        return _only_command_name_decoder.decode(data).command
+    except MALFORMED:
+        return None
 
 
 def command_id_of(data: bytes) -> str | None:

@@ -1,6 +1,7 @@
 """A request to generate tokens, as the caller creates it and as the wire carries it."""
 
 import uuid
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from .checks import (
 )
 from .continuation import Inexact, StoppedAnswer, rest_of_answer
 from .errors import InvalidRequest
+from .field_names import NamedFields, check_names
 from .request_ids import check_given_id, wire_id
 from .sampling import SamplingParams
 from .trace_context import check_traceparent, check_tracestate
@@ -33,13 +35,13 @@ else:
     # msgspec calls the hooks in rollbus.schemas.messages to encode and decode a type that it does not know.
     TokenIds = np.ndarray
 
-__all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
+__all__ = ["GenerateRequest", "Lane", "TokenIds", "as_request", "expand_children", "lane_of"]
 
 Lane = Literal["resume", "high", "normal", "low"]
 """Lanes of the queue. `resume` is for later attempts and decode phases only."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):
+class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True, omit_defaults=True, eq=False):
     """One prompt to continue.
 
     The constructor checks all fields: an invalid value raises `InvalidRequest` with the field's name.
@@ -184,6 +186,38 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
     if request.tracestate is not None:
         checked["tracestate"] = check_tracestate("tracestate", request.tracestate)
     return checked
+
+
+def as_request(prompt: "GenerateRequest | TokenIds | None", fields: Mapping[str, Any]) -> GenerateRequest:
+    """Return `prompt` if it is a request. If it is token ids, return the request with these fields.
+
+    Args:
+        prompt: None: `fields` have the prompt.
+        fields: fields of `GenerateRequest` and of `SamplingParams`, for token ids.
+
+    Raises:
+        InvalidRequest: a field is wrong or unknown, or is given beside a request or beside `sampling`.
+    """
+    if isinstance(prompt, GenerateRequest):
+        for name in fields:
+            raise InvalidRequest(field=name, problem="is given beside a request", allowed="fields of the request")
+        return prompt
+    if isinstance(prompt, str | bytes):
+        raise InvalidRequest(
+            field="prompt_token_ids",
+            problem="is text",
+            allowed="token ids, such as tokenizer.encode(text); the HTTP service takes text",
+        )
+    check_names("", fields, (*SamplingParams.__struct_fields__, *GenerateRequest.__struct_fields__))
+    params = {name: fields[name] for name in fields if name in SamplingParams.__struct_fields__}
+    others = {name: fields[name] for name in fields if name not in params}
+    if prompt is not None:
+        others["prompt_token_ids"] = prompt
+    if params and "sampling" in others:
+        raise InvalidRequest(field=next(iter(params)), problem="is given beside sampling", allowed="one of them")
+    if params:
+        others["sampling"] = SamplingParams(**params)
+    return GenerateRequest(**others)
 
 
 def lane_of(priority: int) -> Lane:

@@ -1,7 +1,7 @@
 """Requests built from plain JSON and msgpack values; each error names the field."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from . import limits
 from .checks import check_token_ids, describe
 from .errors import InvalidRequest
+from .field_names import check_names
 from .request import GenerateRequest
 from .sampling import SamplingParams
 
@@ -23,10 +24,10 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
     """
     if not isinstance(fields, Mapping):
         raise InvalidRequest(field="request", problem=f"is {describe(fields)}", allowed="a map of its fields")
-    _refuse_unknown("", fields, GenerateRequest.__struct_fields__)
+    check_names("", fields, GenerateRequest.__struct_fields__)
     sampling = fields.get("sampling")
     if isinstance(sampling, Mapping):
-        _refuse_unknown("sampling.", sampling, SamplingParams.__struct_fields__)
+        check_names("sampling.", sampling, SamplingParams.__struct_fields__)
         bias = sampling.get("logit_bias")
         if isinstance(bias, Mapping):
             # JSON has only string keys.
@@ -36,13 +37,6 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
 
 
 _DIGITS = re.compile("[0-9]{1,10}")
-
-
-def _refuse_unknown(where: str, given: Mapping[Any, object], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            shown = name if isinstance(name, str) and len(name) <= limits.MAX_NAME_CHARS else describe(name)
-            raise InvalidRequest(field=f"{where}{shown}", problem="is unknown", allowed=", ".join(known))
 
 
 def build_request(fields: Mapping[str, object]) -> GenerateRequest:

@@ -9,11 +9,12 @@ from msgspec.structs import force_setattr
 from . import limits
 from .checks import check_bool, check_float, check_int, check_json, check_name, check_token_ids, describe
 from .errors import InvalidRequest
+from .field_names import NamedFields
 
 __all__ = ["SamplingParams"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters.
 
     The constructor checks all fields: an invalid value raises `InvalidRequest` with the field's name.

@@ -3,20 +3,23 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Any
 
 from ...schemas.checks import check_int, describe
 from ...schemas.errors import InvalidRequest, NoWorkers, RequestError
 from ...schemas.limits import MAX_IN_FLIGHT
-from ...schemas.request import GenerateRequest
+from ...schemas.request import GenerateRequest, TokenIds, as_request
 from .batch_times import BatchTimes
 from .call_registry import CallRegistry
 from .calls import Call
 from .drawing import Drawing
 from .generation import Generation, join_samples
 
-__all__ = ["Batch", "RequestSource", "check_iterable", "check_request"]
+__all__ = ["AsyncRequests", "Batch", "RequestSource", "Requests", "check_iterable", "check_request"]
+
+Requests = Iterable[GenerateRequest | TokenIds]
+AsyncRequests = AsyncIterable[GenerateRequest | TokenIds]
 
 
 class Batch:
@@ -111,14 +114,18 @@ class Batch:
 class RequestSource:
     """Draws requests from the caller's source, one at a time and only on demand.
 
+    Args:
+        fields: fields of the requests for prompts that are token ids.
+
     Raises:
         InvalidRequest: `requests` is not iterable.
     """
 
-    def __init__(self, requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest], batch: Batch) -> None:
+    def __init__(self, requests: Requests | AsyncRequests, batch: Batch, fields: Mapping[str, Any]) -> None:
         source = requests if isinstance(requests, AsyncIterable) else check_iterable(requests)
         self._drawing = Drawing(source, batch.news.set)
         self._batch = batch
+        self._fields = fields
         self.is_over = False
 
     async def draw(self) -> GenerateRequest | None:
@@ -127,14 +134,14 @@ class RequestSource:
         Cancellation: the next call returns the request that is being drawn.
 
         Raises:
-            InvalidRequest: the item is not a `GenerateRequest`.
+            InvalidRequest: the item is no request, or a field is wrong.
             Exception: the source raised it.
         """
         try:
             while not self._drawing.is_ready and not self._batch.has_result:
                 self._batch.news.clear()
                 await self._batch.news.wait()
-            return check_request(self._drawing.pop()) if self._drawing.is_ready else None
+            return check_request(self._drawing.pop(), self._fields) if self._drawing.is_ready else None
         except (StopIteration, StopAsyncIteration):
             self.is_over = True
             return None
@@ -144,7 +151,7 @@ class RequestSource:
         await self._drawing.close()
 
 
-def check_iterable(requests: Iterable[GenerateRequest]) -> Iterable[GenerateRequest]:
+def check_iterable(requests: Requests) -> Requests:
     """Return `requests` if it is iterable.
 
     Raises:
@@ -155,12 +162,13 @@ def check_iterable(requests: Iterable[GenerateRequest]) -> Iterable[GenerateRequ
     return requests
 
 
-def check_request(drawn: Any) -> GenerateRequest:
-    """Return `drawn` if it is a request.
+def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
+    """Return `drawn` if it is a request. If it is token ids, return the request with these fields.
 
     Raises:
-        InvalidRequest: `drawn` is not a `GenerateRequest`.
+        InvalidRequest: `drawn` is neither, or a field is wrong.
     """
-    if not isinstance(drawn, GenerateRequest):
-        raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed="GenerateRequest")
-    return drawn
+    if not isinstance(drawn, GenerateRequest) and not hasattr(drawn, "__len__"):
+        allowed = "requests, or the token ids of each prompt"
+        raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed=allowed)
+    return as_request(drawn, fields)

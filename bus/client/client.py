@@ -3,10 +3,10 @@
 import math
 import os
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 from ...schemas.checks import check_bool, check_float, check_int
 from ...schemas.chunk import Chunk
@@ -22,14 +22,14 @@ from ...schemas.limits import (
     MAX_TIMEOUT_S,
     MAX_WEIGHT_VERSION,
 )
-from ...schemas.request import GenerateRequest
+from ...schemas.request import GenerateRequest, TokenIds, as_request
 from ...schemas.sampling import SamplingParams
 from ..auth.credentials import Credentials, client_identity
 from ..nats.server import Server
 from ..protocol.groups.planner import GroupPlanner
 from ..subjects import Subjects
 from ..tracing.switch import Tracing, check_tracing
-from .batch import Batch, RequestSource
+from .batch import AsyncRequests, Batch, Requests, RequestSource
 from .batch_times import BatchTimes
 from .call_registry import CallRegistry, check_ids
 from .config import ClientConfig
@@ -164,7 +164,7 @@ class Client:
     @property
     def _registry(self) -> CallRegistry:
         if self._connected is None:
-            raise BusClosed("this client is not connected; use it inside `async with`")
+            raise BusClosed("this client is not connected; use it inside `async with`, or take `rollbus.sync.connect`")
         self._connected.thread.check_usable()
         return self._connected
 
@@ -200,7 +200,11 @@ class Client:
         await registry.close()
 
     async def generate(
-        self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
+        self,
+        request: GenerateRequest | TokenIds | None = None,
+        *,
+        on_end: Callable[[], None] | None = None,
+        **fields: Any,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of `request`. With n > 1, chunks of all samples are interleaved and have their `child`.
 
@@ -208,15 +212,17 @@ class Client:
         immediately.
 
         Args:
+            request: request, or the token ids of a prompt: `rb.generate([1, 2, 3], max_tokens=8)`.
             on_end: called when the workers have finished the request, possibly before the caller has read the last
                 chunk. It is not called if the caller leaves the loop before that.
+            fields: fields of `GenerateRequest` and of `SamplingParams`, for a prompt of token ids.
 
         Raises:
             RequestError: the request was rejected, failed or timed out. All chunks received before have been yielded.
             BusClosed: the client is not connected.
         """
         registry = self._registry
-        call = await registry.open(request, streams=True)
+        call = await registry.open(as_request(request, fields), streams=True)
         if on_end is not None:
             call.when_ended(lambda _: on_end())
         try:
@@ -225,8 +231,12 @@ class Client:
         finally:
             registry.remove(call)
 
-    async def complete(self, request: GenerateRequest) -> Generation:
+    async def complete(self, /, request: GenerateRequest | TokenIds | None = None, **fields: Any) -> Generation:
         """Return the complete result of `request`. With n > 1, that is child 0 with the others in `siblings`.
+
+        Args:
+            request: request, or the token ids of a prompt: `await rb.complete([1, 2, 3], max_tokens=8)`.
+            fields: fields of `GenerateRequest` and of `SamplingParams`, for a prompt of token ids.
 
         Cancellation: aborts the request.
 
@@ -235,7 +245,7 @@ class Client:
             BusClosed: the client is not connected.
         """
         registry = self._registry
-        call = await registry.open(request, streams=False)
+        call = await registry.open(as_request(request, fields), streams=False)
         try:
             await call.wait()
             if call.error is not None:
@@ -246,10 +256,11 @@ class Client:
 
     async def complete_many(
         self,
-        requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest],
+        requests: Requests | AsyncRequests,
         *,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         times: BatchTimes | None = None,
+        **fields: Any,
     ) -> AsyncGenerator[Generation, None]:
         """Yield the results of many requests in the order in which they finish.
 
@@ -262,19 +273,20 @@ class Client:
         async iterable.
 
         Args:
-            requests: requests to send, in an iterable or an async iterable.
+            requests: requests to send, or the token ids of each prompt, in an iterable or an async iterable.
             max_in_flight: requests that may be open at the same time (default: 512).
             times: records when 50, 90, 99 and 100 % of the requests were complete.
+            fields: fields of `GenerateRequest` and of `SamplingParams`, for prompts of token ids.
 
         Raises:
             NoWorkers: no worker is left for the next request. All earlier results have been yielded.
-            InvalidRequest: `requests` is not iterable or has an item that is not a `GenerateRequest`; or
+            InvalidRequest: `requests` is not iterable or has an item that is no request; a field is wrong; or
                 `max_in_flight` is not an integer from 1 to 1,000,000.
             BusClosed: the client is not connected.
             Exception: `requests` raised it. The client has aborted all open requests.
         """
         batch = batch_of(self, max_in_flight=max_in_flight, times=times)
-        source = RequestSource(requests, batch)
+        source = RequestSource(requests, batch, fields)
         try:
             while True:
                 if batch.has_room and not source.is_over:

@@ -8,6 +8,7 @@ from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken
 from ...schemas.presence import WorkerPresence
 from ..protocol.fleet.behind import stale_workers
+from ..protocol.html import as_html
 from ..queue.streams import QueueDepth
 from .runtime import ClientRuntime
 
@@ -29,6 +30,20 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """Why a queue does not answer, by model. For example, a queue without a leader delivers no requests."""
     desired: dict[str, DesiredState] = {}
     """Desired state of the workers by model. Models without a recorded command are left out."""
+
+    def __repr__(self) -> str:
+        """Return one line with each worker and its state, and the number of waiting requests."""
+        workers = ", ".join(f"{worker.worker} {worker.state}" for worker in self.workers) or "no workers"
+        return f"<FleetState {self.fleet}: {workers}; {self._num_waiting} requests wait>"
+
+    def _repr_html_(self) -> str:
+        rows = [(w.worker, w.model, w.state, w.weight_version, w.in_flight) for w in self.workers]
+        columns = ("worker", "model", "state", "weights", "in flight")
+        return as_html(f"Fleet {self.fleet}: {self._num_waiting} requests wait", rows, columns)
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(queue.waiting for queue in self.queues)
 
     @property
     def stale(self) -> tuple[str, ...]:

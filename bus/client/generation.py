@@ -12,6 +12,7 @@ from ...schemas.continuation import num_kept_rows
 from ...schemas.errors import InvalidRequest, RequestError
 from ...schemas.request import GenerateRequest
 from ...schemas.rows import Rows
+from ..protocol.html import as_html
 from ..protocol.stream.kv_versions import Spans
 from ..protocol.stream.response_stream import ResponseStream
 from ..protocol.stream.token_masks import TokenMasks
@@ -106,6 +107,20 @@ class Generation:
             f"<Generation {self.request_id}/{self.child} {self.finish_reason} tokens={len(self.token_ids)} "
             f"rows={rows} start={self.start} attempts={self.attempts}>"
         )
+
+    def _repr_html_(self) -> str:
+        versions = sorted(set(self.weight_versions.tolist()))
+        rows: list[tuple[str, object]] = [
+            ("model", self.model if self.lora is None else f"{self.model}, adapter {self.lora}"),
+            ("ended", self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"),
+            ("tokens", f"{len(self.token_ids)} after {self.prompt_len} of the prompt"),
+            ("weight versions", ", ".join(map(str, versions))),
+            ("routed experts", "none" if self.routed_experts is None else self.routed_experts.shape),
+            ("workers", ", ".join(self.worker_ids)),
+            ("attempts", self.attempts),
+            ("siblings", len(self.siblings)),
+        ]
+        return as_html(f"Generation {self.request_id}/{self.child}", rows)
 
     def joined(self, rest: "Generation") -> "Generation":
         """Join this stopped generation with its continuation and return both as one.

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from ...schemas.errors import RequestError
 from ...schemas.request import GenerateRequest
+from ..protocol.html import as_html
 from .generation import Generation
 
 __all__ = ["Group", "GroupStats", "GroupStep", "lengths_of"]
@@ -102,6 +103,19 @@ class GroupStep:
         """Return one line with counts."""
         counts = f"groups={len(self.groups)} dropped={len(self.dropped)} failed={len(self.failed)}"
         return f"<GroupStep {counts} {self.stats!r}>"
+
+    def _repr_html_(self) -> str:
+        stats = self.stats
+        rows = [
+            (name, len(getattr(self, name)), len(lengths), f"{lengths.mean():.1f}" if len(lengths) else "")
+            for name, lengths in (
+                ("groups", stats.taken),
+                ("dropped", stats.dropped),
+                ("failed", lengths_of(self.failed)),
+            )
+        ]
+        title = f"Step of {stats.seconds:.1f} s, {stats.tokens_per_s:.0f} tokens/s"
+        return as_html(title, rows, ("", "groups", "answers", "mean tokens"))
 
 
 def lengths_of(groups: Iterable[Group]) -> npt.NDArray[np.int32]:

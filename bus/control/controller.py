@@ -335,7 +335,7 @@ def check_command(command: Kind) -> Kind:
     except InvalidRequest:
         raise
     except (TypeError, ValueError, RecursionError, RemoteProtocolError) as exc:
-        raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="docs/wire.md") from exc
+        raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="values of JSON") from exc
 
 
 def _decodable(command: AnyCommand, workers: Iterable[WorkerPresence]) -> AnyCommand:

@@ -3,14 +3,13 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TypeVar
 
 import msgspec
-from msgspec.structs import fields
 from starlette.requests import Request
 
 from ...schemas.errors import ErrorCode
+from ...schemas.explain import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names
 from .errors import HttpError, nearest
 from .lax import LaxReader
 from .settings import Settings
@@ -21,14 +20,11 @@ T = TypeVar("T")
 
 AT_PATH = re.compile(r"(?P<problem>.*?) - at `(?:key` in `)?\$(?P<path>.*)`", re.DOTALL)
 """The format in which msgspec reports the path of an error in a document."""
-UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
-MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 
 CLOSE = {"Connection": "close"}
 """Header for answers sent before the whole body is read: the connection cannot be reused."""
 NUMBERS_AND_SPACE = b"0123456789+-., \t\r\n"
 MAX_SKELETON_BYTES = 64 << 10
-FIELD_NAME = re.compile(r"[^.\[\]]+")
 STRING = re.compile(rb'"[^"]*":?')
 
 
@@ -136,38 +132,15 @@ def _explain(text: str, kind: object) -> tuple[str, str | None]:
     """
     at = AT_PATH.fullmatch(text)
     problem, path = (text, "") if at is None else (at["problem"], at["path"].lstrip("."))
-    here = _kinds_at(kind, path)
     if found := UNKNOWN_FIELD.fullmatch(problem) or MISSING_FIELD.fullmatch(problem):
         field = f"{path}.{found['name']}" if path else found["name"]
         if found.re is MISSING_FIELD:
             return f"{field} is missing; it is required", field
-        names = [each.encode_name for struct in _parts(here) if _is_struct(struct) for each in fields(struct)]
-        return f"{field} is unknown{nearest(found['name'], names)}; allowed: the documented parameters", field
+        return (
+            f"{field} is unknown{nearest(found['name'], field_names(kind, path))}; allowed: the documented parameters",
+            field,
+        )
     if problem.startswith("Invalid enum value"):
-        values = [value for part in _parts(here) if get_origin(part) is Literal for value in get_args(part)]
-        problem += f"; allowed: {', '.join(map(str, values))}"
+        problem += f"; allowed: {', '.join(enum_values(kind, path))}"
     problem = problem[:1].lower() + problem[1:]
     return (f"{path}: {problem}", path) if path else (f"the body: {problem}", None)
-
-
-def _kinds_at(kind: object, path: str) -> list[object]:
-    """Return the types that a body of type `kind` has at a path such as `nvext.agent_hints` or `modalities[0]`."""
-    kinds = [kind]
-    for name in FIELD_NAME.findall(path):
-        # The index of a list item needs no step of its own: `_parts` already yields the types of list items.
-        found = [
-            each.type for part in _parts(kinds) if _is_struct(part) for each in fields(part) if each.encode_name == name
-        ]
-        kinds = found or kinds
-    return kinds
-
-
-def _parts(kinds: list[object]) -> Iterator[Any]:
-    """Yield types and their parts: the members of unions and the items of lists."""
-    for kind in kinds:
-        yield kind
-        yield from _parts([part for part in get_args(kind) if get_origin(kind) is not Literal])
-
-
-def _is_struct(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

@@ -117,7 +117,7 @@ async def test_leaving_the_loop_cancels_the_source(one_worker: StartServed) -> N
     [
         (None, "requests is None; allowed: an iterable of requests"),
         (greedy(1, 1), "requests is "),
-        ([greedy(1, 1), None], "requests has None; allowed: GenerateRequest"),
+        ([greedy(1, 1), None], "requests has None; allowed: requests, or the token ids"),
     ],
 )
 async def test_values_that_are_no_requests_are_refused(one_worker: StartServed, requests: Any, message: str) -> None:

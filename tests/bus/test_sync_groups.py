@@ -149,7 +149,7 @@ def test_errors_are_those_of_the_client_with_asyncio(
     """Invalid arguments, an empty fleet and groups that are not entered raise the same errors."""
     with rollbus.sync.connect(nats_url, fleet=fleet, worker_grace_s=0) as rb:
         use(rb)
-    with pytest.raises(BusClosed, match="not connected"):
+    with pytest.raises(BusClosed, match="this client was closed"):
         rb.groups([], n=1, need=1)
 
 

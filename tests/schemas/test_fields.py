@@ -88,19 +88,23 @@ def test_the_error_for_a_wrong_object_names_only_its_type() -> None:
 def test_json_refuses_unknown_fields_by_name() -> None:
     """The error for an unknown field in a JSONL line lists the known fields. In msgpack the field is ignored."""
     known = ", ".join(GenerateRequest.__struct_fields__)
-    cases: list[tuple[Any, str, str]] = [
-        ({"prompt_token_ids": [1], "modle": "m"}, "modle", known),
-        ({"prompt_token_ids": [1], 5: "m"}, "5", known),
+    of_sampling = ", ".join(SamplingParams.__struct_fields__)
+    cases: list[tuple[Any, str, str, str]] = [
+        ({"prompt_token_ids": [1], "modle": "m"}, "modle", " (did you mean model?)", known),
+        ({"prompt_token_ids": [1], 5: "m"}, "5", "", known),
+        ({"prompt_token_ids": [1], "max_tokens": 5}, "max_tokens", " (it is a field of SamplingParams)", known),
         (
-            {"prompt_token_ids": [1], "sampling": {"maxtokens": 5}},
-            "sampling.maxtokens",
-            ", ".join(SamplingParams.__struct_fields__),
+            {"prompt_token_ids": [1], "sampling": {"max_new_tokens": 5}},
+            "sampling.max_new_tokens",
+            " (use max_tokens)",
+            of_sampling,
         ),
     ]
-    for fields, field, allowed in cases:
+    for fields, field, advice, allowed in cases:
         with pytest.raises(InvalidRequest) as caught:
             request_from_json(fields)
-        assert (caught.value.field, caught.value.problem, caught.value.allowed) == (field, "is unknown", allowed)
+        error = caught.value
+        assert (error.field, error.problem, error.allowed) == (field, f"is unknown{advice}", allowed)
     no_maps: list[Any] = [[], "text", None, 5]
     for value in no_maps:
         with pytest.raises(InvalidRequest, match=r"request is .*; allowed: a map of its fields"):

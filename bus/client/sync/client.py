@@ -3,6 +3,8 @@
 Each blocking method takes its arguments, result, errors and docstring from the asynchronous method of the same name.
 """
 
+import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
 from functools import wraps
 from types import TracebackType
@@ -12,10 +14,10 @@ from ....schemas.chunk import Chunk
 from ....schemas.errors import BusClosed, InvalidRequest
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ....schemas.presence import WorkerPresence
-from ....schemas.request import GenerateRequest
+from ....schemas.request import GenerateRequest, TokenIds
 from ....schemas.sampling import SamplingParams
 from .. import client as with_asyncio
-from ..batch import Batch, check_iterable, check_request
+from ..batch import Batch, Requests, check_iterable, check_request
 from ..batch_times import BatchTimes
 from ..client import Client, ClientStats, batch_of
 from ..fleet import Fleet
@@ -36,9 +38,10 @@ class _BlockingCall(Protocol[T_co]):
     """An object whose methods block until the coroutine methods of a `T_co` return."""
 
     @property
-    def _awaited(self) -> T_co: ...
+    def _connected(self) -> OwnerThread: ...
 
-    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
+    @property
+    def _awaited(self) -> T_co: ...
 
 
 def _blocking(
@@ -48,7 +51,7 @@ def _blocking(
 
     @wraps(method)
     def wait(self: _BlockingCall[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._run(method(self._awaited, *args, **kwargs))
+        return self._connected.run(method(self._awaited, *args, **kwargs))
 
     return wait
 
@@ -56,9 +59,16 @@ def _blocking(
 class BlockingFleet:
     """The workers of one fleet: the methods of `Fleet` without `await`. `BlockingClient.fleet` returns it."""
 
-    def __init__(self, client: "BlockingClient", fleet: Fleet) -> None:
+    def __init__(self, client: "BlockingClient") -> None:
         self._client = client
-        self._awaited = fleet
+
+    @property
+    def _connected(self) -> OwnerThread:
+        return self._client._connected
+
+    @property
+    def _awaited(self) -> Fleet:
+        return self._client.with_asyncio.fleet
 
     def __repr__(self) -> str:
         """Return one line with each worker and its state."""
@@ -106,12 +116,12 @@ class BlockingFleet:
     finish_weight_update = _blocking(Fleet.finish_weight_update)
     cancel_weight_update = _blocking(Fleet.cancel_weight_update)
 
-    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        return self._client._run(coroutine)
-
 
 class BlockingClient:
-    """The `Client` for programs without asyncio. Create it with `rollbus.sync.connect` and enter it with `with`.
+    """The `Client` for programs without asyncio. Create it with `rollbus.sync.connect`.
+
+    The client connects at its first use. `close`, or the end of a `with` block, closes it. A client that is no longer
+    referenced closes itself, for example if the cell of a notebook that created it runs again.
 
     Several threads may use it at the same time. Inside a running event loop, for example in a notebook, it works and
     blocks that loop. Ctrl-C ends the interrupted call as a cancellation does; the client stays usable.
@@ -119,14 +129,18 @@ class BlockingClient:
     In a forked process, such as the process of a data loader, the copy of the client raises `BusClosed`. That process
     must connect its own client. The client of the parent process is not affected.
 
-    A program that exits without leaving the client still aborts all open requests. Callbacks (`on_end`, `on_ack`) run
+    A program that exits without closing the client still aborts all open requests. Callbacks (`on_end`, `on_ack`) run
     on the client's own threads and must return immediately. They get a `RuntimeError` if they call the client.
     """
 
     def __init__(self, client: Client) -> None:
         self._awaited = client
+        self._opening = threading.Lock()
         # Set while connected.
         self._owner: OwnerThread | None = None
+        self._is_closed = False
+        # Runs if nothing references the connected client any more.
+        self._on_dropped: weakref.finalize[..., BlockingClient]
 
     def __repr__(self) -> str:
         """Return one line with the state."""
@@ -135,6 +149,7 @@ class BlockingClient:
     @property
     def with_asyncio(self) -> Client:
         """The asynchronous client, for code that shares its connection."""
+        self._connected  # noqa: B018 - connects at the first use
         return self._awaited
 
     @property
@@ -142,45 +157,74 @@ class BlockingClient:
         """The workers of the fleet, and commands to them.
 
         Raises:
-            BusClosed: the client is not connected.
+            BusClosed: the client was closed.
         """
-        return BlockingFleet(self, self._awaited.fleet)
+        self.with_asyncio.fleet  # noqa: B018 - a closed client fails here
+        return BlockingFleet(self)
 
     def stats(self) -> ClientStats:
         """Return a copy of the counters.
 
         Raises:
-            BusClosed: the client is not connected.
+            BusClosed: the client was closed.
         """
-        return self._awaited.stats()
+        return self.with_asyncio.stats()
+
+    def open(self) -> Self:
+        """Connect, subscribe to the messages of workers, and ask all workers for their presence.
+
+        The first use of a new client calls this. After `close`, only this connects again. It has no effect on a
+        connected client.
+
+        Raises:
+            BusBroken: no server answers, or the server rejects this client.
+        """
+        with self._opening:
+            if self._owner is None:
+                owner = OwnerThread(self._awaited)
+                owner.start()
+                self._on_dropped = weakref.finalize(self, owner.request_stop)
+                # At exit, the owner threads are stopped and awaited.
+                self._on_dropped.atexit = False
+                self._owner, self._is_closed = owner, False
+        return self
+
+    def close(self) -> None:
+        """Abort all open requests and close. Calls of other threads end with `client_closed` or `BusClosed`.
+
+        It has no effect on a closed client.
+        """
+        with self._opening:
+            owner, self._owner, self._is_closed = self._owner, None, True
+        if owner is not None:
+            self._on_dropped.detach()
+            owner.stop()
 
     def __enter__(self) -> Self:
-        """Connect, subscribe to the messages of workers, and ask all workers for their presence."""
-        if self._owner is not None:
-            raise BusClosed("this client is already connected; enter it only once")
-        owner = OwnerThread(self._awaited)
-        owner.start()
-        self._owner = owner
-        return self
+        """Connect, as `open` does."""
+        return self.open()
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort all open requests and close. Calls of other threads end with `client_closed` or `BusClosed`."""
-        owner, self._owner = self._connected, None
-        owner.stop()
+        """Close, as `close` does."""
+        self.close()
 
     complete = _blocking(Client.complete)
     abort = _blocking(Client.abort)
 
     def generate(
-        self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
+        self,
+        request: GenerateRequest | TokenIds | None = None,
+        *,
+        on_end: Callable[[], None] | None = None,
+        **fields: Any,
     ) -> Generator[Chunk, None, None]:
         """Stream the chunks of `request`, as `Client.generate` does.
 
         Leaving the loop, or `close` on the iterator, aborts the request.
         """
-        owner, chunks = self._connected, self._awaited.generate(request, on_end=on_end)
+        owner, chunks = self._connected, self._awaited.generate(request, on_end=on_end, **fields)
         try:
             while (chunk := owner.run(_next(chunks))) is not None:
                 yield chunk
@@ -189,17 +233,19 @@ class BlockingClient:
 
     def complete_many(
         self,
-        requests: Iterable[GenerateRequest],
+        requests: Requests,
         *,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         times: BatchTimes | None = None,
+        **fields: Any,
     ) -> Generator[Generation, None, None]:
         """Yield the results of many requests in the order in which they finish, as `Client.complete_many` does.
 
         The client draws from `requests` on the caller's thread, while the caller waits for the next result.
 
         Raises:
-            InvalidRequest: `requests` is not iterable, is an async iterable, or has an item that is no request.
+            InvalidRequest: `requests` is not iterable, is an async iterable, or has an item that is no request; or a
+                field is wrong.
             NoWorkers, ValueError, BusClosed, Exception: as `Client.complete_many`.
         """
         if isinstance(requests, AsyncIterable):
@@ -211,7 +257,7 @@ class BlockingClient:
             while True:
                 if batch.has_room and not is_over:
                     try:
-                        request = check_request(next(source))
+                        request = check_request(next(source), fields)
                     except StopIteration:
                         is_over = True
                         continue
@@ -249,18 +295,15 @@ class BlockingClient:
         sampler = self._awaited.groups(
             handed, n=n, need=need, over=over, sampling=sampling, max_lag=max_lag, inexact=inexact
         )
-        return BlockingGroups(owner, sampler, handed, prompts)
+        return BlockingGroups(owner, sampler, handed, prompts, client=self)
 
     @property
     def _connected(self) -> OwnerThread:
-        if self._owner is None:
-            raise BusClosed("this client is not connected; use it inside `with`")
-        return self._owner
-
-    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        if self._owner is None:
-            coroutine.close()
-        return self._connected.run(coroutine)
+        while (owner := self._owner) is None:
+            if self._is_closed:
+                raise BusClosed("this client was closed; `open` connects it again")
+            self.open()
+        return owner
 
 
 async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:

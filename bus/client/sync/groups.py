@@ -89,11 +89,19 @@ class BlockingGroups:
         sampler: draws its prompts from `handed`.
         handed: passes the prompts from this thread to the sampler.
         prompts: the caller's prompts.
+        client: stays referenced, because a client without references closes itself.
     """
 
     def __init__(
-        self, owner: OwnerThread, sampler: GroupSampler, handed: HandedPrompts, prompts: Iterable[Prompt]
+        self,
+        owner: OwnerThread,
+        sampler: GroupSampler,
+        handed: HandedPrompts,
+        prompts: Iterable[Prompt],
+        *,
+        client: object,
     ) -> None:
+        self._client = client
         self._owner = owner
         self._awaited = sampler
         self._handed = handed

@@ -141,8 +141,9 @@ class OwnerThread:
         self._ended.result()
 
     def request_stop(self) -> None:
-        """Ask the thread to leave the client, without waiting for it."""
-        self._post(self._leave.set)
+        """Ask the thread to leave the client, without waiting for it. In a forked process it does nothing."""
+        if not self._is_forked:
+            self._post(self._leave.set)
 
     @property
     def _is_forked(self) -> bool:

@@ -93,6 +93,8 @@ class WeightPublisher:
             if options:
                 allowed = "no connection options together with a client"
                 raise InvalidRequest(field=", ".join(options), problem="is set", allowed=allowed)
+            # A blocking client that is not referenced closes itself.
+            self._given = client
             self._client = client.with_asyncio if isinstance(client, BlockingClient) else client
         else:
             self._client = connect(client, **options)

@@ -67,7 +67,9 @@ def check_expected(canary: Canary, capabilities: Capabilities) -> None:
     try:
         rows = canary_rows(canary)
     except RemoteProtocolError as exc:
-        raise InvalidRequest(field="expected_canary", problem=f"is wrong: {exc}", allowed="docs/wire.md") from None
+        raise InvalidRequest(
+            field="expected_canary", problem=f"is wrong: {exc}", allowed="the canary of an ack"
+        ) from None
     if rows is None:
         return
     routing = capabilities.routed_experts

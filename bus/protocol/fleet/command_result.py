@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ....schemas.control import Ack, AckError, AckStatus
 from ....schemas.errors import ControlCode, RollbusError
 from ....schemas.presence import WorkerPresence
+from ..html import as_html
 from .presence_table import LostWorker
 
 __all__ = ["RESULTS", "AckTracker", "CommandIncomplete", "CommandResult", "Quorum"]
@@ -83,6 +84,13 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
         for name in (*RESULTS[1:], "not_found"):
             counts += [f"{len(getattr(self, name))} {name}"] if getattr(self, name) else []
         return f"<CommandResult {self.command}: {', '.join(counts)} in {self.seconds:.2f} s>"
+
+    def _repr_html_(self) -> str:
+        reasons = {worker: _reason_of(ack) for name in RESULTS[1:4] for worker, ack in getattr(self, name).items()}
+        reasons |= {worker: ack.stage or ack.status for worker, ack in self.late.items()} | self.missing
+        rows = [(worker, name, reasons.get(worker)) for name in RESULTS for worker in getattr(self, name)]
+        rows += [(request_id, "not_found", None) for request_id in self.not_found]
+        return as_html(f"{self.command} in {self.seconds:.2f} s", rows)
 
     @property
     def is_complete(self) -> bool:

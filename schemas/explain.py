@@ -1,0 +1,80 @@
+"""Explains the errors of msgspec's decoders: which field is wrong, and which values it may have."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, get_args, get_origin
+
+import msgspec
+from msgspec.structs import fields
+
+from .errors import InvalidRequest
+
+__all__ = ["MISSING_FIELD", "UNKNOWN_FIELD", "enum_values", "field_names", "wrong_command"]
+
+UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+MISSING_FIELD: Final = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+AT_PATH: Final = re.compile(r"(?P<problem>.*?) - at `\$\.(?P<path>[^`]*)`", re.DOTALL)
+EXPECTED: Final = re.compile(r"Expected (?P<type>.*?)(, got .*)?", re.DOTALL)
+VALUE: Final = re.compile(r"Invalid (enum )?value (?P<value>.*)", re.DOTALL)
+FIELD_NAME: Final = re.compile(r"[^.\[\]]+")
+
+
+def enum_values(kind: object, path: str) -> list[str]:
+    """Return the values that a document of type `kind` may have at a path such as `mode` or `modalities[0]`.
+
+    The list is empty for a field that has no fixed values.
+    """
+    literals = [part for part in _parts(_kinds_at(kind, path)) if get_origin(part) is Literal]
+    return [str(value) for part in literals for value in get_args(part)]
+
+
+def field_names(kind: object, path: str) -> list[str]:
+    """Return the names of the fields that an object at this path may have."""
+    return [each.encode_name for part in _parts(_kinds_at(kind, path)) if _is_struct(part) for each in fields(part)]
+
+
+def _kinds_at(kind: object, path: str) -> list[object]:
+    kinds = [kind]
+    for name in FIELD_NAME.findall(path):
+        # The index of a list item needs no step of its own: `_parts` already yields the types of list items.
+        found = [
+            each.type for part in _parts(kinds) if _is_struct(part) for each in fields(part) if each.encode_name == name
+        ]
+        kinds = found or kinds
+    return kinds
+
+
+def _parts(kinds: list[object]) -> Iterator[Any]:
+    """Yield types and their parts: the members of unions and the items of lists."""
+    for kind in kinds:
+        yield kind
+        yield from _parts([part for part in get_args(kind) if get_origin(kind) is not Literal])
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def wrong_command(error: str, kinds: Mapping[str, type], name: object) -> InvalidRequest:
+    """Convert msgspec's error about a command to an `InvalidRequest` with the field and its allowed values.
+
+    Args:
+        kinds: the structs of all commands, by name.
+        name: the command's name in the message; it may be wrong.
+    """
+    at = AT_PATH.fullmatch(error)
+    problem, path = (error, "") if at is None else (at["problem"], at["path"])
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if found := UNKNOWN_FIELD.fullmatch(problem) or MISSING_FIELD.fullmatch(problem):
+        field = f"{path}.{found['name']}" if path else found["name"]
+        if found.re is UNKNOWN_FIELD:
+            return InvalidRequest(field=field, problem="is unknown", allowed=", ".join(field_names(kind, path)))
+        values = kinds if field == "command" else ["a value, because it is required"]
+        return InvalidRequest(field=field, problem="is missing", allowed=", ".join(values))
+    values = kinds if path == "command" else enum_values(kind, path)
+    expected, value = EXPECTED.fullmatch(problem), VALUE.fullmatch(problem)
+    return InvalidRequest(
+        field=path or "command",
+        problem=f"does not decode: {problem}" if value is None else f"is {value['value']}",
+        allowed=", ".join(values) or ("another value" if expected is None else expected["type"]),
+    )
