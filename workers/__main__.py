@@ -23,20 +23,12 @@ import uvloop
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
-from ..bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S
 from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
 from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
 from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
-from ..schemas.presence import Role
-from .config import (
-    DEFAULT_ENGINE_TIMEOUT_S,
-    DEFAULT_LEASE_S,
-    DEFAULT_START_TIMEOUT_S,
-    WorkerConfig,
-    default_cache_dir,
-    default_worker_id,
-)
-from .engines import ENGINES, make_engine
+from ..schemas.worker_options import add_engine_options, add_process_options
+from .config import WorkerConfig, default_cache_dir, default_worker_id
+from .engines import make_engine
 from .engines.engine import Engine
 from .probe import ProbeServer, listen
 from .reach import wait_for_server
@@ -64,41 +56,9 @@ def parser() -> argparse.ArgumentParser:
         "--creds", metavar="FILE", help="credentials of the NATS user (default: $ROLLBUS_CREDS, or none)"
     )
     parser.add_argument("--fleet", metavar="NAME", help="fleet to serve (default: the fleet of --creds)")
-    _add_engine(parser)
-    parser.add_argument(
-        "--weight-version", metavar="N", type=int, default=0, help="version of the checkpoint (default: 0)"
-    )
-    parser.add_argument(
-        "--worker-id", metavar="ID", help="id of this worker (default: host, process id and four random characters)"
-    )
-    parser.add_argument(
-        "--listen-s",
-        metavar="S",
-        type=float,
-        help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
-    )
-    _add_times(parser)
-    parser.add_argument(
-        "--weight-root",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="folder with checkpoints and adapters that commands may name; may be repeated (default: none)",
-    )
-    _add_staging(parser)
-    parser.add_argument(
-        "--no-prove-reload",
-        action="store_true",
-        help="skip the second load of the checkpoint, which verifies that the engine can replace weights",
-    )
-    parser.add_argument(
-        "--probe", metavar="HOST:PORT", help="address for /health, /ready and /metrics over HTTP (default: none)"
-    )
-    parser.add_argument(
-        "--otel",
-        action="store_true",
-        help="export spans of requests to the destination in OTEL_*; requires rollbus[otel]",
-    )
+    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (required for the engine vllm)")
+    add_engine_options(parser)
+    add_process_options(parser)
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument(
         "--log-format",
@@ -115,90 +75,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (required for the engine vllm)")
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
-    parser.add_argument(
-        "--engine-args", metavar="JSON", type=_json_object, default={}, help="arguments of the engine (default: none)"
-    )
-    parser.add_argument(
-        "--role",
-        choices=get_args(Role),
-        help="prefill: compute prompts only and send their KV to decode workers (default: both)",
-    )
-    parser.add_argument(
-        "--kv-transfer-config",
-        metavar="JSON",
-        type=_json_object,
-        help="configuration of vLLM's KV connector (required for the roles prefill and decode)",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="name of the model in requests (default: the name of the checkpoint's folder)",
-    )
-
-
-def _add_times(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="lease in seconds (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--engine-timeout-s",
-        metavar="S",
-        type=float,
-        default=DEFAULT_ENGINE_TIMEOUT_S,
-        help="seconds without a step after which an engine with open requests counts as dead (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--transfer-idle-s",
-        metavar="S",
-        type=float,
-        default=DEFAULT_IDLE_S,
-        help="seconds without a command after which an open transfer of weights ends (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        metavar="S",
-        type=float,
-        default=DEFAULT_START_TIMEOUT_S,
-        help="seconds that requests may wait for this worker to start (default: %(default)g)",
-    )
-
-
-def _add_staging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder for fetched weights (default: ~/.cache/rollbus)")
-    parser.add_argument(
-        "--stage-bytes",
-        metavar="N",
-        type=int,
-        help="bytes of fetched weights on this machine, for all workers of the fleet (default: no limit)",
-    )
-    parser.add_argument(
-        "--fetch-rate",
-        metavar="BYTES_PER_S",
-        type=int,
-        help="bytes per second at which this worker fetches weights (default: no limit)",
-    )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"is not valid JSON: {exc}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("is not a JSON object")
-    return value
-
-
 def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
-    given: dict[str, Any] = args.engine_args
+    given: dict[str, Any] = json.loads(args.engine_args or "{}")
     if args.kv_transfer_config is None:
         return given
     if KV_ARG in given:
         raise InvalidRequest(field=KV_ARG, problem="is given twice", allowed="--kv-transfer-config or --engine-args")
-    return {**given, KV_ARG: args.kv_transfer_config}
+    return {**given, KV_ARG: json.loads(args.kv_transfer_config)}
 
 
 def _real_model(model: str | None) -> str:

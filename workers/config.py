@@ -10,26 +10,21 @@ import msgspec
 from ..bus.auth.credentials import Credentials, worker_identity
 from ..bus.auth.tls import Tls
 from ..bus.nats.server import Server
-from ..bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S
 from ..schemas.checks import check_float, check_int, check_name, check_subject_token
 from ..schemas.limits import MAX_WEIGHT_VERSION
+from ..schemas.worker_options import (
+    DEFAULT_ENGINE_TIMEOUT_S,
+    DEFAULT_IDLE_S,
+    DEFAULT_LEASE_S,
+    DEFAULT_START_TIMEOUT_S,
+)
 
 __all__ = [
-    "DEFAULT_ENGINE_TIMEOUT_S",
-    "DEFAULT_LEASE_S",
-    "DEFAULT_START_TIMEOUT_S",
     "LEASE_MARGIN_S",
     "WorkerConfig",
     "default_cache_dir",
 ]
 
-DEFAULT_LEASE_S = 5.0
-"""Five heartbeats. A busy machine may delay some of them, and peers still detect a dead worker within seconds."""
-DEFAULT_ENGINE_TIMEOUT_S = 300.0
-"""Far above the duration of the longest step: a long prompt on a CPU."""
-
-DEFAULT_START_TIMEOUT_S = 1800.0
-"""A large model on a slow disk needs many minutes to load."""
 LEASE_MARGIN_S = 1.0
 """Seconds. A worker fences itself this long before its own lease expires. It treats a peer as lost this long after the
 peer's lease expires."""

@@ -24,7 +24,7 @@ from .console import log_notes, note
 from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
 from .parser import CliParser, as_section, option_names
 
-__all__ = ["EXAMPLES", "CliCommand", "build_parser", "main", "run_async", "until_signalled"]
+__all__ = ["EXAMPLES", "CliCommand", "build_parser", "common_options", "main", "run_async", "until_signalled"]
 
 logger = logging.getLogger("rollbus")
 
@@ -38,6 +38,7 @@ LOGIN_OPTIONS = (
     ("tls-key", "ROLLBUS_TLS_KEY", "key of the client certificate", "none"),
 )
 """Login options: option, environment variable, help and default. Child processes read the environment variable."""
+VALUES = "values: TIME is in seconds or has a unit (90, 5m, 1h30m), SIZE is in bytes or has one (100MB, 2GiB)"
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
 EXAMPLES = (
     "rollbus demo                 # the tour; needs no GPU, model or server",
@@ -163,11 +164,11 @@ def until_signalled(on_signal: Callable[[], None] = lambda: None) -> Iterator[No
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `rollbus` with all subcommands. `args.command` is the module of the chosen subcommand."""
-    common = _common_options()
+    common = common_options()
     parser = CliParser(
         prog="rollbus",
         description="rollbus is a message bus between RL trainers and a fleet of vLLM workers.",
-        epilog="\n".join([common.format_help(), EXIT_CODES, "", as_section("examples", EXAMPLES)]),
+        epilog="\n".join([common.format_help(), VALUES, EXIT_CODES, "", as_section("examples", EXAMPLES)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rollbus {__version__}")
@@ -204,7 +205,8 @@ class _NamedServer(argparse.Action):
         namespace.nats, namespace.is_nats_named = values, True
 
 
-def _common_options() -> CliParser:
+def common_options() -> CliParser:
+    """Return the options of every command."""
     parser = CliParser(usage=argparse.SUPPRESS, add_help=False)
     group = parser.add_argument_group("options of every command")
     group.add_argument(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ...schemas.control import PauseMode
 from ...schemas.weights import Staging, WeightSource
-from .arguments import positive_float, positive_int
+from .arguments import duration, positive_int
 from .byte_counts import staging_text
 from .exits import CommandFailed, ExitCode, exit_code_of_ledger
 
@@ -62,8 +62,8 @@ def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True
     )
     group.add_argument(
         "--timeout-s",
-        metavar="S",
-        type=positive_float,
+        metavar="TIME",
+        type=duration,
         help="seconds for each worker (default: 60, or 600 for weights and adapters)",
     )
 

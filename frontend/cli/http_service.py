@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...schemas.limits import MAX_TIMEOUT_S
+from ...schemas.option_types import duration, positive_int
 from ..http.settings import LOOPBACK, Settings
-from .arguments import host_name, positive_float
+from .arguments import add_tokenizer, host_name
 from .exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_ADDRESS",
-    "add_allowed_host",
-    "add_parsers",
-    "add_request_options",
+    "add_http_options",
     "address",
     "bind_address",
     "check_installed",
@@ -33,8 +32,17 @@ __all__ = [
 DEFAULT_ADDRESS = "127.0.0.1:8080"
 
 
-def add_allowed_host(parser: argparse.ArgumentParser) -> None:
-    """Add the option --allowed-host."""
+def add_http_options(parser: argparse.ArgumentParser, http: str | None, default: str) -> None:
+    """Add the options of the HTTP service.
+
+    Args:
+        http: default address, for the option's value.
+        default: default address, for its help text.
+    """
+    settings = Settings()
+    parser.add_argument(
+        "--http", metavar="HOST:PORT", default=http, help=f"address of the HTTP service (default: {default})"
+    )
     parser.add_argument(
         "--allowed-host",
         metavar="NAME",
@@ -44,9 +52,33 @@ def add_allowed_host(parser: argparse.ArgumentParser) -> None:
         help="name by which clients reach the HTTP service, such as that of a proxy in front of it; may be repeated "
         "(default: the host of --http; always: localhost and addresses)",
     )
+    add_tokenizer(parser)
+    _add_parsers(parser)
+    _add_request_options(parser)
+    parser.add_argument(
+        "--max-in-flight",
+        metavar="N",
+        type=positive_int,
+        default=settings.max_in_flight,
+        help="maximum concurrent HTTP requests for tokens; further requests get status 429 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--client-timeout",
+        metavar="TIME",
+        type=duration,
+        default=settings.client_timeout_s,
+        help="time for a client to send its request, and to read each part of the answer (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--prefill-min-tokens",
+        metavar="N",
+        type=positive_int,
+        default=settings.prefill_min_tokens,
+        help="minimum tokens of a prompt for a prefill worker, if the fleet has prefill workers (default: %(default)s)",
+    )
 
 
-def add_parsers(parser: argparse.ArgumentParser) -> None:
+def _add_parsers(parser: argparse.ArgumentParser) -> None:
     """Add the options that select vLLM's parsers. vLLM has the same names for these options."""
     parser.add_argument(
         "--tool-call-parser",
@@ -78,7 +110,7 @@ def check_parsers(args: argparse.Namespace) -> None:
         raise CommandFailed(str(exc), ExitCode.USAGE) from exc
 
 
-def add_request_options(parser: argparse.ArgumentParser) -> None:
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that apply to every request."""
     parser.add_argument(
         "--default-model",
@@ -88,10 +120,10 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--request-timeout",
-        metavar="S",
+        metavar="TIME",
         type=request_timeout,
         default=Settings().timeout_s,
-        help="timeout in seconds of requests for tokens without timeout_s and without the header X-Request-Timeout "
+        help="timeout of requests for tokens without timeout_s and without the header X-Request-Timeout "
         "(default: %(default)g)",
     )
     parser.add_argument(
@@ -113,8 +145,8 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
 
 
 def request_timeout(text: str) -> float:
-    """Parse the timeout of a request in seconds."""
-    value = positive_float(text)
+    """Parse the timeout of a request."""
+    value = duration(text)
     if value > MAX_TIMEOUT_S:
         raise argparse.ArgumentTypeError(f"{text} is above {MAX_TIMEOUT_S:g}")
     return value
@@ -127,6 +159,10 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         allowed_hosts=frozenset({host, *args.allowed_host}),
         default_model=args.default_model,
         timeout_s=args.request_timeout,
+        max_in_flight=args.max_in_flight,
+        client_timeout_s=args.client_timeout,
+        prefill_min_tokens=args.prefill_min_tokens,
+        tokenizer=args.tokenizer,
         returns_tokens=args.return_tokens,
         routed_experts_npy=args.routed_experts_npy,
         otel=args.otel,

@@ -183,7 +183,7 @@ def test_results_have_a_short_line_and_a_table() -> None:
         assert table.startswith("<table><caption>")
         assert "<script>" not in table
         assert evil not in table
-        assert str(generation.request.prompt_token_ids.tolist()) not in line + table
+        assert str(np.asarray(generation.request.prompt_token_ids).tolist()) not in line + table
     assert repr(results[2]).endswith("; 7 requests wait>")
     assert "version=3 delta changed=2 of 9 tensors stored=7 of 100 bytes" in repr(results[3])
 

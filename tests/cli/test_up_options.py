@@ -1,6 +1,8 @@
 """The port of `rollbus up`, and the options and the environment that it passes to its workers."""
 
 import socket
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 
 import pytest
 
@@ -9,6 +11,9 @@ from rollbus.frontend.cli.app import build_parser
 from rollbus.frontend.cli.commands.up import nats_port
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.worker_options import python_env, worker_flags
+from rollbus.schemas.option_types import duration, size
+from rollbus.workers.__main__ import parser as process_parser
+from rollbus.workers.engines import ENGINES
 from tests.cli.support import ROOT
 
 
@@ -51,18 +56,54 @@ def test_only_a_busy_default_port_is_replaced(
 
 
 def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rollbus worker` and `rollbus up` pass the worker options unchanged to `python -m rollbus.workers`."""
+    """`rollbus worker` and `rollbus up` pass the options of workers to the process, which has the same options."""
     engine_args = '{"max_model_len": 64}'
     argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
-    argv += ["--engine-timeout-s", "60", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
-    argv += ["--stage-bytes", "7", "--fetch-rate", "8", "--no-prove-reload"]
+    argv += ["--engine-timeout-s", "1m", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
+    argv += ["--stage-bytes", "7KB", "--fetch-rate", "8", "--no-prove-reload"]
 
-    assert worker_flags(build_parser().parse_args(argv)) == [
-        *("--engine", "synthetic", "--weight-version", "0", "--served-model-name", "m"),
+    flags = worker_flags(build_parser().parse_args(argv))
+    assert flags == [
+        *("--engine", "synthetic", "--served-model-name", "m"),
         *("--engine-args", engine_args, "--engine-timeout-s", "60.0"),
-        *("--weight-root", "a", "--weight-root", "b", "--cache-dir", "c", "--stage-bytes", "7", "--fetch-rate", "8"),
+        *("--weight-root", "a", "--weight-root", "b", "--cache-dir", "c", "--stage-bytes", "7000", "--fetch-rate", "8"),
         *("--no-prove-reload", "--log-level", "debug"),
     ]
+    worker = process_parser().parse_args(flags)
+    assert (worker.engine, worker.engine_timeout_s, worker.stage_bytes) == ("synthetic", 60.0, 7000)
+    assert worker.weight_root == ["a", "b"]
+    engines = next(action.choices for action in process_parser()._actions if action.dest == "engine")
+    assert sorted(engines or ()) == sorted(ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        *((duration, text, value) for text, value in (
+            ("90", 90.0), ("1.5", 1.5), ("5m", 300.0), ("1h30m", 5400.0), ("250ms", 0.25), ("2d", 172800.0),
+        )),
+        *((size, text, value) for text, value in (
+            ("1000000", 10**6), ("100MB", 10**8), ("1.5 GB", 1.5 * 10**9), ("2GiB", 2**31), ("4kib", 4096), ("7B", 7),
+        )),
+    ],
+)  # fmt: skip
+def test_durations_and_sizes_have_units(parse: Callable[[str], float], text: str, value: float) -> None:
+    """A duration without a unit is in seconds, and a size in bytes."""
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts"),
+    [
+        (duration, ["", "0", "0s", "-1", "m", "5x", "5m 3", "inf", "nan"]),
+        (size, ["", "0", "0.1B", "-1", "1.5", "5X", "5M"]),
+    ],
+)
+def test_a_wrong_duration_or_size_shows_examples(parse: Callable[[str], float], texts: list[str]) -> None:
+    """The error shows the value and correct ones."""
+    for text in texts:
+        with pytest.raises(ArgumentTypeError, match=f"'{text}' is not a .* such as .*(5m or 1h30m|100MB or 2GiB)"):
+            parse(text)
 
 
 def test_pythonpath_of_workers_starts_with_the_rollbus_folder(monkeypatch: pytest.MonkeyPatch) -> None:

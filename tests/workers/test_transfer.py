@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S, OWNER_LOST_S
+from rollbus.bus.protocol.fleet.transfer_lease import OWNER_LOST_S
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.control import (
     CancelWeightUpdate,
@@ -21,6 +21,7 @@ from rollbus.schemas.control import (
 )
 from rollbus.schemas.desired import Recorded
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from rollbus.schemas.worker_options import DEFAULT_IDLE_S
 from rollbus.workers.control.handled import HandledRegisters
 from rollbus.workers.control.reading import DesiredReader
 from rollbus.workers.control.transfer import Transfer

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ...bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S, TransferLease, check_continues, check_finish
+from ...bus.protocol.fleet.transfer_lease import TransferLease, check_continues, check_finish
 from ...schemas.control import (
     Canary,
     CancelWeightUpdate,
@@ -23,6 +23,7 @@ from ...schemas.control import (
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.weights import OpenTransfer
+from ...schemas.worker_options import DEFAULT_IDLE_S
 from ..requests.in_flight import InFlightRequests
 from ..sources import Report
 from .deadline import Deadline

@@ -14,7 +14,6 @@ from ....schemas.presence import WorkerPresence
 from ....schemas.weights import OpenTransfer
 
 __all__ = [
-    "DEFAULT_IDLE_S",
     "ENDED",
     "OWNER_LOST_S",
     "TransferLease",
@@ -23,8 +22,6 @@ __all__ = [
     "check_finish",
 ]
 
-DEFAULT_IDLE_S: Final = 600.0
-"""Seconds without a command after which a transfer ends. A debugger may stop a trainer for minutes."""
 OWNER_LOST_S: Final = 20.0
 """Seconds without presence after which the owner counts as lost: several leases, since its engines then load weights
 again."""

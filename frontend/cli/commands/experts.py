@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import positive_float, refuse_options
+from ..arguments import duration, refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -47,15 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when = parser.add_mutually_exclusive_group()
     when.add_argument(
         "--last-s",
-        metavar="S",
-        type=positive_float,
+        metavar="TIME",
+        type=duration,
         default=60.0,
         help="show the counts of the last S seconds, up to 120 (default: 60)",
     )
     when.add_argument("--versions", action="store_true", help="show all counts of each of the last 8 weight versions")
     parser.add_argument("--png", metavar="FILE", type=Path, help="also write the map as a PNG picture (default: none)")
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="seconds to wait for answers (default: 5)"
+        "--timeout-s", metavar="TIME", type=duration, default=5.0, help="seconds to wait for answers (default: 5)"
     )
 
 

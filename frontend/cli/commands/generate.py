@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
-from ..arguments import add_tokenizer, non_negative_int, positive_float, positive_int
+from ..arguments import add_tokenizer, duration, non_negative_int, positive_int
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=non_negative_int, help="seed of every prompt (default: none)")
     parser.add_argument("-n", metavar="N", type=positive_int, help="samples per prompt (default: 1)")
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, help="timeout of each request in seconds (default: 3600)"
+        "--timeout-s", metavar="TIME", type=duration, help="timeout of each request in seconds (default: 3600)"
     )
 
 

@@ -7,7 +7,7 @@ of the queue.
 
 import argparse
 
-from ..arguments import positive_int
+from ..arguments import positive_int, size
 from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-bytes",
-        metavar="N",
-        type=positive_int,
-        help="maximum bytes of waiting requests (default of a new queue: 1 GiB)",
+        metavar="SIZE",
+        type=size,
+        help="maximum size of waiting requests (default of a new queue: 1 GiB)",
     )
     parser.add_argument(
         "--max-per-client",
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--upload-bytes",
-        metavar="N",
-        type=positive_int,
-        help="maximum bytes of the bucket for uploads of publishers, which is created if missing (for example "
-        "34359738368: 32 GiB; default: unchanged)",
+        metavar="SIZE",
+        type=size,
+        help="maximum size of the bucket for uploads of publishers, which is created if missing (for example 32GiB; "
+        "default: unchanged)",
     )
 
 

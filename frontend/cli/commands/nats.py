@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..arguments import positive_float, positive_int, refuse_options
+from ..arguments import duration, positive_int, refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--objects", metavar="N", type=positive_int, help="replicas of uploaded weights (default: N)")
     group.add_argument(
         "--timeout-s",
-        metavar="S",
-        type=positive_float,
+        metavar="TIME",
+        type=duration,
         default=REPLICATED_S,
         help="seconds until each stream must be current (default: %(default)g)",
     )

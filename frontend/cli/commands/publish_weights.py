@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import non_negative_int, positive_float, refuse_options
+from ..arguments import duration, non_negative_int, refuse_options
 from ..control import add_switch_options
 from ..exits import CommandFailed, ExitCode
 
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_switch_options(parser)
     parser.add_argument(
         "--timeout-s",
-        metavar="S",
-        type=positive_float,
+        metavar="TIME",
+        type=duration,
         help="seconds within which each worker must load the version (default: 600)",
     )
 

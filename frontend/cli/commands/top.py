@@ -8,7 +8,7 @@ use the command. It omits data that the user may not read.
 
 import argparse
 
-from ..arguments import positive_float, refuse_options, without_password
+from ..arguments import duration, refuse_options, without_password
 from ..exits import CommandFailed, ExitCode
 from ..top.options import SORTS
 
@@ -28,7 +28,7 @@ MAX_INTERVAL_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "--interval", metavar="S", type=_interval, default=1.0, help="seconds between refreshes (default: 1)"
+        "--interval", metavar="TIME", type=_interval, default=1.0, help="seconds between refreshes (default: 1)"
     )
     parser.add_argument(
         "--sort", choices=SORTS, default="worker", help="initial order of the workers (default: worker)"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _interval(text: str) -> float:
-    seconds = positive_float(text)
+    seconds = duration(text)
     if not MIN_INTERVAL_S <= seconds <= MAX_INTERVAL_S:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}")
     return seconds

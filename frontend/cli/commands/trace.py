@@ -7,7 +7,7 @@ exits with 1. If some workers do not answer, it exits with 3.
 
 import argparse
 
-from ..arguments import positive_float
+from ..arguments import duration
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="name of the model whose workers to ask (default: every model)")
     parser.add_argument(
         "--timeout-s",
-        metavar="S",
-        type=positive_float,
+        metavar="TIME",
+        type=duration,
         default=5.0,
         help="seconds to wait for the answers of all workers (default: 5)",
     )

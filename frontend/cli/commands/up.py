@@ -30,13 +30,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ..arguments import non_negative_int, positive_float, positive_int, without_password
+from ....schemas.option_types import non_negative_int, positive_int
+from ....schemas.worker_options import add_engine_options
+from ..arguments import without_password
 from ..exits import CommandFailed, ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
-    add_allowed_host,
-    add_parsers,
-    add_request_options,
+    add_http_options,
     address,
     bind_address,
     check_installed,
@@ -45,7 +45,7 @@ from ..http_service import (
     settings_of,
 )
 from ..hub import is_hub_id, use_model
-from ..worker_options import add_worker_options, worker_flags
+from ..worker_options import worker_flags
 
 if TYPE_CHECKING:
     from ..local_fleet import LocalFleet
@@ -87,22 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         help="number of GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)",
     )
-    parser.add_argument(
-        "--http",
-        metavar="HOST:PORT",
-        help=f"address of the HTTP service (default: {DEFAULT_ADDRESS}, or a free port if that port is in use)",
-    )
-    add_allowed_host(parser)
-    add_parsers(parser)
-    add_request_options(parser)
-    add_worker_options(parser)
-    parser.add_argument(
-        "--start-timeout",
-        metavar="S",
-        type=positive_float,
-        default=1800.0,
-        help="seconds within which all workers must serve (default: %(default)g)",
-    )
+    add_http_options(parser, None, f"{DEFAULT_ADDRESS}, or a free port if that port is in use")
+    add_engine_options(parser)
     parser.add_argument(
         "--state-dir", metavar="DIR", type=Path, help="folder of the tiny MoE (default: ~/.cache/rollbus)"
     )

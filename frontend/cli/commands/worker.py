@@ -5,12 +5,11 @@ This process becomes the worker: signals and the exit code are those of the work
 
 import argparse
 import os
-from typing import get_args
 
-from ....schemas.presence import Role
+from ....schemas.worker_options import add_engine_options, add_process_options, flags_of
 from ..arguments import refuse_options
 from ..hub import use_model
-from ..worker_options import add_worker_options, flags_of, python_env, python_module, worker_flags
+from ..worker_options import python_env, python_module, worker_flags
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -28,34 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|ID",
         help="folder of the checkpoint, or its Hugging Face id such as Qwen/Qwen3-0.6B (required for the engine vllm)",
     )
-    add_worker_options(parser)
-    parser.add_argument(
-        "--role",
-        choices=get_args(Role),
-        help="prefill: compute prompts for decode workers; both: serve whole requests (default: both)",
-    )
-    parser.add_argument(
-        "--worker-id",
-        metavar="ID",
-        help="id of the worker, unique in the fleet (default: host, process id and four characters)",
-    )
-    parser.add_argument(
-        "--probe",
-        metavar="HOST:PORT",
-        help="address for /health, /ready and /metrics over HTTP, for supervisors (default: none)",
-    )
-    parser.add_argument(
-        "--listen-s",
-        metavar="S",
-        type=float,
-        help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
-    )
+    add_engine_options(parser)
+    add_process_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
     refuse_options(args, ["json"], "here: a worker prints no result; --log-format json has logs as JSON")
     use_model(args)
-    own = flags_of(args, ("nats", "fleet", "model", "role", "worker_id", "probe", "listen_s"))
+    model = () if args.model is None else ("--model", args.model)
+    own = ["--nats", args.nats, "--fleet", args.fleet, *model, *flags_of(args, add_process_options)]
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
     os.execve(command[0], command, python_env())
