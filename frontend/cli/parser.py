@@ -5,15 +5,18 @@ import difflib
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from .console import note
-from .exits import ExitCode
+from .exits import CommandFailed, ExitCode
 
 __all__ = ["CliParser", "as_section", "did_you_mean", "option_names"]
 
 MISSING = "the following arguments are required"
 """First words of argparse's error for a missing argument."""
+MIN_PREFIX = len("--co")
+"""Shortest prefix that argparse reads as `--config`: other options of `up` begin with --c."""
 
 
 class CliParser(argparse.ArgumentParser):
@@ -25,6 +28,8 @@ class CliParser(argparse.ArgumentParser):
         """Parse all arguments. Report an unknown argument as an error, before a missing one."""
         given = list(sys.argv[1:] if args is None else args)
         self._check_options(given)
+        if "--config" in self._option_string_actions:
+            given = self._with_config(given)
         parsed, rest = super().parse_known_args(given, namespace)
         if rest:
             self.error(f'no option "{rest[0]}"' if rest[0].startswith("-") else f'one argument too many: "{rest[0]}"')
@@ -37,6 +42,19 @@ class CliParser(argparse.ArgumentParser):
             text += f"; {self.prog} --help has examples"
         note(f"{self.prog}: {text}")
         sys.exit(ExitCode.USAGE)
+
+    def _with_config(self, given: list[str]) -> list[str]:
+        """Return `given` after the settings of the file that it names, so that the command line takes precedence."""
+        from .config_file import config_flags
+
+        for word, next_word in itertools.pairwise([*given, ""]):
+            name, has_value, value = word.partition("=")
+            if len(name) >= MIN_PREFIX and "--config".startswith(name):
+                try:
+                    return [*config_flags(self, Path(value if has_value else next_word)), *given]
+                except CommandFailed as exc:
+                    self.error(str(exc))
+        return given
 
     def _check_options(self, given: list[str]) -> None:
         """Report a long option as an error unless it is an option of this parser or a prefix of one."""

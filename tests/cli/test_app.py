@@ -15,15 +15,16 @@ from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, Request
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "auth", "bench", "cancel-transfer", "demo", "doctor", "drain", "experts", "flush-cache"),
+    *("abort", "auth", "bench", "cancel-transfer", "completion", "demo", "doctor", "drain", "experts", "flush-cache"),
     *("forget-model", "frontend"),
-    *("generate", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
+    *("generate", "init", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
     *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
     *("update-weights", "wake", "weights", "worker"),
 )
 NEEDED = {
     "abort": ["id"],
     "auth": ["init", "--dir", "d"],
+    "completion": ["bash"],
     "drain": ["worker"],
     "forget-model": ["m"],
     "generate": ["--input", "a", "--output", "b"],

@@ -68,6 +68,12 @@ LOOPBACK = ("127.0.0.1", "localhost")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="settings as TOML, in which each key is an option; `rollbus init` writes one (default: none)",
+    )
+    parser.add_argument(
         "--model",
         metavar="DIR|ID",
         help="folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B (default: a tiny MoE)",
