@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {
-    "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,otel,dev]"],
+    "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,data,otel,dev]"],
     # After the lock whose versions it takes.
     "deploy/docker/worker-cpu.lock": [f"{ROOT}[worker-cpu]", "--constraint", f"{ROOT}/requirements-cpu.lock"],
     # Without the extra rl, which requires a newer transformers than vLLM 0.32 allows.
