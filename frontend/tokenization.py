@@ -17,8 +17,18 @@ class TokenizerUnavailable(RollbusError):
 class Encoder(Protocol):
     """Converts a prompt into token ids."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt, with the special tokens that the model expects around it."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        """Return the text of a chat's prompt, with its special tokens."""
 
 
 def token_text(data: bytes) -> str:

@@ -67,6 +67,11 @@ class CallRegistry:
         """Bytes of results that no caller has read."""
         return self._inbox.unread.num_bytes
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the calls which were not removed have received. Any thread may read it."""
+        return self._runtime.coordinator.num_tokens
+
     def stats(self) -> ClientStats:
         """Return a copy of the counters."""
         return self._runtime.stats(self.unread_bytes, TracingStats() if self.tracer is None else self.tracer.stats)

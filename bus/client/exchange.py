@@ -96,6 +96,13 @@ class AttemptCoordinator:
         """Return one line with counts."""
         return f"<AttemptCoordinator calls={len(self._calls)}{f' {self._suspects}' if len(self._suspects) else ''}>"
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the calls have received that their callers have not left. Any thread may read it."""
+        # The copy of the values is atomic.
+        calls = list(self._calls.values())
+        return sum(child.stream.num_tokens for call in calls for child in call.children)
+
     def connect(self, publisher: RequestPublisher, aborter: RequestAborter) -> None:
         """Set the objects that publish requests and send aborts."""
         self._publisher = publisher

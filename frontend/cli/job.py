@@ -1,7 +1,9 @@
 """One run of `rollbus generate`: sends the requests and writes their results."""
 
 import asyncio
+import difflib
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +12,18 @@ from msgspec.structs import replace
 
 from ... import bus
 from ...bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
-from ...schemas.presence import WorkerPresence
-from ..tokenization import Tokenizer, load_tokenizer
+from ...bus.client.client import registry_of
+from ...schemas.presence import WorkerPresence, WorkerState
+from ...schemas.request_ids import check_given_id
+from ..fast_tokenizer import load_fast_tokenizer
+from ..tokenization import Tokenizer, TokenizerUnavailable, load_tokenizer
+from .console import note
 from .exits import CommandFailed, ExitCode
 from .generate_bar import GenerateBar, count_text
-from .prompts import Defaults, InputSummary, PromptLine, read_prompts
+from .inputs import Input
+from .prompts import InputSummary, PromptLine, check_unchanged, parse_prompt
 from .results import ResultsFile, error_line, first_error, result_line
+from .row_fields import Defaults
 from .serving import warn_of_wait
 
 __all__ = ["Counts", "GenerateRun"]
@@ -28,7 +36,7 @@ class Counts:
     done: int = 0
     failed: int = 0
     first_error: str | None = None
-    """Line and error message of the first request that failed."""
+    """Row and error message of the first request that failed."""
     retryable: int = 0
     """Number of failed requests that may succeed in a retry."""
     models: list[str] = field(default_factory=list)
@@ -43,7 +51,7 @@ class Counts:
 class GenerateRun:
     """The run for the prompts of `input` that have no result yet. Memory holds only the requests in flight."""
 
-    input: Path
+    input: Input
     defaults: Defaults
     summary: InputSummary
     results: ResultsFile
@@ -51,8 +59,13 @@ class GenerateRun:
     bar: GenerateBar
     tokenizer_dir: Path | None = None
     """Folder of the tokenizer. None: for text prompts, the model folder of a worker on this machine."""
+    with_prompt: bool = False
+    """True if the results have the prompts."""
+    changes: str = ""
+    """The options that differ from those of the first run."""
     counts: Counts = field(default_factory=Counts)
     _tokenizer: Tokenizer | None = None
+    _sent_ids: set[str] = field(default_factory=set)
     _in_flight: dict[str, PromptLine] = field(default_factory=dict)
 
     async def run(self, nats_url: str, fleet: str) -> int:
@@ -66,13 +79,49 @@ class GenerateRun:
         self.bar.show("connecting")
         async with bus.connect(nats_url, fleet=fleet) as rb:
             state = await rb.fleet.state()
+            await self._check_models(rb, state.workers)
             await warn_of_wait(rb, state, nats_url=nats_url)
             folder = await asyncio.to_thread(self._find_tokenizer, state.workers)
             if folder is not None:
-                self.bar.show("loading the tokenizer")
-                self._tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+                self._tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
             await self._generate(rb)
         return ExitCode.OK
+
+    async def _check_models(self, rb: bus.Client, workers: tuple[WorkerPresence, ...]) -> None:
+        """Check the models that options and rows name.
+
+        Raises:
+            CommandFailed: a model is unknown, or there are several and a row names none.
+        """
+        known = {worker.model for worker in workers}
+        if not known:
+            return
+        if not known.issuperset(name for name in self.summary.models if name is not None):
+            # A model may wait for its workers.
+            known |= set(await rb.fleet.known_models())
+        for name, place in self.summary.models.items():
+            if name is None and self.results.model is None and len(known) > 1:
+                problem = f"{place} names no model"
+            elif name is not None and name not in known:
+                source = "--model" if self.defaults.fields.get("model") == name else f"{place}: model"
+                near = difflib.get_close_matches(name, known, 1)
+                problem = f"{source} {name}" + (f"; did you mean {near[0]}?" if near else "")
+            else:
+                continue
+            raise CommandFailed(f"{problem}; allowed: {', '.join(sorted(known))}", ExitCode.USAGE)
+
+    def _load_tokenizer(self, folder: Path) -> Tokenizer:
+        self.bar.show("loading the tokenizer")
+        tokenizer = load_fast_tokenizer(folder)
+        if isinstance(tokenizer, str):
+            note(f"loading the tokenizer of {folder} with transformers, which takes seconds: {tokenizer}")
+            tokenizer = load_tokenizer(folder)
+        if self.summary.needs_template and not tokenizer.wrapped.chat_template:
+            raise TokenizerUnavailable(
+                f"the prompts are messages, and the tokenizer in {folder} has no chat template; name one with "
+                "--tokenizer DIR"
+            )
+        return tokenizer
 
     def count_text(self) -> str:
         """Return the counts of this run and of earlier runs, and how the user continues it."""
@@ -82,7 +131,14 @@ class GenerateRun:
     async def _generate(self, rb: bus.Client) -> None:
         started = time.monotonic()
         times = bus.BatchTimes()
-        self.bar.start_count(self.summary.num_prompts, len(self.results.finished))
+        # The bar may ask them after the client was closed.
+        registry, fleet = registry_of(rb), rb.fleet
+        self.bar.start_count(
+            self.summary.num_prompts,
+            len(self.results.finished),
+            open_tokens=lambda: registry.num_tokens,
+            reason=lambda: wait_reason(fleet.workers),
+        )
         try:
             async for generation in rb.complete_many(self._requests(), max_in_flight=self.max_in_flight, times=times):
                 self._add_generation(generation)
@@ -92,17 +148,36 @@ class GenerateRun:
         self.counts.seconds_to = {str(percent): round(seconds, 3) for percent, seconds in times.percentiles().items()}
 
     def _requests(self) -> Iterator[GenerateRequest]:
-        for prompt in read_prompts(self.input, self.defaults, skip=self.results.finished):
+        finished = self.results.finished
+        for index, row in self.input.rows():
+            if index in finished and not self.input.is_stream:
+                continue
+            prompt = PromptLine(index, f"input-{index}", "", None, {})
             try:
-                request = prompt.request(self._tokenizer)
+                prompt = parse_prompt(index, row, self.defaults)
+                if index in finished:
+                    check_unchanged(self.input, prompt, finished, self.changes)
+                    continue
+                request = prompt.request(self._tokenizer, self._unused_id(prompt))
             except InvalidRequest as exc:
                 self._add_error(prompt, exc)
                 continue
             if request.model is None and self.results.model is not None:
                 # The model that began the output completes it.
                 request = replace(request, model=self.results.model)
-            self._in_flight[prompt.request_id] = prompt
+            self._in_flight[request.request_id] = prompt
             yield request
+
+    def _unused_id(self, prompt: PromptLine) -> str:
+        """Return the id of the row, or another one if this run has sent it or the wire cannot carry it."""
+        try:
+            request_id = check_given_id("request_id", prompt.request_id)
+        except InvalidRequest:
+            request_id = f"input-{prompt.index}"
+        if request_id in self._sent_ids:
+            request_id = uuid.uuid4().hex
+        self._sent_ids.add(request_id)
+        return request_id
 
     def _add_generation(self, generation: Generation) -> None:
         prompt = self._in_flight.pop(generation.request_id)
@@ -110,7 +185,9 @@ class GenerateRun:
         if error is not None:
             self._add_error(prompt, error)
             return
-        self.results.append(result_line(prompt, generation, self._tokenizer, self.results.rows))
+        self.results.append(
+            result_line(prompt, generation, self._tokenizer, self.results.rows, with_prompt=self.with_prompt)
+        )
         self.counts.done += 1
         if generation.model is not None and generation.model not in self.counts.models:
             self.counts.models.append(generation.model)
@@ -121,7 +198,7 @@ class GenerateRun:
         self.results.append(error_line(prompt, error))
         self.counts.failed += 1
         self.counts.retryable += error.retryable
-        self.counts.first_error = self.counts.first_error or f"line {prompt.index + 1}: {error.message}"
+        self.counts.first_error = self.counts.first_error or f"{self.input.unit} {prompt.index + 1}: {error.message}"
         self._show_counts()
 
     def _show_counts(self) -> None:
@@ -132,9 +209,9 @@ class GenerateRun:
 
         Return None if the input has no text prompts and the user chose no folder.
         """
-        if self.tokenizer_dir is not None or not self.summary.has_text:
+        if self.tokenizer_dir is not None or not self.summary.needs_tokenizer:
             return self.tokenizer_dir
-        model = self.defaults.fields.get("model")
+        model = self.defaults.fields.get("model") or self.results.model
         paths = {Path(worker.model_path) for worker in workers if worker.model_path and model in (None, worker.model)}
         folders = [path for path in paths if path.is_dir()]
         if len(folders) != 1:
@@ -145,3 +222,15 @@ class GenerateRun:
                 ExitCode.USAGE,
             )
         return folders[0]
+
+
+def wait_reason(workers: tuple[WorkerPresence, ...]) -> str:
+    """Return the reason why requests wait, or an empty string if a worker serves."""
+    if any(worker.state is WorkerState.SERVING for worker in workers):
+        return ""
+    states = [
+        f"{worker.worker} {'starts' if worker.state is WorkerState.STARTING else f'is {worker.state}'}, "
+        f"{worker.uptime_s:.0f} s"
+        for worker in workers
+    ]
+    return f"the requests wait: {', '.join(states) or 'no worker is live'}"

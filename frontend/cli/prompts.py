@@ -1,13 +1,14 @@
-"""Reads the input of `rollbus generate`: JSONL, one prompt with its parameters in each line.
+"""Reads the prompts of `rollbus generate` from the rows of its input.
 
-A line holds `prompt` (text) or `prompt_token_ids`, any other field of `GenerateRequest`, and fields of
-`SamplingParams`, either beside these fields or under `sampling`. Blank lines are skipped but counted.
+A row holds one prompt: `prompt` (text, token ids or messages), `prompt_token_ids` or `messages`, or the field that
+`--prompt-field` names. A row whose other fields are all known sets fields of `GenerateRequest` and `SamplingParams`,
+the latter beside them or under `sampling`. A row with any other field is data: it stands as it is in its result.
 """
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -18,149 +19,190 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.messages import encode
 from ...schemas.request import GenerateRequest
 from ...schemas.request_fields import request_from_json
-from ...schemas.sampling import SamplingParams
+from ...schemas.request_ids import check_given_id
 from ..tokenization import Encoder
 from .exits import CommandFailed, ExitCode
+from .inputs import Input, Row
+from .row_fields import SAMPLING_FIELDS, Defaults, Messages, near_option, read_row
 
-__all__ = ["Defaults", "InputSummary", "PromptLine", "check_input", "parse_prompt", "read_prompts"]
+__all__ = ["InputSummary", "PromptLine", "check_input", "check_unchanged", "parse_prompt", "read_prompts"]
 
-SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
-REQUEST_FIELDS = frozenset(GenerateRequest.__struct_fields__)
-START = "routed_experts_prompt_start"
-ROUTING = "return_routed_experts"
-MAX_LINE_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a line. The longest allowed prompt fits as decimal numbers. A file without line ends must not fill
-memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Default values of fields that a line does not state, in JSON's types."""
-
-    fields: Mapping[str, object] = field(default_factory=dict)
-    sampling: Mapping[str, object] = field(default_factory=dict)
+START: Final = "routed_experts_prompt_start"
+ROUTING: Final = "return_routed_experts"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One line of the input. All checks that need no tokenizer of the model are done."""
+    """One row of the input. All checks that need no tokenizer of the model are done."""
 
     index: int
-    """0-based number of its line."""
-    request_id: str
+    """0-based position of the row."""
+    request_id: object
+    """Id of the row in the results, in any of JSON's types. It may repeat."""
     fingerprint: str
-    """Digest of all values that affect the result. The same line with the same options has the same digest."""
-    text: str | None
-    """The prompt if it is text. None: the prompt is token ids."""
+    """Digest of all values that affect the result. The same row with the same options has the same digest."""
+    prompt: str | Messages | None
+    """The prompt if it is text or messages. None: it is token ids."""
     fields: Mapping[str, object]
-    """The other fields of the request, in JSON's types."""
+    """The other fields of the request, in JSON's types, without the id."""
+    row: Mapping[str, object] | None = None
+    """The row as it came, if it is data."""
+    tools: Messages | None = None
+    """Tools of messages."""
+    continues: bool = False
+    """True if the model continues the last message."""
 
-    def request(self, tokenizer: Encoder | None) -> GenerateRequest:
-        """Return the request to send. A text prompt is tokenized.
+    @property
+    def text(self) -> str | None:
+        """The prompt if it is text."""
+        return self.prompt if isinstance(self.prompt, str) else None
+
+    def request(self, tokenizer: Encoder | None, request_id: str | None = None) -> GenerateRequest:
+        """Return the request to send. A prompt of text or messages is tokenized.
+
+        Args:
+            request_id: id of the request; None: the id of the row.
 
         Raises:
-            InvalidRequest: the tokens of the text do not fit the other fields, or the text has no tokens, or there is
-                no tokenizer.
+            InvalidRequest: the tokens of the text do not fit the other fields, the text has no tokens, the chat
+                template rejects the messages, or there is no tokenizer.
+            TokenizerUnavailable: the prompt is messages, and the tokenizer has no chat template.
         """
-        if self.text is None:
-            return request_from_json(self.fields)
+        fields = {**self.fields, "request_id": self.request_id if request_id is None else request_id}
+        if self.prompt is None:
+            return request_from_json(fields)
         if tokenizer is None:
-            raise InvalidRequest(field="prompt", problem="is text", allowed="prompt_token_ids, without a tokenizer")
-        return request_from_json({**self.fields, "prompt_token_ids": tokenizer.encode(self.text)})
+            problem = "is text" if isinstance(self.prompt, str) else "is messages"
+            raise InvalidRequest(field="prompt", problem=problem, allowed="prompt_token_ids, without a tokenizer")
+        if isinstance(self.prompt, str):
+            ids = tokenizer.encode(self.prompt)
+        else:
+            text = tokenizer.apply_chat_template(
+                self.prompt,
+                tools=self.tools,
+                add_generation_prompt=not self.continues,
+                continue_final_message=self.continues,
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        return request_from_json({**fields, "prompt_token_ids": ids})
 
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """Result of a pass over the whole input."""
+    """Result of the check of an input."""
 
-    num_prompts: int
-    has_text: bool
+    num_prompts: int | None
+    """None: the input is a stream."""
+    needs_tokenizer: bool
+    """True if a prompt is text or messages."""
+    needs_template: bool
+    """True if a prompt is messages."""
+    models: Mapping[str | None, str]
+    """By the model that rows and options name, or None: the place of the first such row."""
+    repeated_ids: int = 0
+    """Number of rows whose id another row before has."""
 
 
-def read_prompts(path: Path, defaults: Defaults, *, skip: Container[int] = ()) -> Iterator[PromptLine]:
-    """Read the prompts of a file one at a time, without the prompts whose indexes are in `skip`.
+def read_prompts(source: Input, defaults: Defaults) -> Iterator[PromptLine]:
+    """Read the prompts of an input one at a time; of a stream those of its first rows.
 
     Raises:
-        CommandFailed: a line is not valid. The message names the line and the field.
+        CommandFailed: a row is not valid. The message names the row and the field.
     """
-    with path.open("rb") as file:
-        index = 0
-        while raw := file.readline(MAX_LINE_BYTES + 1):
-            try:
-                if len(raw) > MAX_LINE_BYTES:
-                    raise InvalidRequest(field="the line", problem="is too long", allowed=f"{MAX_LINE_BYTES} bytes")
-                if index not in skip and raw.strip():
-                    yield parse_prompt(index, raw, defaults)
-            except InvalidRequest as exc:
-                raise CommandFailed(f"{path} line {index + 1}: {exc.message}", ExitCode.USAGE) from exc
-            index += 1
+    for index, row in source.rows_to_check():
+        try:
+            yield parse_prompt(index, row, defaults)
+        except InvalidRequest as exc:
+            raise CommandFailed(f"{source.place(index)}: {exc.message}", ExitCode.USAGE) from exc
 
 
-def check_input(path: Path, defaults: Defaults, finished: Mapping[int, str]) -> InputSummary:
-    """Check the whole file before the first request is sent, so that an error in its last line wastes no computation.
+def check_input(source: Input, defaults: Defaults, finished: Mapping[int, str], changes: str = "") -> InputSummary:
+    """Check an input before the first request is sent, so that an error in its last line wastes no computation.
 
     Args:
         finished: fingerprints of the prompts that have results already, by index.
+        changes: the options that differ from those of the first run, for the error.
 
     Raises:
-        CommandFailed: a line is not valid, two lines have the same request id, or a finished prompt is missing or has
-            changed in this file.
+        CommandFailed: a row is not valid, or a finished prompt is missing or has changed in this input.
     """
-    num_prompts = 0
-    num_finished = 0
-    has_text = False
-    lines: dict[str, int] = {}
-    for prompt in read_prompts(path, defaults):
+    num_prompts = num_finished = repeated_ids = 0
+    needs_tokenizer = needs_template = False
+    ids: set[object] = set()
+    models: dict[str | None, str] = {}
+    for prompt in read_prompts(source, defaults):
         num_prompts += 1
-        has_text = has_text or prompt.text is not None
-        first = lines.setdefault(prompt.request_id, prompt.index)
-        if first != prompt.index:
-            raise CommandFailed(
-                f"{path} line {prompt.index + 1}: request_id is the same as in line {first + 1}", ExitCode.USAGE
-            )
+        needs_tokenizer = needs_tokenizer or prompt.prompt is not None
+        key = hash(msgspec.json.encode(prompt.request_id))
+        repeated_ids += key in ids
+        ids.add(key)
+        needs_template = needs_template or not isinstance(prompt.prompt, str | None)
+        model = prompt.fields.get("model")
+        models.setdefault(model if isinstance(model, str) else None, source.place(prompt.index))
         if prompt.index in finished:
             num_finished += 1
-            if finished[prompt.index] != prompt.fingerprint:
-                raise _changed(f"{path} line {prompt.index + 1} differs from the line of its result")
-    if num_finished < len(finished):
-        raise _changed(f"{path} lacks {len(finished) - num_finished} of the lines that have results")
-    return InputSummary(num_prompts, has_text)
-
-
-def _changed(what: str) -> CommandFailed:
-    return CommandFailed(
-        f"{what}: the input or the options changed after the first run; choose another --output", ExitCode.USAGE
+            check_unchanged(source, prompt, finished, changes)
+    if num_finished < len(finished) and not source.is_stream:
+        raise _changed(f"{source.name} lacks {len(finished) - num_finished} of the rows that have results", changes)
+    return InputSummary(
+        None if source.is_stream else num_prompts, needs_tokenizer, needs_template, models, repeated_ids
     )
 
 
-def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> PromptLine:
-    """Parse and check one line.
+def check_unchanged(source: Input, prompt: PromptLine, finished: Mapping[int, str], changes: str) -> None:
+    """Check that a finished prompt is the one of its result.
 
     Raises:
-        InvalidRequest: the line is not a JSON object, or a field is not valid, unknown, missing or stated twice.
+        CommandFailed: the row or an option that affects its result has changed.
     """
-    text, fields = _split(_decode(raw))
-    if fields.get(ROUTING) and defaults.fields.get(ROUTING) is False:
+    if finished[prompt.index] != prompt.fingerprint:
+        raise _changed(f"{source.place(prompt.index)} differs from the row of its result", changes)
+
+
+def _changed(what: str, changes: str) -> CommandFailed:
+    cause = f"the options changed: {changes}" if changes else "the input changed after the first run"
+    return CommandFailed(f"{what}: {cause}; choose another --output", ExitCode.USAGE)
+
+
+def parse_prompt(index: int, raw: Row, defaults: Defaults) -> PromptLine:
+    """Parse and check one row.
+
+    Raises:
+        InvalidRequest: the row is not a JSON object, or a field is not valid, missing or stated twice.
+    """
+    parts = read_row(_decode(raw) if isinstance(raw, bytes) else raw, defaults)
+    if parts.fields.get(ROUTING) and defaults.fields.get(ROUTING) is False:
         raise InvalidRequest(field=ROUTING, problem="is true", allowed="false, with --routed-experts none")
-    sampling = {**defaults.sampling, **_sampling_of(fields)}
-    fields = {"request_id": f"input-{index}", **defaults.fields, **fields, "sampling": sampling}
-    if text is None:
-        checked = request_from_json(fields)
-        digest = blake2b(digest_size=16)
-    else:
+    sampling = {**defaults.sampling, **_sampling_of(parts.fields)}
+    fields = {**defaults.fields, **parts.fields, "sampling": sampling}
+    shown_id = f"input-{index}" if parts.request_id is None else parts.request_id
+    digest = blake2b(digest_size=16)
+    try:
+        sent_id = check_given_id("request_id", shown_id)
+    except InvalidRequest:
+        sent_id = f"input-{index}"
+        digest.update(_as_json(shown_id))
+    checked = {**fields, "request_id": sent_id}
+    if parts.prompt is not None:
         # The length of the prompt, which limits the start of the routed experts, is known only after tokenization.
         start = check_int(START, fields.get(START, 0), 0, limits.MAX_PROMPT_TOKENS)
-        checked = request_from_json({**fields, START: 0, "prompt_token_ids": [0]})
-        digest = blake2b(f"{start} {text}".encode(), digest_size=16)
+        checked |= {START: 0, "prompt_token_ids": [0]}
+        digest.update(f"{start} ".encode())
+        digest.update(parts.prompt.encode() if isinstance(parts.prompt, str) else _as_json(parts.prompt))
     # These fields do not change a result. For example, a user may raise the timeout and resume the run.
-    digest.update(
-        encode(
-            replace(
-                checked, timeout_s=None, priority=0, session_id=None, group_id=None, traceparent=None, tracestate=None
-            )
-        )
+    free = dict.fromkeys(("timeout_s", "session_id", "group_id", "traceparent", "tracestate"))
+    digest.update(encode(replace(request_from_json(checked), **free, priority=0)))
+    for part in (parts.row, parts.tools, parts.continues or None):
+        if part is not None:
+            digest.update(_as_json(part))
+    return PromptLine(
+        index, shown_id, digest.hexdigest(), parts.prompt, fields, parts.row, parts.tools, parts.continues
     )
-    return PromptLine(index, checked.request_id, digest.hexdigest(), text, fields)
+
+
+def _as_json(value: object) -> bytes:
+    # Data sets have values of other types, such as dates.
+    return msgspec.json.encode(value, enc_hook=str)
 
 
 def _decode(raw: bytes) -> dict[str, object]:
@@ -174,29 +216,15 @@ def _decode(raw: bytes) -> dict[str, object]:
     return value
 
 
-def _split(fields: dict[str, object]) -> tuple[str | None, dict[str, object]]:
-    """Return the text prompt, or None for token ids, and the other fields."""
-    allowed = "either prompt (text) or prompt_token_ids"
-    if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        problem = "are both set" if "prompt" in fields else "are both missing"
-        raise InvalidRequest(field="prompt and prompt_token_ids", problem=problem, allowed=allowed)
-    known = sorted(REQUEST_FIELDS | SAMPLING_FIELDS | {"prompt"})
-    unknown = sorted(set(fields) - set(known))
-    if unknown:
-        raise InvalidRequest(field=unknown[0], problem="is unknown", allowed=", ".join(known))
-    if "prompt" not in fields:
-        return None, fields
-    text = fields["prompt"]
-    if not isinstance(text, str) or not text:
-        raise InvalidRequest(field="prompt", problem=f"is {describe(text)}", allowed="a non-empty string")
-    return text, {name: value for name, value in fields.items() if name != "prompt"}
-
-
 def _sampling_of(fields: dict[str, object]) -> dict[str, object]:
     """Remove the sampling parameters from `fields`. Return them together with the parameters under `sampling`."""
     nested = fields.pop("sampling", {})
     if not isinstance(nested, dict):
         raise InvalidRequest(field="sampling", problem=f"is {describe(nested)}", allowed="a JSON object")
+    for name in sorted(nested.keys() - SAMPLING_FIELDS):
+        near = near_option(name, SAMPLING_FIELDS)
+        allowed = f"did you mean {near}?" if near else ", ".join(sorted(SAMPLING_FIELDS))
+        raise InvalidRequest(field=f"sampling.{name}", problem="is unknown", allowed=allowed)
     beside = {name: fields.pop(name) for name in sorted(SAMPLING_FIELDS & set(fields))}
     twice = sorted(set(beside) & set(nested))
     if twice:

@@ -1,4 +1,4 @@
-"""Writes the output of `rollbus generate`: JSONL, one line for each prompt, in the order in which requests end.
+"""Writes the results of `rollbus generate`: JSONL, one line for each prompt, in the order in which requests end.
 
 A second run uses every complete line. It cuts off an incomplete last line, which a crash may leave, and removes the
 lines of prompts that failed or whose rows are missing. Then it appends to the other lines.
@@ -76,7 +76,8 @@ class ResultsFile:
 
     def append(self, line: Mapping[str, object]) -> None:
         """Append a line. After the return, the line survives a crash of this process."""
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        # Rows of data sets have values of other types, such as dates.
+        self._file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
         self._file.flush()
 
 
@@ -160,22 +161,30 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def result_line(
-    prompt: PromptLine, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
+    prompt: PromptLine,
+    generation: Generation,
+    tokenizer: Tokenizer | None,
+    rows: RowsFile | None,
+    *,
+    with_prompt: bool = False,
 ) -> dict[str, object]:
     """Return the line of a prompt that succeeded. With n > 1, the first sample has the others under `siblings`.
 
     Args:
         rows: file to which routed experts are added. None: the line contains them as base64.
+        with_prompt: add the prompt and its token ids.
     """
     line: dict[str, object] = {
-        "index": prompt.index,
-        "request_id": generation.request_id,
-        "fingerprint": prompt.fingerprint,
+        **_start_line(prompt),
         "model": generation.model,
         "lora": generation.lora,
         "prompt_len": generation.prompt_len,
         **_sample(prompt, generation, tokenizer, rows),
     }
+    if with_prompt:
+        if prompt.prompt is not None:
+            line["prompt"] = prompt.prompt
+        line["prompt_token_ids"] = np.asarray(generation.request.prompt_token_ids).tolist()
     if generation.siblings:
         line["siblings"] = [_sample(prompt, sibling, tokenizer, rows) for sibling in generation.siblings]
     return line
@@ -186,12 +195,12 @@ def error_line(prompt: PromptLine, error: RequestError) -> dict[str, object]:
     described: dict[str, object] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if isinstance(error, InvalidRequest):
         described["field"] = error.field
-    return {
-        "index": prompt.index,
-        "request_id": prompt.request_id,
-        "fingerprint": prompt.fingerprint,
-        "error": described,
-    }
+    return {**_start_line(prompt), "error": described}
+
+
+def _start_line(prompt: PromptLine) -> dict[str, object]:
+    line = {"index": prompt.index, "request_id": prompt.request_id, "fingerprint": prompt.fingerprint}
+    return line if prompt.row is None else {**line, "row": prompt.row}
 
 
 def first_error(generation: Generation) -> RequestError | None:

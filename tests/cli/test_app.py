@@ -250,7 +250,7 @@ def test_a_misspelled_name_gets_the_nearest_name(
 def test_abbreviated_options_and_values_after_dashes_are_accepted() -> None:
     """The parser still accepts beginnings of options, negative numbers, and all arguments that follow `--`."""
     args = build_parser().parse_args(["generate", "--inp", "a", "--output=--b", "--temperature", "-1"])
-    assert (args.input, args.output, args.temperature) == (Path("a"), Path("--b"), -1)
+    assert (args.input, args.output, args.temperature) == ("a", Path("--b"), -1)
     assert build_parser().parse_args(["abort", "--", "--id"]).request_ids == ["--id"]
 
 
@@ -263,8 +263,11 @@ def test_abbreviated_options_and_values_after_dashes_are_accepted() -> None:
         (["up", "--nats", "nats://10.0.0.1:4222"], "its own NATS server"),
         (["up", "--nats", "nats://127.0.0.1:99999"], "out of range"),
         (["up", "--nats", "127.0.0.1:4222,127.0.0.1:4223"], "its own NATS server"),
-        (["generate", "--input", "no-such-file", "--output", "o"], "is not a file"),
-        (["generate", "--input", __file__, "--output", "no-such-folder/o"], "its folder does not exist"),
+        (
+            ["generate", "--input", "no-such-file", "--output", "o"],
+            "does not exist; a data set on the Hub is OWNER/NAME",
+        ),
+        (["generate", "--input", __file__, "--output", "no-such-folder/o"], "no-such-folder is not a directory"),
         (["generate", "--input", __file__, "--output", __file__], "are the same file"),
         (["generate", "--input", __file__, "--output", "o.npz", "--routed-experts", "npz"], "must not end with .npz"),
         (["demo", "--input", "no-such-file"], "no file "),

@@ -85,7 +85,7 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
         advance()
         show("still waiting")
         bar.show("connecting")
-        bar.start_count(2, 0)
+        bar.start_count(2, 0, open_tokens=lambda: 0, reason=lambda: "")
 
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -110,17 +110,21 @@ def test_the_most_and_the_least_used_experts_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "tokens", "seconds", "text"),
+    ("total", "ended", "rate", "seconds", "text"),
     [
-        (1000, 0, 7.0, "1,000/9,000  7 s"),
-        (2000, 123_456, 10.0, "2,000/9,000  12,346 tokens/s  1:10 left"),
-        (1001, 1, 2.0, "1,001/9,000  0 tokens/s  4:26:38 left"),
-        (9000, 16_000, 8.0, "9,000/9,000  2,000 tokens/s"),
+        (9000, 1000, 0, 7.0, "1,000/9,000  7 s"),
+        (9000, 1000, 77, 7.0, "1,000/9,000  77 tokens/s"),
+        (9000, 2000, 12_345.6, 10.0, "2,000/9,000  12,346 tokens/s  1:10 left"),
+        (9000, 1001, 0.5, 2.0, "1,001/9,000  0 tokens/s  4:26:38 left"),
+        (9000, 9000, 2000, 8.0, "9,000/9,000  2,000 tokens/s"),
+        (None, 2000, 5, 8.0, "2,000  5 tokens/s"),
     ],
 )
-def test_earlier_runs_do_not_count_for_the_rate(ended: int, tokens: int, seconds: float, text: str) -> None:
-    """The 1,000 prompts of earlier runs count as done, but not for the rate or the time left."""
-    assert pace_text(9000, ended, before=1000, tokens=tokens, seconds=seconds) == text
+def test_earlier_runs_do_not_count_for_the_time_left(
+    total: int | None, ended: int, rate: float, seconds: float, text: str
+) -> None:
+    """The 1,000 prompts of earlier runs count as done, but not for the time left. Tokens count before a prompt ends."""
+    assert pace_text(total, ended, before=1000, rate=rate, seconds=seconds) == text
 
 
 def test_a_run_that_stops_early_reports_its_progress() -> None:

@@ -1,21 +1,25 @@
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.prompts import Defaults, PromptLine, check_input, parse_prompt, read_prompts
+from rollbus.frontend.cli.inputs import Input, open_input
+from rollbus.frontend.cli.prompts import PromptLine, check_input, parse_prompt, read_prompts
+from rollbus.frontend.cli.row_fields import Defaults
 from rollbus.schemas.errors import InvalidRequest
 
 
 class Letters:
     """A tokenizer that makes one token of each letter."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def decode(self, token_ids: object) -> str:
-        raise NotImplementedError
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
+        return "".join(message["content"] for message in messages)
 
 
 def parse(line: object, defaults: Defaults | None = None, index: int = 0) -> PromptLine:
@@ -23,10 +27,10 @@ def parse(line: object, defaults: Defaults | None = None, index: int = 0) -> Pro
     return parse_prompt(index, json.dumps(line).encode(), defaults or Defaults())
 
 
-def write(path: Path, *lines: object) -> Path:
+def write(path: Path, *lines: object) -> Input:
     """Write an input file. Strings are written as they are, other values as JSON."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    return path
+    return open_input(str(path))
 
 
 def test_sampling_parameters_are_beside_the_prompt_or_under_sampling() -> None:
@@ -66,27 +70,31 @@ def test_a_start_of_the_rows_beyond_the_prompt_is_rejected() -> None:
         ('{"prompt": "\xff', "the line", "is not JSON"),
         ([1], "the line", "is a list"),
         ("null", "the line", "is None"),
-        ({}, "prompt and prompt_token_ids", "are both missing"),
+        ({}, "the row", "has no prompt"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids", "are both set"),
         ({"prompt": ""}, "prompt", "is ''"),
         ({"prompt": 5}, "prompt", "is 5"),
         ({"prompt_token_ids": []}, "prompt_token_ids", "has 0 entries"),
         ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]", "is -1"),
-        ({"prompt": "a", "max_token": 5}, "max_token", "is unknown"),
-        ({"prompt": "a", "sampling": {"max_token": 5}}, "sampling.max_token", "is unknown"),
+        ({"prompt": "a", "max_token": 5}, "max_token", "is not an option; allowed: did you mean max_tokens?"),
+        (
+            {"prompt": "a", "sampling": {"max_token": 5}},
+            "sampling.max_token",
+            "is unknown; allowed: did you mean max_tok",
+        ),
         ({"prompt": "a", "sampling": []}, "sampling", "is a list"),
         ({"prompt": "a", "seed": 1, "sampling": {"seed": 1}}, "seed", "is set both beside and under sampling"),
         ({"prompt": "a", "top_p": 0}, "sampling.top_p", "is 0"),
-        ({"prompt": "a", "request_id": "a "}, "request_id", "is 'a '"),
         ({"prompt": "a", "routed_experts_prompt_start": -1}, "routed_experts_prompt_start", "is -1"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, line: object, field: str, problem: str) -> None:
     """Each mistake is a usage error that names file, line, field and problem."""
-    path = write(tmp_path / "in.jsonl", {"prompt": "fine"}, line)
+    path = tmp_path / "in.jsonl"
+    source = write(path, {"prompt": "fine"}, line)
 
     with pytest.raises(CommandFailed) as caught:
-        list(read_prompts(path, Defaults()))
+        list(read_prompts(source, Defaults()))
 
     assert caught.value.exit_code == ExitCode.USAGE
     assert str(caught.value).startswith(f"{path} line 2: {field} {problem}")
@@ -144,15 +152,20 @@ def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
 
     assert [prompt.index for prompt in read_prompts(path, Defaults())] == [0, 2]
     assert check_input(path, Defaults(), {}).num_prompts == 2
-    assert check_input(path, Defaults(), {}).has_text
+    assert check_input(path, Defaults(), {}).needs_tokenizer
 
 
-def test_two_prompts_of_one_request_id_are_refused(tmp_path: Path) -> None:
-    """Request ids must be unique, also against the ids that the command assigns to lines without one."""
-    path = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b", "request_id": "input-0"})
+@pytest.mark.parametrize("given", ["a", "a ", 7, None, ["x", 1], {"k": 1}, "é" * 2000, ""])
+def test_ids_of_any_form_are_kept_and_may_repeat(tmp_path: Path, given: object) -> None:
+    """A row keeps its id in any of JSON's types. Ids that repeat are counted and are no error."""
+    source = write(tmp_path / "in.jsonl", *({"prompt": text, "request_id": given} for text in "abc"))
+    prompts = list(read_prompts(source, Defaults()))
 
-    with pytest.raises(CommandFailed, match="line 2: request_id is the same as in line 1"):
-        check_input(path, Defaults(), {})
+    assert [prompt.request_id for prompt in prompts] == (
+        ["input-0", "input-1", "input-2"] if given is None else [given] * 3
+    )
+    assert check_input(source, Defaults(), {}).repeated_ids == (0 if given is None else 2)
+    assert len({prompt.fingerprint for prompt in prompts}) == 3
 
 
 def test_results_of_another_input_are_refused(tmp_path: Path) -> None:
@@ -163,8 +176,8 @@ def test_results_of_another_input_are_refused(tmp_path: Path) -> None:
     shorter = write(tmp_path / "shorter.jsonl", {"prompt": "a"})
     longer = write(tmp_path / "longer.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
 
-    with pytest.raises(CommandFailed, match="line 2 differs from the line of its result"):
+    with pytest.raises(CommandFailed, match="line 2 differs from the row of its result"):
         check_input(changed, Defaults(), finished)
-    with pytest.raises(CommandFailed, match="lacks 1 of the lines"):
+    with pytest.raises(CommandFailed, match="lacks 1 of the rows"):
         check_input(shorter, Defaults(), finished)
     assert check_input(longer, Defaults(), finished).num_prompts == 3

@@ -16,8 +16,10 @@ import pytest
 
 from rollbus.frontend.cli.commands.demo import QUESTIONS
 from rollbus.frontend.cli.exits import CommandFailed
+from rollbus.frontend.cli.inputs import open_input
 from rollbus.frontend.cli.local_fleet import TINY_MOE, make_tiny_moe
-from rollbus.frontend.cli.prompts import Defaults, read_prompts
+from rollbus.frontend.cli.prompts import read_prompts
+from rollbus.frontend.cli.row_fields import Defaults
 from rollbus.frontend.cli.tour import Tour
 from rollbus.frontend.tokenization import TokenizerUnavailable, load_tokenizer
 from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up, serves
@@ -77,7 +79,7 @@ def test_text_prompts_use_the_tokenizer_of_the_model(up: Up, tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (0, "")
     results = read(output)
     tokenizer = load_tokenizer(up.model)
-    prompts = list(read_prompts(QUESTIONS, Defaults()))
+    prompts = list(read_prompts(open_input(str(QUESTIONS)), Defaults()))
     assert sorted(results) == [prompt.index for prompt in prompts]
     with (tmp_path / "ids.in.jsonl").open("w") as file:
         for prompt in prompts:
@@ -137,7 +139,7 @@ def test_the_demo_shows_experts_pause_new_weights_and_an_empty_cache(
 
     Requests wait while the fleet is paused, an answer continues with new weights, and the flushed cache is empty.
     """
-    prompts = list(read_prompts(QUESTIONS, Defaults(sampling={"max_tokens": 16})))
+    prompts = list(read_prompts(open_input(str(QUESTIONS)), Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
         prompts=prompts,
         source=QUESTIONS,

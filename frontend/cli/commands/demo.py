@@ -53,8 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     """Run the tour."""
+    from ..inputs import open_input
     from ..local_fleet import check_vllm, default_state_dir
-    from ..prompts import Defaults, read_prompts
+    from ..prompts import read_prompts
+    from ..row_fields import Defaults
     from ..tour import Tour
 
     refuse_options(args, ["nats"], "here: this command starts its own server")
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     path: Path = (args.input or QUESTIONS).resolve()
     if not path.is_file():
         raise CommandFailed(f"no file {path}; name a file of questions with --input FILE", ExitCode.USAGE)
-    prompts = list(read_prompts(path, Defaults(sampling={"max_tokens": args.max_tokens})))
+    prompts = list(read_prompts(open_input(str(path)), Defaults(sampling={"max_tokens": args.max_tokens})))
     if not prompts:
         raise CommandFailed(f"{path} contains no prompts", ExitCode.USAGE)
     check_vllm()

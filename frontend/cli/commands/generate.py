@@ -1,42 +1,79 @@
-"""Generate a result for every prompt of a file and write the results to another file.
+"""Generate a result for every prompt of a data set and write the results to a file.
 
-Each line of the input is a JSON object: "prompt" (text) or "prompt_token_ids", and any field of SamplingParams
-("max_tokens", "temperature", "seed", ...) and GenerateRequest ("request_id", "routed_experts_prompt_start", ...). The
-options below set the fields that a line does not set.
+The input is JSONL (a file, or - for stdin), parquet, or a data set of Hugging Face by name or directory. A row holds
+"prompt" (text, token ids or messages), "prompt_token_ids" or "messages"; --prompt-field names another field. Lines of
+OpenAI's batch API work too. A row may set any field of SamplingParams ("max_tokens", "temperature", "seed", ...) and
+GenerateRequest. The options below set the fields that a row does not set. A row with any other field is data: it stands
+under "row" in its result, and known options in it need --row-options.
 
-The output has one JSON object for each prompt, in the order in which the prompts end. "index" is the line number of the
-prompt, counted from 0. The command checks the whole input before it sends the first request. The object of a prompt
-that fails has an "error", and the command exits with 1. Run the same command again to continue after an interruption,
-or to retry failed prompts. Without a model, the model that answered the first prompt answers all. A line has its
-"model" and, if it names one, the adapter as "lora".
+The output is JSONL, or parquet if its name ends with .parquet. It has one object for each prompt, in the order in which
+the prompts end. "index" is the position of the prompt in the input, counted from 0. The command checks the input (of a
+stream the first 1,000 rows) before it sends the first request. The object of a prompt that fails has an "error", and
+the command exits with 1. Run the same command again to continue after an interruption, or to retry failed prompts.
+Without a model, the model that answered the first prompt answers all.
 """
 
 import argparse
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ..arguments import add_tokenizer, duration, non_negative_int, positive_int
 from ..exits import CommandFailed, ExitCode
 
+if TYPE_CHECKING:
+    from ..results import ResultsFile
+
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
 
-HELP = "generate results for the prompts of a JSONL file"
+HELP = "generate results for the prompts of a file or data set"
 EXAMPLES = (
     "echo '{\"prompt_token_ids\": [1, 2, 3]}' > prompts.jsonl",
     "rollbus generate --input prompts.jsonl --output results.jsonl --max-tokens 32",
     "rollbus generate --input prompts.jsonl --output four.jsonl -n 4 --temperature 0.8 --routed-experts npz",
+    "rollbus generate --input openai/gsm8k --subset main --split test --prompt-field question --output gsm8k.parquet",
 )
 
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n")
+READ_OPTIONS = ("input", "subset", "split", "prompt_field", "row_options", "messages")
+"""Options that change what is read."""
+MIN_RESULT_BYTES = 400
+"""Bytes of the shortest result."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--input", metavar="FILE", type=Path, required=True, help="file of prompts as JSONL")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="file of results as JSONL")
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        required=True,
+        help="JSONL or parquet file, -, directory of a data set, or its name on the Hugging Face Hub",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, required=True, help="file of results: JSONL, or .parquet"
+    )
+    parser.add_argument("--subset", metavar="NAME", help="subset of the data set (default: its only one)")
+    parser.add_argument("--split", metavar="NAME", help="split of the data set (default: its only one)")
+    parser.add_argument(
+        "--stream", action="store_true", help="read a data set of the Hub row by row, without a copy on this machine"
+    )
+    parser.add_argument("--prompt-field", metavar="NAME", help="field of the prompt (default: the one that a row has)")
+    parser.add_argument(
+        "--row-options",
+        choices=("read", "keep"),
+        help="known options in a row of data: use them, or keep them as data (default: they are an error)",
+    )
+    parser.add_argument(
+        "--messages",
+        choices=("drop-last", "continue"),
+        help="messages that end with the assistant: drop this turn or continue it (default: they are an error)",
+    )
+    parser.add_argument("--with-prompt", action="store_true", help="add the prompts and their token ids to the results")
     parser.add_argument(
         "--routed-experts",
         choices=("inline", "npz", "none"),
@@ -68,33 +105,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the files, generate, and print a report."""
     from ..app import run_async
-    from ..console import print_json, write
+    from ..console import note, print_json, write
+    from ..first_run import FirstRun, read_first_run, write_first_run
     from ..generate_bar import GenerateBar
+    from ..inputs import open_input
     from ..job import GenerateRun
-    from ..prompts import Defaults, check_input
-    from ..results import open_results
+    from ..prompts import check_input
+    from ..row_fields import Defaults
 
     rows_path = _check_paths(args)
-    defaults = Defaults(*_default_fields(args))
+    fields, sampling = _default_fields(args)
+    defaults = Defaults(fields, sampling, args.prompt_field, args.row_options, args.messages)
+    options = _result_options(args)
     bar = GenerateBar(is_shown=not args.json and args.log_format == "text")
-    with bar, open_results(args.output, rows_path) as results:
+    with ExitStack() as stack:
+        stack.enter_context(bar)
+        bar.show("opening the input")
+        first = read_first_run(args.output)
+        revision = first.revision if first and first.options.get("--input") == args.input else None
+        source = open_input(args.input, subset=args.subset, split=args.split, revision=revision, streams=args.stream)
+        results = stack.enter_context(_open_output(args.output, rows_path))
         bar.show("checking the prompts")
+        first = first if results.finished else None
+        changes = first.changes(options) if first else ""
+        summary = check_input(source, defaults, results.finished, changes)
+        if summary.repeated_ids:
+            note(f"{summary.repeated_ids:,} rows repeat a request_id; the field index of a result is unique")
+        _check_disk(args.output, (summary.num_prompts or 0) - len(results.finished))
+        if first is None:
+            write_first_run(args.output, FirstRun(options, source.revision))
         job = GenerateRun(
-            input=args.input,
+            input=source,
             defaults=defaults,
-            summary=check_input(args.input, defaults, results.finished),
+            summary=summary,
             results=results,
             max_in_flight=args.max_in_flight,
             tokenizer_dir=args.tokenizer,
+            with_prompt=args.with_prompt,
+            changes=changes,
             bar=bar,
         )
-        if len(results.finished) < job.summary.num_prompts:
+        if summary.num_prompts is None or len(results.finished) < summary.num_prompts:
             try:
                 run_async(job.run(args.nats, args.fleet))
             except KeyboardInterrupt as exc:
                 raise KeyboardInterrupt(job.count_text()) from exc
     report = {
-        "prompts": job.summary.num_prompts,
+        "prompts": len(results.finished) + job.counts.done + job.counts.failed
+        if summary.num_prompts is None
+        else summary.num_prompts,
         "resumed": len(results.finished),
         **asdict(job.counts),
         "output": str(args.output),
@@ -109,17 +168,56 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_paths(args: argparse.Namespace) -> Path | None:
     """Check the paths. Return the path of the `.npz` file, or None without --routed-experts npz."""
-    if not args.input.is_file():
-        raise CommandFailed(f"--input {args.input} is not a file", ExitCode.USAGE)
-    if not args.output.absolute().parent.is_dir():
-        raise CommandFailed(f"--output {args.output}: its folder does not exist", ExitCode.USAGE)
+    folder = args.output.absolute().parent
+    if not folder.is_dir():
+        raise CommandFailed(f"--output {args.output}: {folder} is not a directory", ExitCode.USAGE)
+    if args.output.is_dir():
+        raise CommandFailed(f"--output {args.output} is a directory; name a file in it", ExitCode.USAGE)
+    if not os.access(folder, os.W_OK):
+        raise CommandFailed(f"--output {args.output}: {folder} is not writable", ExitCode.USAGE)
     rows_path: Path | None = args.output.with_suffix(".npz") if args.routed_experts == "npz" else None
     if rows_path == args.output:
         raise CommandFailed("--output must not end with .npz: routed experts go to a file of that name", ExitCode.USAGE)
+    source = Path(args.input)
     for path in (args.output, rows_path):
-        if path is not None and path.exists() and path.samefile(args.input):
+        if path is not None and path.exists() and source.exists() and path.samefile(source):
             raise CommandFailed("--input and --output are the same file", ExitCode.USAGE)
     return rows_path
+
+
+@contextmanager
+def _open_output(path: Path, rows_path: Path | None) -> "Iterator[ResultsFile]":
+    """Open the results as lines of JSON, which become parquet at the end if the name says so."""
+    from ..parquet_results import parquet_results
+    from ..results import open_results
+
+    if path.suffix != ".parquet":
+        with open_results(path, rows_path) as results:
+            yield results
+        return
+    with parquet_results(path) as lines, open_results(lines, rows_path) as results:
+        yield results
+
+
+def _check_disk(output: Path, num_prompts: int) -> None:
+    """Check that the shortest possible results fit on the disk.
+
+    Raises:
+        CommandFailed: they do not.
+    """
+    free, needed = shutil.disk_usage(output.absolute().parent).free, num_prompts * MIN_RESULT_BYTES
+    if free < needed:
+        raise CommandFailed(
+            f"--output {output}: {num_prompts:,} results need at least {needed / 1e9:.3g} GB, and the disk has "
+            f"{free / 1e9:.3g} GB free"
+        )
+
+
+def _result_options(args: argparse.Namespace) -> dict[str, object]:
+    """Return the options that affect results, by their names on the command line."""
+    names = (*READ_OPTIONS, "model", *SAMPLING_OPTIONS)
+    options = {"-n" if name == "n" else f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    return {**options, "--routed-experts": "none" if args.routed_experts == "none" else None}
 
 
 def _default_fields(args: argparse.Namespace) -> tuple[dict[str, object], dict[str, object]]:
