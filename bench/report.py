@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollbus.frontend.cli.console import plain_table
 from rollbus.frontend.cli.figures import Spread, Value, as_json, cell, in_turns, machine, percentile, spreads
+from rollbus.frontend.cli.tables import table_text
 
 __all__ = ["Report", "Spread", "Value", "add_arguments", "cell", "in_turns", "percentile", "spreads"]
 
@@ -45,7 +45,7 @@ class Report:
         }
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         lines = [[cell(row[name]) if name in row else "" for name in columns] for row in self.rows]
-        sys.stdout.write(f"{head['command']}\n{head['machine']}\n{plain_table(columns, lines)}\n")
+        sys.stdout.write(f"{head['command']}\n{head['machine']}\n{table_text(columns, lines)}\n")
         if json_file is not None:
             rows = [{name: as_json(value) for name, value in row.items()} for row in self.rows]
             json_file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

@@ -1,30 +1,23 @@
 """Prints the output of commands: results on stdout, everything else on stderr.
 
-On a terminal, tables have borders and long work shows a progress bar. Pipes and files get plain text of any width.
+On a terminal, long work shows a progress bar.
 """
 
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from typing import IO
 
 __all__ = [
     "log_notes",
     "note",
-    "plain_table",
     "print_json",
-    "print_table",
-    "printable",
     "program",
     "progress",
-    "rich_table",
     "waiting",
     "write",
 ]
@@ -70,46 +63,6 @@ def print_json(value: object) -> bool:
     import msgspec
 
     return write(msgspec.json.encode(value).decode())
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: IO[str] | None = None) -> None:
-    """Print a table to `out` (default: stdout)."""
-    out = out or sys.stdout
-    if not out.isatty():
-        write(plain_table(columns, rows), out=out)
-        return
-    from rich.console import Console
-
-    Console(file=out, markup=False, highlight=False).print(rich_table(columns, rows))
-
-
-def printable(text: str) -> str:
-    """Return text of a peer with control characters escaped, because a terminal would interpret them."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """Return a table with borders, for a rich console without markup."""
-    from rich.table import Table
-
-    table = Table()
-    for column in columns:
-        # On a narrow terminal, long names wrap. A cut name could not be copied.
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    return table
-
-
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the table as lines of text, with two spaces between columns."""
-    lines = [columns, *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def program() -> str:

@@ -178,16 +178,16 @@ def _send_options(args: argparse.Namespace) -> "SendOptions":
 def show_ledger(args: argparse.Namespace, ledger: "CommandResult") -> None:
     """Print the ack of each worker."""
     from ..ledger import ledger_as_json
-    from .console import print_json, print_table, write
+    from .console import print_json
     from .ledger import COLUMNS, ledger_rows, summary
+    from .tables import print_table, print_text
 
     if args.json:
         print_json(ledger_as_json(ledger))
         return
     print_table(COLUMNS, ledger_rows(ledger))
-    write(summary(ledger))
-    for warning in ledger.warnings:
-        write(f"warning: {warning}")
+    for line in (summary(ledger), *(f"warning: {warning}" for warning in ledger.warnings)):
+        print_text(line)
 
 
 def _name(args: argparse.Namespace) -> str:

@@ -8,85 +8,100 @@ import msgspec
 from msgspec.structs import replace
 
 from ...bus import FleetState, QueueDepth
+from ...bus.protocol.fleet.presence_table import slots_of
 from ...bus.protocol.fleet.standing import open_transfers, recorded_stops, stop_of
 from ...bus.worker_metrics import prefix_cache_hit_ratio
 from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
 from ...schemas.desired import DesiredState, Recorded
-from ...schemas.presence import Capabilities, WorkerPresence
+from ...schemas.presence import Capabilities, WorkerPresence, WorkerState
 from ...schemas.weights import PublishedVersion
 from .byte_counts import size, staging_text
+from .tables import NONE
 
 __all__ = [
     "DESIRED_COLUMNS",
     "ENGINE_COLUMNS",
-    "ERROR_COLUMNS",
-    "NONE",
     "PREFIX_COLUMNS",
     "PROBLEM_COLUMNS",
     "PUBLISHED_COLUMNS",
     "QUEUE_COLUMNS",
-    "STAGING_COLUMNS",
     "STOP_COLUMNS",
     "TRANSFER_COLUMNS",
     "WORKER_COLUMNS",
     "desired_rows",
     "engine_rows",
-    "error_rows",
+    "in_flight_cell",
+    "note_cell",
     "prefix_rows",
     "problem_rows",
     "published_rows",
     "queue_rows",
-    "staging_rows",
+    "severity",
     "state_as_json",
     "state_cell",
     "stop_rows",
     "told_cells",
     "transfer_rows",
-    "worker_row",
+    "version_cell",
+    "worker_rows",
 ]
 
 WORKER_COLUMNS = (
-    *("worker", "model", "role", "state", "version", "desired", "epoch"),
-    *("in flight", "queued", "free slots", "LoRAs", "uptime", "lease age"),
+    *("state", "worker", "model", "role", "version", "in flight", "queued"),
+    *("LoRAs", "epoch", "uptime", "lease age", "note"),
 )
 LANES = ("resume", "high", "normal", "low")
 QUEUE_COLUMNS = ("queue", *LANES, "in hand", "replicas")
 PROBLEM_COLUMNS = ("queue", "problem")
 DESIRED_COLUMNS = ("desired of", "epoch", "version", "weights from", "state", "LoRAs")
-ENGINE_COLUMNS = (
-    *("engine", "dtype", "max_model_len", "max_num_seqs", "layers", "top-k", "experts", "ids"),
-    *("can", "workers"),
-)
+ENGINE_COLUMNS = ("engine", "dtype", "max_model_len", "max_num_seqs", "routed experts", "can", "workers")
 STOP_COLUMNS = ("stopped", "state", "by", "since")
 TRANSFER_COLUMNS = ("transfer of weights", "by", "open for", "chunks", "ends in", "workers")
-STAGING_COLUMNS = ("worker", "stages", "progress")
 PUBLISHED_COLUMNS = ("published of", "version", "stored", "model", "after anchor", "store used", "store limit")
 PREFIX_COLUMNS = (
     *("worker", "cache hits", "prompt tokens", "recomputed"),
     *("queued", "placed", "prefix", "group", "session", "able", "refused"),
 )
-ERROR_COLUMNS = ("worker", "last error")
 NUM_NAMED: Final = 3
 """Maximum number of workers listed by name. The table shows only the number of the others."""
-NONE = "-"
+FRESH_S: Final = 2.0
+"""Age up to which a lease is not shown. Workers renew it every second."""
+WORST_FIRST: Final = tuple(
+    map(
+        WorkerState,
+        (
+            *("failed", "poisoned", "outdated", "waiting_for_weights", "fenced", "unknown", "stopped"),
+            *("starting", "updating", "asleep", "drained", "paused", "serving"),
+        ),
+    )
+)
 
 
-def worker_row(worker: WorkerPresence) -> list[str]:
-    """Return the cells of `WORKER_COLUMNS` for one worker."""
+def severity(worker: WorkerPresence) -> tuple[int, bool, str]:
+    """Return a sort key that puts the worst state first, then workers with an error, then names in order."""
+    return WORST_FIRST.index(worker.state), not worker.last_error, worker.worker
+
+
+def worker_rows(workers: Sequence[WorkerPresence]) -> list[list[str]]:
+    """Return the cells of `WORKER_COLUMNS` for each worker, the worst first."""
+    has_roles = any(worker.capabilities is not None and worker.capabilities.role != "both" for worker in workers)
+    return [_worker_row(worker, has_roles=has_roles) for worker in sorted(workers, key=severity)]
+
+
+def _worker_row(worker: WorkerPresence, *, has_roles: bool) -> list[str]:
     return [
+        state_cell(worker),
         worker.worker,
         worker.model,
-        NONE if worker.capabilities is None else worker.capabilities.role,
-        state_cell(worker),
-        str(worker.weight_version),
-        NONE if worker.target_version is None else str(worker.target_version),
-        str(worker.epoch),
-        str(worker.in_flight),
+        worker.capabilities.role if has_roles and worker.capabilities is not None else NONE,
+        version_cell(worker),
+        in_flight_cell(worker),
         str(worker.queued),
-        str(worker.free_slots),
         ", ".join(f"{lora.name} ({lora.version})" for lora in worker.loras) or NONE,
+        str(worker.epoch),
         _duration(worker.uptime_s),
-        f"{worker.lease_age_s:.1f}s",
+        NONE if worker.lease_age_s < FRESH_S else f"{worker.lease_age_s:.0f} s",
+        note_cell(worker),
     ]
 
 
@@ -95,11 +110,33 @@ def state_cell(worker: WorkerPresence) -> str:
     return str(worker.state) if worker.pause_mode is None else f"{worker.state} ({worker.pause_mode})"
 
 
+def version_cell(worker: WorkerPresence) -> str:
+    """Return the version of the weights, for example `3 of 4` if 4 is the target version."""
+    target = worker.target_version
+    is_there = target is None or target == worker.weight_version
+    return str(worker.weight_version) if is_there else f"{worker.weight_version} of {target}"
+
+
+def in_flight_cell(worker: WorkerPresence) -> str:
+    """Return the requests in flight and the slots."""
+    return f"{worker.in_flight:,}/{slots_of(worker):,}"
+
+
+def note_cell(worker: WorkerPresence) -> str:
+    """Return the progress of staging and the last error."""
+    staging = worker.staging
+    stages = "" if staging is None else f"{staging_text(staging)} from {staging.source}"
+    return "; ".join(filter(None, (stages, worker.last_error)))
+
+
 def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
     """Return the cells of `QUEUE_COLUMNS` for each model: requests that wait in each lane, and requests in hand.
 
-    A request is in hand from its delivery to a worker until the worker acks the queue message.
+    A request is in hand from its delivery to a worker until the worker acks the queue message. Without requests in any
+    queue, and without a cluster, there are no rows.
     """
+    if not any(depth.waiting or depth.in_hand or depth.leader for depth in depths):
+        return []
     waiting: dict[tuple[str, str], int] = {(depth.model, depth.lane): depth.waiting for depth in depths}
     in_hand = {model: sum(depth.in_hand for depth in depths if depth.model == model) for model, _ in waiting}
     return [
@@ -196,11 +233,6 @@ def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     return [[*_engine_cells(known), _named(names)] for known, names in alike.items()]
 
 
-def staging_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """Return the cells of `STAGING_COLUMNS` for each worker that stages weights."""
-    return [[one.worker, one.staging.source, staging_text(one.staging)] for one in workers if one.staging is not None]
-
-
 def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     """Return the cells of `PUBLISHED_COLUMNS`: the newest published version that workers of each model staged."""
     newest: dict[str, PublishedVersion] = {}
@@ -248,11 +280,6 @@ def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     return rows
 
 
-def error_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """Return the cells of `ERROR_COLUMNS` for each worker that reported an error."""
-    return [[worker.worker, worker.last_error] for worker in workers if worker.last_error]
-
-
 def state_as_json(state: FleetState) -> dict[str, Any]:
     """Return the output of `rollbus status --json`. docs/operate/commands.md lists its names, which do not change."""
     return {
@@ -287,11 +314,9 @@ def _engine_cells(known: Capabilities) -> list[str]:
         known.dtype,
         str(known.max_model_len),
         str(known.max_num_seqs),
-        *(
-            [NONE] * 4
-            if routing is None
-            else [str(routing.num_layers), str(routing.top_k), str(routing.num_experts), routing.dtype]
-        ),
+        NONE
+        if routing is None
+        else f"{routing.top_k} of {routing.num_experts} in {routing.num_layers} layers, {routing.dtype}",
         ", ".join(what for what, is_able in can.items() if is_able) or NONE,
     ]
 

@@ -12,20 +12,20 @@ __all__ = ["COLUMNS", "ledger_rows", "summary"]
 
 MAX_NAMED = 3
 """Maximum number of modules named in a line. `--json` lists more."""
-COLUMNS = ("worker", "result", "version", "seconds", "why")
+COLUMNS = ("result", "worker", "version", "seconds", "why")
 
 
 def ledger_rows(ledger: CommandResult) -> list[list[str]]:
-    """Return the cells of `COLUMNS` for each worker. Workers that applied the command come first."""
+    """Return the cells of `COLUMNS` for each worker. Workers that applied the command come last."""
     return [
         [
-            line.worker,
             line.result,
+            line.worker,
             "-" if line.ack is None else str(line.ack.weight_version),
             "-" if line.ack is None else f"{line.ack.seconds:.2f}",
             line.why or _what(ledger, line.ack) or "-",
         ]
-        for line in ledger_lines(ledger)
+        for line in sorted(ledger_lines(ledger), key=lambda line: line.result == "applied")
     ]
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from ...bus.protocol.telemetry.request_trace import Phases, RequestTrace, WorkerTimeline, clock_skews, phases_of
 from ...schemas.telemetry import TimelineEvent
-from .console import print_table, write
+from .console import write
+from .tables import print_table, print_text, printable
 
 __all__ = ["attempt_rows", "event_rows", "notes", "phase_rows", "print_trace"]
 
@@ -15,22 +16,21 @@ EVENTS = ("attempt", "worker", "at", "took", "event", "")
 MAX_SHOWN = 16
 """Maximum number of timelines whose events are listed. The timelines of a group then fit on a few screens. --json lists
 the events of all timelines."""
-MAX_TEXT_CHARS = 80
-"""Maximum length of a name or reason from a peer."""
 
 
 def print_trace(trace: RequestTrace) -> None:
     """Print a trace that has a timeline."""
-    clients = ", ".join(dict.fromkeys(_text(timeline.client) for timeline in trace.timelines))
+    clients = ", ".join(dict.fromkeys(printable(timeline.client) for timeline in trace.timelines))
     models = ", ".join(dict.fromkeys(map(_model, trace.timelines)))
-    write(f"request {trace.request_id} of client {clients} to {models}\n")
+    print_text(f"request {trace.request_id} of client {clients} to {models}")
+    write()
     print_table(ATTEMPTS, list(attempt_rows(trace)))
     write("\nseconds in each phase\n")
     print_table(SECONDS, list(phase_rows(trace)))
     write("\nseconds since the first event, and since the previous event\n")
     print_table(EVENTS, list(event_rows(trace)))
     for note in notes(trace):
-        write(note)
+        print_text(note)
 
 
 def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
@@ -41,17 +41,17 @@ def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
         versions = [event.weight_version for event in timeline.events if event.weight_version is not None]
         yield [
             _label(trace, timeline),
-            _text(timeline.worker),
+            printable(timeline.worker),
             timeline.phase or "",
-            "" if lost else "placed" if timeline.lane is None else _text(timeline.lane),
+            "" if lost else "placed" if timeline.lane is None else printable(timeline.lane),
             "" if lost else f"{timeline.prompt_tokens:,}",
             "" if last is None or last.tokens is None else f"{last.tokens:,}",
             ", ".join(map(str, dict.fromkeys(versions))),
-            f"lost: {_text(lost.reason or '')}"
+            f"lost: {printable(lost.reason or '')}"
             if lost
             else "in flight"
             if ended is None
-            else _text(ended.reason or ""),
+            else printable(ended.reason or ""),
         ]
 
 
@@ -74,7 +74,7 @@ def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
         for event in timeline.events:
             took = "" if before is None else _seconds(event.at - before)
             at = _seconds(event.at - began_at)
-            yield [_label(trace, timeline), timeline.worker, at, took, _text(event.event), _details(event)]
+            yield [_label(trace, timeline), timeline.worker, at, took, printable(event.event), _details(event)]
             before = event.at
 
 
@@ -89,7 +89,7 @@ def notes(trace: RequestTrace) -> Iterator[str]:
         clock = f"The clock of {worker} is at least {abs(seconds):.3f} s {side} the server's"
         yield f"{clock}: compare times across machines with that in mind."
     for worker, why in trace.silent.items():
-        yield f"No answer from {worker}: {_text(why)}."
+        yield f"No answer from {worker}: {printable(why)}."
 
 
 def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
@@ -98,13 +98,13 @@ def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
     if any(other.child for other in trace.timelines):
         label += f" of sample {timeline.child}"
     if len({other.client for other in trace.timelines}) > 1:
-        label += f" of {_text(timeline.client)}"
+        label += f" of {printable(timeline.client)}"
     return label
 
 
 def _model(timeline: WorkerTimeline) -> str:
-    adapter = "" if timeline.lora is None else f" with adapter {_text(timeline.lora)}"
-    return f"model {_text(timeline.model)}{adapter}"
+    adapter = "" if timeline.lora is None else f" with adapter {printable(timeline.lora)}"
+    return f"model {printable(timeline.model)}{adapter}"
 
 
 def _find(timeline: WorkerTimeline, name: str) -> TimelineEvent | None:
@@ -120,7 +120,7 @@ def _details(event: TimelineEvent) -> str:
     if event.cached_tokens is not None:
         parts.append(f"{event.cached_tokens:,} cached")
     if event.reason is not None:
-        parts.append(_text(event.reason))
+        parts.append(printable(event.reason))
     return ", ".join(parts)
 
 
@@ -138,9 +138,3 @@ def _rate(ended: TimelineEvent | None, phases: Phases) -> str:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
-
-
-def _text(given: str) -> str:
-    """Return a text of a peer, shortened, with a replacement for each control character."""
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in given)
-    return shown if len(shown) <= MAX_TEXT_CHARS else f"{shown[:MAX_TEXT_CHARS]}..."

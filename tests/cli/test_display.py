@@ -1,73 +1,12 @@
-import io
 import os
 
 import numpy as np
 import pytest
 
 from rollbus.frontend.cli.commands.generate import describe
-from rollbus.frontend.cli.console import plain_table, print_table, progress, waiting, write
+from rollbus.frontend.cli.console import progress, waiting, write
 from rollbus.frontend.cli.expert_counts import count_experts, expert_rows
 from rollbus.frontend.cli.generate_bar import GenerateBar, count_text, pace_text
-
-
-def test_a_piped_table_is_plain_text() -> None:
-    """A table in a pipe has aligned columns of any width, without borders and trailing blanks."""
-    out = io.StringIO()
-
-    print_table(("a", "long name"), [["wide cell" * 20, "1"], ["b", ""]], out=out)
-
-    wide = len("wide cell" * 20)
-    assert out.getvalue().splitlines() == ["a".ljust(wide) + "  long name", "wide cell" * 20 + "  1", "b"]
-    assert plain_table(("a", "b"), []) == "a  b"
-
-
-def test_a_terminal_table_has_borders_and_the_same_cells() -> None:
-    """A table on a terminal has borders, and text that looks like markup stays unchanged."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-
-    print_table(("name",), [["[bold]x"]], out=out)
-
-    assert "[bold]x" in out.getvalue()
-    assert len(out.getvalue().splitlines()) == 5
-
-
-def test_a_narrow_terminal_wraps_long_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a narrow terminal, long cells are wrapped, so that a worker's id remains readable."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("COLUMNS", "24")
-    out = Terminal()
-
-    print_table(("worker", "state"), [["trainer-7-12345-abcd", "serving"]], out=out)
-
-    cells = [line.split("│") for line in out.getvalue().splitlines() if line.startswith("│")]
-    assert "".join(cell[1].strip() for cell in cells) == "trainer-7-12345-abcd"
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_peer_cannot_move_the_cursor(is_terminal: bool) -> None:
-    """Control characters in a worker's texts are shown as escapes and not executed.
-
-    A line break does not end the row.
-    """
-
-    class Out(io.StringIO):
-        def isatty(self) -> bool:
-            return is_terminal
-
-    out = Out()
-
-    print_table(("last error",), [["\x1b[2Jgone\r\nw9 serving\u202e\x9b1m"]], out=out)
-
-    assert r"\x1b[2Jgone\r\nw9 serving\u202e\x9b1m" in out.getvalue()
 
 
 def test_a_reader_that_closes_the_pipe_is_no_error() -> None:

@@ -103,9 +103,9 @@ async def test_each_line_has_a_status_and_warnings_have_advice(nats_url: str, fl
     lines = ended.stdout.splitlines()
 
     assert ended.code == 0
-    assert any(line.startswith("ok    max_payload") and "8 MiB" in line for line in lines)
-    assert any(line.startswith("warn  permissions") and "no credentials" in line for line in lines)
-    [at] = [i for i, line in enumerate(lines) if line.startswith("warn  fleet")]
+    assert any(line.startswith("ok     max_payload") and "8 MiB" in line for line in lines)
+    assert any(line.startswith("warn   permissions") and "no credentials" in line for line in lines)
+    [at] = [i for i, line in enumerate(lines) if line.startswith("warn   fleet")]
     assert lines[at + 1].lstrip().startswith("-> start workers")
 
 

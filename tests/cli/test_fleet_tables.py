@@ -10,17 +10,14 @@ from rollbus.frontend.cli.fleet_tables import (
     PREFIX_COLUMNS,
     PUBLISHED_COLUMNS,
     QUEUE_COLUMNS,
-    STAGING_COLUMNS,
     WORKER_COLUMNS,
     desired_rows,
     engine_rows,
-    error_rows,
     prefix_rows,
     published_rows,
     queue_rows,
-    staging_rows,
     state_as_json,
-    worker_row,
+    worker_rows,
 )
 from rollbus.schemas.control import (
     AnyCommand,
@@ -90,28 +87,41 @@ DESIRED = DesiredState(
 
 def test_a_worker_has_a_cell_for_each_column() -> None:
     """A row has a cell for each column, for a worker that starts and for a worker with all values."""
-    assert dict(zip(WORKER_COLUMNS, worker_row(STARTING), strict=True)) == {
-        "worker": "w", "model": "m", "role": "-", "state": "starting", "version": "3", "desired": "-", "epoch": "0",
-        "in flight": "0", "queued": "0", "free slots": "0", "LoRAs": "-", "uptime": "59s", "lease age": "0.0s",
+    starting, paused = worker_rows([PAUSED, STARTING])
+
+    assert dict(zip(WORKER_COLUMNS, starting, strict=True)) == {
+        "state": "starting", "worker": "w", "model": "m", "role": "-", "version": "3", "in flight": "0/0",
+        "queued": "0", "LoRAs": "-", "epoch": "0", "uptime": "59s", "lease age": "-", "note": "",
     }  # fmt: skip
-    assert worker_row(PAUSED)[2:] == [
-        *("both", "paused (keep)", "3", "4", "17", "2", "1", "6", "math (2), code (1)", "2h01m", "0.4s"),
+    assert paused == [
+        *("paused (keep)", "w", "m", "-", "3 of 4", "2/8", "1", "math (2), code (1)", "17", "2h01m", "-", "oops"),
     ]
 
 
-def test_the_table_of_errors_lists_only_workers_with_an_error() -> None:
-    """The table of errors lists only workers with an error, and shows the complete error."""
-    assert error_rows([STARTING, PAUSED]) == [["w", "oops"]]
+def test_the_worst_state_comes_first() -> None:
+    """Workers are listed by state, the worst first, then with an error before without, then by name."""
+    states = (WorkerState.SERVING, WorkerState.PAUSED, WorkerState.UNKNOWN, WorkerState.FAILED, WorkerState.OUTDATED)
+    workers = [replace(STARTING, worker=f"{state}", state=state) for state in states]
+    broken = replace(STARTING, worker="z", state=WorkerState.SERVING, last_error="oops")
+
+    assert [row[1] for row in worker_rows([*workers, broken])] == [
+        "failed", "outdated", "unknown", "paused", "z", "serving"
+    ]  # fmt: skip
+    assert {row[0] for row in worker_rows([replace(STARTING, state=state) for state in WorkerState])} == {*WorkerState}
 
 
-def test_each_worker_that_stages_weights_has_a_row() -> None:
-    """The table of staging shows the progress of each worker that stages weights."""
+def test_a_late_lease_is_shown() -> None:
+    """The age of a lease is shown from 2 s, because a healthy worker renews it every second."""
+    ages = {row[1]: row[10] for row in worker_rows([replace(STARTING, worker=f"{s}", lease_age_s=s) for s in (1, 7)])}
+    assert ages == {"1": "-", "7": "7 s"}
+
+
+def test_the_note_has_the_staging_and_the_error() -> None:
+    """The note of a worker has the progress of staging with its source, and the complete last error."""
     staging = Staging(source="objects:b/8", stage="fetching", done_bytes=2**29, total_bytes=2**30)
-    [row] = staging_rows([STARTING, replace(PAUSED, staging=staging)])
+    [row] = worker_rows([replace(PAUSED, staging=staging)])
 
-    assert dict(zip(STAGING_COLUMNS, row, strict=True)) == {
-        "worker": PAUSED.worker, "stages": "objects:b/8", "progress": "fetching 50 % of 1.0 GiB",
-    }  # fmt: skip
+    assert row[-1] == "fetching 50 % of 1.0 GiB from objects:b/8; oops"
 
 
 def test_the_newest_published_version_of_a_model_has_a_row() -> None:
@@ -159,12 +169,13 @@ def test_engines_with_equal_capabilities_share_a_row() -> None:
 
     assert [dict(zip(ENGINE_COLUMNS, row, strict=True)) for row in rows] == [
         {
-            "engine": "vllm 0.30", "dtype": "bfloat16", "max_model_len": "512", "max_num_seqs": "8", "layers": "4",
-            "top-k": "2", "experts": "16", "ids": "u1", "can": "weights, 2 LoRAs", "workers": "w0, w1, w2 and 2 more",
+            "engine": "vllm 0.30", "dtype": "bfloat16", "max_model_len": "512", "max_num_seqs": "8",
+            "routed experts": "2 of 16 in 4 layers, u1", "can": "weights, 2 LoRAs",
+            "workers": "w0, w1, w2 and 2 more",
         },
         {
-            "engine": "vllm 0.30", "dtype": "bfloat16", "max_model_len": "512", "max_num_seqs": "8", "layers": "-",
-            "top-k": "-", "experts": "-", "ids": "-", "can": "-", "workers": "d",
+            "engine": "vllm 0.30", "dtype": "bfloat16", "max_model_len": "512", "max_num_seqs": "8",
+            "routed experts": "-", "can": "-", "workers": "d",
         },
     ]  # fmt: skip
 
@@ -174,7 +185,7 @@ def test_prefill_and_decode_workers_share_a_row_of_their_engine() -> None:
     shared = replace(MOE, kv_connector="NixlConnector vllm-0.30.0 bfloat16")
     workers = [replace(PAUSED, worker=role, capabilities=replace(shared, role=role)) for role in ("prefill", "decode")]
 
-    assert [worker_row(worker)[2] for worker in workers] == ["prefill", "decode"]
+    assert {row[3] for row in worker_rows(workers)} == {"prefill", "decode"}
     assert [row[-2:] for row in engine_rows(workers)] == [["weights, 2 LoRAs, KV by NixlConnector", "prefill, decode"]]
 
 
@@ -195,7 +206,7 @@ def test_a_queue_has_a_row_for_each_model() -> None:
 
     assert rows == [["a", "1", "3", "40", "0", "7", "-"], ["b", "-", "-", "6", "-", "0", "-"]]
     assert {len(row) for row in rows} == {len(QUEUE_COLUMNS)}
-    assert queue_rows([]) == []
+    assert queue_rows([]) == queue_rows([QueueDepth(model="a", lane="low", waiting=0, in_hand=0)]) == []
 
 
 def test_a_queue_of_a_cluster_names_the_servers_that_are_behind() -> None:

@@ -28,13 +28,13 @@ MIXED = replace(
 
 
 def test_a_command_result_has_a_row_for_each_worker() -> None:
-    """A ledger has a row per worker. Workers that applied the command come first, and the others show a reason."""
-    assert COLUMNS == ("worker", "result", "version", "seconds", "why")
+    """A ledger has a row per worker. Workers that did not apply the command come first, with their reason."""
+    assert COLUMNS == ("result", "worker", "version", "seconds", "why")
     assert ledger_rows(MIXED) == [
-        ["a", "applied", "2", "0.12", "-"],
-        ["b", "failed", "2", "0.12", "3 in flight"],
-        ["c", "late", "2", "0.12", "still in progress at the timeout: loading"],
-        ["d", "missing", "-", "-", "its lease expired"],
+        ["failed", "b", "2", "0.12", "3 in flight"],
+        ["late", "c", "2", "0.12", "still in progress at the timeout: loading"],
+        ["missing", "d", "-", "-", "its lease expired"],
+        ["applied", "a", "2", "0.12", "-"],
     ]
 
 
@@ -79,7 +79,7 @@ def test_the_result_of_an_update_has_bytes_and_times() -> None:
         not_awaited=("c",), paused_s=1.25,
     )  # fmt: skip
 
-    assert [row[-1] for row in ledger_rows(ledger)][:2] == [
+    assert [row[-1] for row in ledger_rows(ledger)][1:] == [
         "staged 2.1 s (34 MiB fetched), waited 0.10 s, paused 0.90 s (loaded 0.60 s, canary 0.25 s)",
         "staged 2.1 s",
     ]

@@ -69,11 +69,11 @@ async def test_states_and_commands_appear(nats_url: str, fleet: str) -> None:
     async with synthetic_worker(nats_url, fleet, worker_id="a"), rollbus.connect(nats_url, fleet=fleet) as rb:
         await rb.fleet.wait_for_workers()
         with on_terminal(*args, size=(100, 30)) as terminal:
-            await until(terminal, r"1 worker: 1 serving(?s:.)*a +serving(?s:.)*queue +resume")
+            await until(terminal, r"1 worker: 1 serving(?s:.)*serving +a(?s:.)*model +workers")
             await rb.fleet.pause()
-            await until(terminal, r"1 paused(?s:.)*a +paused \(keep\)(?s:.)*pause keep +synthetic +1 +all +1 of 1")
+            await until(terminal, r"1 paused(?s:.)*paused \(keep\) +a(?s:.)*pause keep +synthetic +1 +all +1 of 1")
             async with synthetic_worker(nats_url, fleet, worker_id="b"):
-                await until(terminal, r"2 workers(?s:.)*b +paused")
+                await until(terminal, r"2 workers(?s:.)*paused \(keep\) +b")
             await until(terminal, r"1 worker:")
             terminal.press(b"q")
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
@@ -86,7 +86,7 @@ async def test_keys_apply_immediately_and_a_resize_redraws_the_screen(nats_url: 
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, "--interval", "60", size=(80, 24)) as terminal:
             await until(terminal, r"page: 1 to 1\d of 60")
             terminal.press(b"s")
-            await until(terminal, "s sort: state")
+            await until(terminal, "s sort: worker")
             terminal.press(b"p")
             await until(terminal, "p model: m ")
             terminal.press(b"\x1b[B\x1b[B")
@@ -102,13 +102,13 @@ async def test_top_keeps_the_last_state_while_nats_is_down(fleet: str) -> None:
     require_binary()
     async with EmbeddedServer() as server, announced(server.url, fleet, "a"):
         with on_terminal("top", "--nats", server.url, "--fleet", fleet, size=(80, 24)) as terminal:
-            await until(terminal, r"a +serving")
+            await until(terminal, r"serving +a")
             await server.kill()
-            await until(terminal, r"the connection to NATS is down; this is what was known \d+ s ago(?s:.)*a +serving")
+            await until(terminal, r"the connection to NATS is down; this is what was known \d+ s ago(?s:.)*serving +a")
             # This test needs an outage of that length.
             await asyncio.sleep(3)
             await server.restart()
-            await until(terminal, r"tokens/s[^\n]*\r?\n[^\n]*worker +state")
+            await until(terminal, r"tokens/s[^\n]*\r?\n[^\n]*state +worker")
             terminal.press(b"q")
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
 
@@ -119,7 +119,7 @@ async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str,
     async with announced(nats_url, fleet, "a"):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
             before = terminal.settings()
-            await until(terminal, r"a +serving")
+            await until(terminal, r"serving +a")
             assert terminal.settings() != before
             terminal.signal(number)
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
@@ -144,12 +144,12 @@ async def test_top_can_be_suspended_and_continued(nats_url: str, fleet: str) -> 
     async with announced(nats_url, fleet, "a"):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
             before = terminal.settings()
-            await until(terminal, r"a +serving")
+            await until(terminal, r"serving +a")
             terminal.signal(signal.SIGTSTP)
             await until(terminal, re.escape(LEAVE))
             assert await asyncio.to_thread(becomes_true, lambda: terminal.settings() == before)
             terminal.signal(signal.SIGCONT)
-            await until(terminal, r"a +serving")
+            await until(terminal, r"serving +a")
             terminal.press(b"q")
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
             assert terminal.settings() == before

@@ -86,42 +86,42 @@ SMALL = view_of(
 NARROW = """\
 fleet f at 14:03:22  4 workers: 2 serving, 1 outdated, 1 paused
 200 tokens/s  in flight 48/256  waiting 7  first 150 ms  next 12 ms  hits 25 %
-worker  state          version  in flight    KV  tokens/s  staging, last error
-w0      serving              4      12/64  40 %      50.0
-w1      serving              3      12/64  40 %      50.0  fetching 50 % of 1.0…
-w2      outdated        3 of 4      12/64  40 %      50.0  no such folder
-w3      paused (keep)        3      12/64     -      50.0
+state          worker  model  version  in flight    KV  tokens/s   first   next
+outdated       w2      m      3 of 4       12/64  40 %      50.0  150 ms  12 ms
+  note: no such folder
+paused (keep)  w3      n      3            12/64     -      50.0  150 ms  12 ms
+serving        w0      m      4            12/64  40 %      50.0  150 ms  12 ms
+serving        w1      m      3            12/64  40 %      50.0  150 ms  12 ms
+  note: fetching 50 % of 1.0 GiB from /w/4
 
 
 
 
-
-
-
-queue  resume  high  normal  low  in hand  replicas
-m      -       -     7       -    2        -
-model  workers  epoch  version  state          behind
-m      3        4      4        paused (wait)  w1 has weights 3, not 4, fetchin…
-n      1        -      -        -              -
+queue  normal  in hand
+m           7        2
+model  workers  tokens/s  epoch  version  weights from  state
+m            3       150      4        4  /w/4          paused (wait)
+  behind: w1 has weights 3, not 4, fetching; w2 is outdated: no such folder
+n            1      50.0      -        -  -             -
 command                of  epoch  for        done
-update_weights 4 (s4)  m   4      all        2 of 3
-drain                  m   3      2 workers  2 of 2
-pause wait             m   2      all        3 of 3
-q quit  s sort: worker  p model: all  up, down, page: 1 to 4 of 4
+update_weights 4 (s4)  m       4  all        2 of 3
+drain                  m       3  2 workers  2 of 2
+pause wait             m       2  all        3 of 3
+q quit  s sort: state  p model: all  up, down, page: 1 to 4 of 4
 """
 WIDE_WORKERS = """\
-worker  model  state          version  in flight    KV  tokens/s   first   next  hits  staging, last error
-w0      m      serving              4      12/64  40 %      50.0  150 ms  12 ms  25 %
-w1      m      serving              3      12/64  40 %      50.0  150 ms  12 ms  25 %  fetching 50 % of 1.0 GiB
-w2      m      outdated        3 of 4      12/64  40 %      50.0  150 ms  12 ms  25 %  no such folder
-w3      n      paused (keep)        3      12/64     -      50.0  150 ms  12 ms     -
-"""
+state          worker  model  version  in flight    KV  tokens/s   first   next  hits  note
+outdated       w2      m      3 of 4       12/64  40 %      50.0  150 ms  12 ms  25 %  no such folder
+paused (keep)  w3      n      3            12/64     -      50.0  150 ms  12 ms     -
+serving        w0      m      4            12/64  40 %      50.0  150 ms  12 ms  25 %
+serving        w1      m      3            12/64  40 %      50.0  150 ms  12 ms  25 %  fetching 50 % of 1.0 GiB from /w/4
+"""  # noqa: E501
 WIDE_TOLD = """\
-model  workers  tokens/s  epoch  version  weights from  state          LoRAs  behind
-m      3        150       4      4        /w/4          paused (wait)  -      w1 has weights 3, not 4, fetching; w2 is outdated: no such folder
-n      1        50.0      -      -        -             -              -      -
+model  workers  tokens/s  epoch  version  weights from  state          behind
+m            3       150      4        4  /w/4          paused (wait)  w1 has weights 3, not 4, fetching; w2 is outdated: no such folder
+n            1      50.0      -        -  -             -              -
 command                of  epoch  for        done
-update_weights 4 (s4)  m   4      all        2 of 3
+update_weights 4 (s4)  m       4  all        2 of 3
 """  # noqa: E501
 
 
@@ -136,7 +136,8 @@ def shown(view: TopView, options: TopOptions = DEFAULT, width: int = 80, height:
 def column(view: TopView, number: int, options: TopOptions, width: int = 80) -> list[str]:
     """Return a column of the workers on a screen."""
     lines = shown(view, options, width)
-    return [re.split(r" {2,}", line)[number] for line in lines if re.match(r"w\d", line)]
+    cells = [re.split(r" {2,}", line) for line in lines]
+    return [cell[number] for cell in cells if len(cell) > number and re.match(r"w\d", cell[1])]
 
 
 def test_a_small_screen_shows_all_parts() -> None:
@@ -172,7 +173,7 @@ def test_a_thousand_workers_are_scrolled() -> None:
 
     assert screen.options.first == 1000 - screen.rows
     assert f"page: {screen.options.first + 1} to 1,000 of 1,000" in screen.text.plain
-    assert column(fleet, 0, TopOptions(first=17))[:2] == ["w017", "w018"]
+    assert column(fleet, 1, TopOptions(first=17))[:2] == ["w017", "w018"]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_workers_are_sorted(sort: Any, first: str) -> None:
         worker("w0", 2, engine_stats=EngineStats(prefix_cache_queries=2 * 10**6, prefix_cache_hits=2 * 10**6)), 3.0
     )
 
-    assert column(fleet, 0, TopOptions(sort=sort))[0] == first
-    assert len(column(fleet, 0, TopOptions(sort=sort))) == 5
+    assert column(fleet, 1, TopOptions(sort=sort))[0] == first
+    assert len(column(fleet, 1, TopOptions(sort=sort))) == 5
 
 
 def test_one_model_is_shown() -> None:
@@ -204,7 +205,7 @@ def test_one_model_is_shown() -> None:
 
     assert lines[0] == "fleet f, model n at 14:03:22  1 worker: 1 paused"
     assert lines[1].startswith("50.0 tokens/s  in flight 12/64  waiting -")
-    assert column(SMALL, 0, TopOptions(model="n")) == ["w3"]
+    assert column(SMALL, 1, TopOptions(model="n")) == ["w3"]
     assert not any(line.startswith(("m ", "update_weights", "queue")) for line in lines)
     assert "p model: n" in lines[-1]
     assert "no workers" in shown(SMALL, TopOptions(model="gone"))[-1]
@@ -215,7 +216,7 @@ def test_old_data_is_marked_while_nats_is_down() -> None:
     lines = shown(TopView(SMALL.state, SMALL.rates, AT, "the connection to NATS is down; known 3 s ago"))
 
     assert lines[2] == "the connection to NATS is down; known 3 s ago"
-    assert column(SMALL, 0, TopOptions()) == ["w0", "w1", "w2", "w3"]
+    assert column(SMALL, 1, TopOptions()) == ["w2", "w3", "w0", "w1"]
 
 
 def test_a_queue_that_cannot_be_read_shows_the_reason() -> None:
@@ -280,13 +281,16 @@ def test_a_command_for_a_single_worker_shows_the_name_of_the_worker() -> None:
 
 
 def test_output_into_a_pipe_has_all_workers_and_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Into a pipe, `top` writes all workers and all columns, for any width."""
+    """Into a pipe, `top` writes all workers and all columns, in 80 columns."""
     print_top(SMALL, TopOptions(sort="state"))
     fleet, workers, queues, models, commands = capsys.readouterr().out.strip().split("\n\n")
 
     assert fleet.endswith("hits 25 %  8.0 requests/s")
-    assert [line.split()[0] for line in workers.splitlines()] == ["worker", "w2", "w3", "w0", "w1"]
-    assert workers.splitlines()[1].endswith("25 %  no such folder")
+    rows = [line.split("  ")[0] for line in workers.splitlines()]
+    assert [row for row in rows if row] == ["state", "outdated", "paused (keep)", "serving", "serving"]
+    assert "  hits: 25 %; note: no such folder" in workers
+    assert workers.count("hits: 25 %") == 3
+    assert max(map(len, (*workers.splitlines(), *models.splitlines()))) <= 80
     assert [text.split()[0] for text in (queues, models, commands)] == ["queue", "model", "command"]
 
 

@@ -170,8 +170,8 @@ def test_the_notes_name_wrong_clocks_and_silent_workers() -> None:
 
 
 def test_control_characters_from_the_wire_are_replaced() -> None:
-    """Control characters from the wire are replaced, and long texts are cut."""
-    hostile = TimelineEvent(at=1.0, event="\x1b[2J", reason="\x07" + "x" * 500)
+    """Control characters from the wire are escaped."""
+    hostile = TimelineEvent(at=1.0, event="\x1b[2J", reason="\x07x")
     trace = RequestTrace(
         request_id="r",
         timelines=(timeline(hostile, lane="\x1b]0;x\x07"), timeline(hostile, client="\x1b[31m")),
@@ -179,7 +179,7 @@ def test_control_characters_from_the_wire_are_replaced() -> None:
     )
 
     shown = [*attempt_rows(trace), *phase_rows(trace), *event_rows(trace), list(notes(trace))]
-    assert all(cell.isprintable() and len(cell) < 120 for row in shown for cell in row)
+    assert all(cell.isprintable() for row in shown for cell in row)
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
     head, attempts, _, phases, _, events = shown.stdout.split("\n\n")
     assert head == "request r of client alice to model synthetic"
     assert [line.split() for line in attempts.splitlines()] == [
-        ["attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end"],
-        ["1", "w0", "normal", "3", "3", "0", "length"],
+        ["attempt", "worker", "lane", "prompt", "tokens", "end"],
+        ["1", "w0", "normal", "3", "3", "length"],
     ]
     assert len(phases.splitlines()) == 2
     words = [[cell for cell in line.split() if cell[0].isalpha()] for line in events.splitlines()[1:]]

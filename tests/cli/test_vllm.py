@@ -68,7 +68,7 @@ def test_status_shows_the_capabilities_of_the_engine(up: Up) -> None:
     assert worker["capabilities"]["engine"] == "vllm"
     assert worker["capabilities"]["routed_experts"] == {"num_layers": 4, "top_k": 4, "num_experts": 16, "dtype": "u1"}
     assert worker["capabilities"]["weight_updates"]
-    assert re.search(r"^vllm .* 4 +4 +16 +u1 ", rollbus("status", nats=up.nats).stdout, re.MULTILINE)
+    assert "4 of 16 in 4 layers, u1" in rollbus("status", nats=up.nats).stdout
 
 
 def test_text_prompts_use_the_tokenizer_of_the_model(up: Up, tmp_path: Path) -> None:

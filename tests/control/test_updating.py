@@ -104,7 +104,7 @@ async def test_the_record_of_an_update_stays_valid_if_the_only_worker_is_killed(
             again = await until_worker(rb, "w0", WorkerState.SERVING)
 
     assert ended.code == ExitCode.TIMEOUT
-    assert ended.stdout.splitlines()[1].split()[:2] == ["w0", "missing"]
+    assert ended.stdout.splitlines()[1].split()[:2] == ["missing", "w0"]
     assert "w0 is missing" in ended.stderr
     assert again.weight_version == 2
 
@@ -141,7 +141,7 @@ async def test_a_worker_that_cannot_load_serves_no_requests(
     assert (told["w0"]["result"], told["w1"]["result"], told["w1"]["code"]) == ("applied", "failed", code)
     assert (failed.state, failed.weight_version, failed.target_version, failed.free_slots) == (state, 1, 2, 0)
     assert failed.last_error
-    assert failed.last_error in shown.stdout
+    assert failed.last_error in " ".join(shown.stdout.split())
     assert state in shown.stdout
     assert {worker for result in results for worker in result.worker_ids} == {"w0"}
     assert back.weight_version == 2

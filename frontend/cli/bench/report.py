@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .... import __version__
-from ..console import print_table, write
+from ..console import write
 from ..figures import as_json, cell, machine, spreads
+from ..tables import print_table
 from .bench import BenchOptions, BenchTarget
 from .rounds import FIGURES, ConcurrencyResult
 

@@ -214,7 +214,8 @@ def _as_json(entry: "UserFile") -> dict[str, object]:
 
 def _show(server: Path, entries: "tuple[UserFile, ...]", *, has_cluster: bool) -> None:
     from ....bus.auth.users import CONFIG_FILE
-    from ..console import print_table, program, write
+    from ..console import program, write
+    from ..tables import print_table
 
     rows = [
         (entry.user.role, entry.user.name, entry.user.fleet, "new" if entry.is_new else "as before", str(entry.path))

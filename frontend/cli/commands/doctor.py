@@ -44,13 +44,17 @@ async def run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace, findings: "list[Finding]", *, is_well: bool) -> None:
     from dataclasses import asdict
 
-    from ..console import print_json, write
+    from ..console import print_json
+    from ..doctor.findings import Status
+    from ..tables import print_table
 
     if args.json:
         print_json({"ok": is_well, "findings": [asdict(finding) for finding in findings]})
         return
-    width = max(len(finding.check) for finding in findings)
-    for finding in findings:
-        write(f"{finding.status:4}  {finding.check:{width}}  {finding.found}")
+    worst_first = [Status.FAIL, Status.WARN, Status.OK]
+    rows: list[tuple[str, str, str]] = []
+    for finding in sorted(findings, key=lambda finding: worst_first.index(finding.status)):
+        rows.append((finding.status, finding.check, finding.found))
         if finding.advice:
-            write(f"{'':{width + 8}}-> {finding.advice}")
+            rows.append(("", "", f"-> {finding.advice}"))
+    print_table(("state", "check", "found"), rows)

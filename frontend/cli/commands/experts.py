@@ -109,11 +109,12 @@ def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWin
 
 
 def _show(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:
-    from ..console import print_table, write
+    from ..console import write
     from ..expert_map import LEGEND, VERSION_COLUMNS, map_lines, share_text, version_rows
+    from ..tables import print_table, print_text
 
     plane = _plane(window, args.plane)
-    write(_title(args, answers, window))
+    print_text(_title(args, answers, window))
     for name, one in (("prompt", window.prompt), ("generated", window.generated)):
         write(f"{name}: {one.computed:,} tokens computed, {share_text(one)} of them seen")
     if not plane.seen:

@@ -254,7 +254,8 @@ def _leaf(args: argparse.Namespace) -> int:
 
 
 def _show(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path) -> None:
-    from ..console import print_table, program, write
+    from ..console import program, write
+    from ..tables import print_table
 
     print_table(("server", "address", "configuration"), rows)
     name = program()

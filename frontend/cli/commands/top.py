@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", metavar="TIME", type=_interval, default=1.0, help="seconds between refreshes (default: 1)"
     )
     parser.add_argument(
-        "--sort", choices=SORTS, default="worker", help="initial order of the workers (default: worker)"
+        "--sort", choices=SORTS, default="state", help="initial order of the workers (default: state, the worst first)"
     )
     parser.add_argument("--model", metavar="NAME", help="show the workers of one model (default: all)")
     parser.add_argument("--once", action="store_true", help="print the tables once (implied by --json)")

@@ -30,7 +30,8 @@ async def run(args: argparse.Namespace) -> int:
     from ....bus.nats.connection import connected
     from ....bus.nats.server import Server
     from ....schemas.errors import ControlCode, ControlError
-    from ..console import print_json, print_table, write
+    from ..console import print_json
+    from ..tables import print_table, print_text
     from ..weights_tables import COLUMNS, ModelWeights, head_line, weights_as_json, weights_rows
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
@@ -69,6 +70,6 @@ async def run(args: argparse.Namespace) -> int:
         print_json({"models": [weights_as_json(weights) for weights in found]})
         return ExitCode.OK
     for weights in found:
-        write(head_line(weights))
+        print_text(head_line(weights))
         print_table(COLUMNS, weights_rows(weights))
     return ExitCode.OK

@@ -11,7 +11,7 @@ from nats import errors as nats_errors
 
 from ....bus.nats.address import parse_url
 from ....bus.nats.transport import NatsTransport, Peer
-from ..console import printable
+from ..tables import printable
 
 __all__ = ["ProbeResult", "describe_peer", "host_of", "probe_server"]
 

@@ -7,8 +7,8 @@ from typing import Final, Literal, get_args
 
 __all__ = ["SORTS", "Key", "KeyReader", "Sort", "TopOptions", "press"]
 
-Sort = Literal["worker", "state", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
-"""Sort key of the workers. Names ascend, numbers descend, and workers that do not serve precede serving workers."""
+Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
+"""Sort key of the workers. Names ascend, numbers descend, and the worst states come first."""
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 """Sort keys in the order in which the key `s` selects them."""
 Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end"]
@@ -42,7 +42,7 @@ _PREFIX: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}|O)?\Z")
 class TopOptions:
     """The displayed part of the fleet."""
 
-    sort: Sort = "worker"
+    sort: Sort = "state"
     model: str | None = None
     """None for workers of all models."""
     first: int = 0

@@ -5,12 +5,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....bus.protocol.telemetry.fleet_rates import Rates
-from ..console import print_table, write
+from ..console import write
 from ..fleet_tables import state_as_json
+from ..tables import print_table
 from .options import TopOptions
 from .screen import TopView, heading
 from .sections import Section, sections
-from .workers_table import COLUMNS, sorted_workers
+from .workers_table import COLUMNS, sorted_workers, worker_cells
 
 __all__ = ["print_top", "top_as_json"]
 
@@ -19,8 +20,7 @@ def print_top(view: TopView, options: TopOptions) -> None:
     """Print all workers with all columns, and the other tables, on stdout."""
     write("\n".join(heading(view, options)))
     workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
-    rows = [[column.cell(worker, view.rates.of(worker.worker)) for column in COLUMNS] for worker in workers]
-    workers_table = Section([column.title for column in COLUMNS], rows)
+    workers_table = Section(COLUMNS, [worker_cells(worker, view.rates.of(worker.worker)) for worker in workers])
     for columns, cells, _ in (workers_table, *sections(view.state, view.rates, options.model)):
         write()
         print_table(columns, cells)

@@ -2,28 +2,28 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final, NamedTuple
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.text import Text
 
 from ....bus import FleetState
 from ....bus.protocol.fleet.presence_table import slots_of
 from ....bus.protocol.telemetry.fleet_rates import FleetRates, Rates
 from ....schemas.presence import WorkerPresence, WorkerState
-from ..console import printable
+from ..fleet_tables import state_cell
+from ..tables import NONE, lay_out, printable, wrapped
 from .options import TopOptions
 from .sections import Section, sections, states_text
-from .workers_table import COLUMNS, GAP, chosen_columns, per_s, percent, seconds, sorted_workers
+from .workers_table import COLUMNS, SPARE_COLUMNS, per_s, percent, seconds, sorted_workers, worker_cells
 
-__all__ = ["Screen", "TopView", "draw", "heading"]
+__all__ = ["Screen", "TopView", "draw", "folded", "heading"]
 
 MIN_WORKERS: Final = 4
 """Minimum number of lines of the table of workers, with its titles. With less room, the lowest table is left out."""
-CELL_WIDTH: Final = 30
-"""Minimum width to which a long text is cut before columns are left out."""
-_STATE: Final = 2
+_MODEL: Final = COLUMNS.index("model")
 _STYLES: Final = {
     WorkerState.SERVING: "green",
     WorkerState.STARTING: "yellow",
@@ -91,23 +91,30 @@ def draw(view: TopView, options: TopOptions, width: int, height: int) -> Screen:
     above = [Text(line, "bold" if not number else "") for number, line in enumerate(heading(view, options, width))]
     if view.problem is not None:
         above.append(Text(printable(view.problem), "bold red"))
+    above = [part for line in above for part in folded(line, width)]
     most, left = max(height // 8, 1), height - len(above) - 1
     tables = _fitting([_table(each, width, most) for each in sections(view.state, view.rates, options.model)], left)
-    room = max(height - len(above) - sum(map(len, tables)) - 2, 1)
     workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
-    options = _within(options, len(workers), room)
-    shown = workers[options.first : options.first + room]
-    has_models = options.model is None and len({worker.model for worker in workers}) > 1
-    table = _workers_table(shown, view.rates, width, has_models=has_models)
-    blank = [Text()] * (room + 1 - len(table))
-    lines = [*above, *table, *blank, *(line for lines in tables for line in lines), _keys(options, shown, len(workers))]
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
-    return Screen(Text("\n").join(lines[:height]), options, room)
+    num_keys = len(folded(_keys(options, len(workers), len(workers)), width))
+    room = max(height - len(above) - sum(map(len, tables)) - num_keys - 1, 1)
+    # The last page ends with the last worker.
+    last = _workers_table(view.rates, workers[-room:], width, options)
+    end = len(workers) - _num_fitting([*reversed(last[1:])], room)
+    options = replace(options, first=max(min(options.first, end), 0))
+    head, *blocks = _workers_table(view.rates, workers[options.first : options.first + room], width, options)
+    num_shown = _num_fitting(blocks, room)
+    keys = folded(_keys(options, num_shown, len(workers)), width)
+    below = [*(line for lines in tables for line in lines), *keys]
+    size = max(height - len(above) - len(below), 0)
+    table = [*head, *(line for block in blocks[: num_shown + 1] for line in block)][:size]
+    lines = [*above, *table, *[Text()] * (size - len(table)), *below]
+    return Screen(Text("\n").join(lines[:height]), options, num_shown)
 
 
-def _within(options: TopOptions, count: int, room: int) -> TopOptions:
-    return TopOptions(options.sort, options.model, max(min(options.first, count - room), 0))
+def _num_fitting(blocks: Sequence[Sequence[Text]], room: int) -> int:
+    """Return how many of the first blocks fit as a whole, at least one if there are any."""
+    ends = accumulate(map(len, blocks))
+    return min(max(sum(end <= room for end in ends), 1), len(blocks))
 
 
 def _fitting(tables: list[list[Text]], height: int) -> list[list[Text]]:
@@ -118,56 +125,51 @@ def _fitting(tables: list[list[Text]], height: int) -> list[list[Text]]:
 
 
 def _table(section: Section, width: int, most: int) -> list[Text]:
-    rows = [[printable(cell) for cell in row] for row in section.rows[:most]]
     titles = [*section.columns]
-    if len(rows) < len(section.rows):
-        titles[0] += f" ({len(rows)} of {len(section.rows):,})"
-    widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
-    shown = [*range(len(titles))]
-    for name in section.spare:
-        if sum(min(widths[i], CELL_WIDTH) + GAP for i in shown) - GAP > width:
-            shown.remove(section.columns.index(name))
-    widths = [widths[i] for i in shown]
-    _narrow(widths, width)
-    lines = [_line([row[i] for i in shown], widths) for row in (titles, *rows)]
-    lines[0].stylize("reverse")
-    return lines
+    if most < len(section.rows):
+        titles[0] += f" ({most} of {len(section.rows):,})"
+    table = lay_out(titles, section.rows[:most], width, section.spare)
+    lines = [Text(table.head, "reverse"), *(Text(line) for row in table.rows for line in row)]
+    return [part for line in lines for part in folded(line, width)]
 
 
-def _narrow(widths: list[int], width: int) -> None:
-    """Narrow the widest columns, such as names of models and paths, until all columns fit."""
-    while sum(widths) + GAP * (len(widths) - 1) > width and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
+def folded(line: Text, width: int) -> list[Text]:
+    """Return a line in pieces that fit, broken between words, and within a word that is longer than the screen."""
+    lines = [Text(part, line.style) for part in wrapped(line.plain, width)]
+    if len(lines) == 1:
+        lines = [line]
+    return [part for each in lines for part in (each.divide(_cuts(each.plain, width)) if len(each) else [each])]
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> Text:
-    return Text((" " * GAP).join(_cut(cell, wide) for cell, wide in zip(cells, widths, strict=True)))
+def _cuts(text: str, width: int) -> list[int]:
+    """Return the places at which a terminal breaks a line."""
+    cuts, used = [], 0
+    for number, char in enumerate(text):
+        used += cell_len(char)
+        if used > width and number:
+            cuts.append(number)
+            used = cell_len(char)
+    return cuts
 
 
-def _cut(cell: str, width: int, *, is_number: bool = False) -> str:
-    """Return a cell of exactly this width."""
-    length = cell_len(cell)
-    if length > width:
-        return set_cell_size(cell, width - 1) + "…"
-    return " " * (width - length) + cell if is_number else cell + " " * (width - length)
+def _workers_table(
+    rates: FleetRates, workers: Sequence[WorkerPresence], width: int, options: TopOptions
+) -> list[list[Text]]:
+    """Return the lines of the titles, and of each worker."""
+    rows = [worker_cells(worker, rates.of(worker.worker)) for worker in workers]
+    if options.model is not None or len({worker.model for worker in workers}) < 2:
+        # The table below the workers has the model.
+        rows = [[NONE if i == _MODEL else cell for i, cell in enumerate(row)] for row in rows]
+    table = lay_out(COLUMNS, rows, width, SPARE_COLUMNS)
+    blocks = [folded(Text(table.head, "reverse"), width)]
+    for worker, lines in zip(workers, table.rows, strict=True):
+        texts = [Text(line) for line in lines]
+        texts[0].stylize(_STYLES.get(worker.state, "red"), 0, len(state_cell(worker)))
+        blocks.append([part for text in texts for part in folded(text, width)])
+    return blocks
 
 
-def _workers_table(workers: Sequence[WorkerPresence], rates: FleetRates, width: int, *, has_models: bool) -> list[Text]:
-    rows = [[printable(column.cell(worker, rates.of(worker.worker))) for column in COLUMNS] for worker in workers]
-    chosen = chosen_columns(rows, width, cell_len, has_models=has_models)
-    titles = [column.title for column in COLUMNS]
-    widths = {i: max(cell_len(row[i]) for row in (titles, *rows)) for i in chosen}
-    left = width - sum(widths[i] + GAP for i in chosen[:-1])
-    widths[chosen[-1]] = max(min(widths[chosen[-1]], left), 1)
-    lines = [Text(style="reverse"), *(Text() for _ in rows)]
-    for row, line, worker in zip((titles, *rows), lines, (None, *workers), strict=True):
-        for number, i in enumerate(chosen):
-            style = _STYLES.get(worker.state, "red") if worker is not None and i == _STATE else ""
-            line.append(" " * GAP * bool(number) + _cut(row[i], widths[i], is_number=COLUMNS[i].is_number), style)
-    return lines
-
-
-def _keys(options: TopOptions, shown: Sequence[WorkerPresence], count: int) -> Text:
-    where = f"{options.first + 1:,} to {options.first + len(shown):,} of {count:,}" if shown else "no workers"
+def _keys(options: TopOptions, num_shown: int, count: int) -> Text:
+    where = f"{options.first + 1:,} to {options.first + num_shown:,} of {count:,}" if num_shown else "no workers"
     model = "all" if options.model is None else printable(options.model)
     return Text(f"q quit  s sort: {options.sort}  p model: {model}  up, down, page: {where}", "dim")

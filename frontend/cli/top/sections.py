@@ -10,7 +10,8 @@ from ....bus.protocol.telemetry.fleet_rates import FleetRates
 from ....schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, Pause, Sleep, UnloadLora, UpdateWeights
 from ....schemas.desired import DesiredState
 from ....schemas.presence import WorkerPresence
-from ..fleet_tables import NONE, PROBLEM_COLUMNS, QUEUE_COLUMNS, problem_rows, queue_rows, told_cells
+from ..fleet_tables import PROBLEM_COLUMNS, QUEUE_COLUMNS, problem_rows, queue_rows, told_cells
+from ..tables import NONE
 from .workers_table import per_s
 
 __all__ = ["COMMAND_COLUMNS", "MODEL_COLUMNS", "Section", "command_rows", "model_rows", "sections"]
@@ -42,8 +43,8 @@ def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Se
     depths = [depth for depth in state.queues if model in (None, depth.model)]
     problems = {name: why for name, why in state.queue_problems.items() if model in (None, name)}
     every = (
-        Section(QUEUE_COLUMNS, queue_rows(depths)),
         Section(PROBLEM_COLUMNS, problem_rows(problems)),
+        Section(QUEUE_COLUMNS, queue_rows(depths)),
         Section(MODEL_COLUMNS, model_rows(state, rates, model), SPARE_COLUMNS),
         Section(COMMAND_COLUMNS, command_rows(state, model)),
     )

@@ -1,6 +1,7 @@
 """`rollbus top`: shows the fleet on a terminal until the user quits, or once."""
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from .full_screen import FullScreen, held_logs
 from .options import Key, KeyReader, TopOptions, press
 from .screen import Screen, TopView, draw
 
-__all__ = ["read_view", "run_top"]
+__all__ = ["Events", "read_view", "run_top"]
 
 SAMPLE_S: Final = 2.5
 """Seconds for one snapshot. Rates need two presence messages of each worker."""
@@ -39,7 +40,7 @@ async def read_view(rb: Client) -> TopView:
 
 async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
     """Show the fleet on the terminal until a key or a signal ends it. If the server is down, show that and continue."""
-    with held_logs(), FullScreen() as screen, _Events(screen).listening() as events:
+    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
         async with following(watch_fleet(rb)) as follower:
             began = time.monotonic()
             while True:
@@ -54,7 +55,7 @@ async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
 
 
 async def _show_until(
-    view: TopView, options: TopOptions, events: "_Events", screen: FullScreen, ends: float
+    view: TopView, options: TopOptions, events: "Events", screen: FullScreen, ends: float
 ) -> TopOptions | None:
     """Show a view, and redraw it at each key and change of size. Return the choices, or None to end."""
     while True:
@@ -69,7 +70,7 @@ async def _show_until(
         options = chosen
 
 
-def _after_keys(view: TopView, shown: Screen, events: "_Events") -> TopOptions | None:
+def _after_keys(view: TopView, shown: Screen, events: "Events") -> TopOptions | None:
     models = sorted({worker.model for worker in view.state.workers})
     options: TopOptions | None = shown.options
     for key in events.pop_keys():
@@ -78,7 +79,7 @@ def _after_keys(view: TopView, shown: Screen, events: "_Events") -> TopOptions |
     return options
 
 
-class _Events:
+class Events:
     """Receives keys, signals and changes of the terminal's size on the event loop."""
 
     def __init__(self, screen: FullScreen) -> None:
@@ -93,10 +94,14 @@ class _Events:
         self._pressed.clear()
         return pressed
 
+    def wake(self) -> None:
+        """End the current wait, because there is something new to show."""
+        self._changed.set()
+
     async def wait_until(self, ends: float) -> bool:
         """Return True as soon as there is an event, or False at `ends` on `time.monotonic()`."""
         try:
-            async with asyncio.timeout(max(ends - time.monotonic(), 0)):
+            async with asyncio.timeout(None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
                 await self._changed.wait()
         except TimeoutError:
             return False
@@ -104,7 +109,7 @@ class _Events:
         return True
 
     @contextmanager
-    def listening(self) -> Iterator["_Events"]:
+    def listening(self) -> Iterator["Events"]:
         """Receive events while the block lasts."""
         loop = asyncio.get_running_loop()
         for number in _ENDS:

@@ -7,10 +7,11 @@ from typing import IO
 
 from ....bus import Generation
 from ....schemas.rows import expected_rows
-from ..console import print_table, progress
+from ..console import progress
 from ..exits import CommandFailed
 from ..expert_counts import COLUMNS, count_experts, expert_rows
 from ..results import first_error
+from ..tables import print_table
 from .guide import Guide, quoted
 
 __all__ = ["complete_all", "stream_one"]
