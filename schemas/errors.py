@@ -207,10 +207,12 @@ class PermissionDenied(BusBroken):
         subject: the subject of the denied operation.
     """
 
-    def __init__(self, *, user: str, action: str, subject: str) -> None:
+    def __init__(self, message: str, *, action: str, subject: str) -> None:
         self.action = action
         self.subject = subject
-        super().__init__(f"{user} may not {action} {'to' if action == 'subscribe' else 'on'} {subject}")
+        super().__init__(message)
+        # Tracebacks show it, and with them the command line with -v.
+        self.add_note(f"denied: {action} {subject}")
 
 
 class ServerUnreachable(BusBroken):

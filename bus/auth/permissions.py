@@ -12,7 +12,7 @@ reason, these two roles may receive all command acks. Other roles receive only t
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..subjects import BUCKET, LANES, PREFIX, encode_token, published_bucket
@@ -26,6 +26,7 @@ __all__ = [
     "Permissions",
     "Rule",
     "any_subjects",
+    "describe_denial",
     "heard_subjects",
     "permissions",
     "rules",
@@ -65,24 +66,26 @@ class Rule:
     observe: frozenset[Role] = _NOBODY
     """Roles that may subscribe to the subject with every name, also with the names of other users."""
     why: str = ""
-    """Purpose, if the subject does not show it."""
+    """Purpose, which errors name: a user may not `why`."""
 
 
 SUBJECT_RULES: Final = (
-    Rule("req.<client>.<model>.<lane>", publish=REQUESTERS),  # workers pull them from the stream
+    Rule("req.<client>.<model>.<lane>", publish=REQUESTERS, why="send requests"),  # workers pull them from the stream
     # Admins send no requests. Workers reject a request under this name, which no client may have.
-    Rule("req.~probe.<model>.<lane>", publish=_ADMINS),
-    Rule("direct.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS),
-    Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
-    Rule("link.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS),
-    Rule("plain.<client>.>", publish=_WORKERS, subscribe=REQUESTERS),
+    Rule("req.~probe.<model>.<lane>", publish=_ADMINS, why="probe queues"),
+    Rule("direct.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS, why="send requests"),
+    Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, why="exchange results"),
+    Rule("link.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS, why="acknowledge results"),
+    Rule("plain.<client>.>", publish=_WORKERS, subscribe=REQUESTERS, why="exchange results"),
     # Workers also: to detect a worker with their id, or with other content under their version.
-    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY, observe=_WORKERS),
-    Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
-    Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS),
-    Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS),
-    Rule("ping.<client>", publish=CLIENT_ROLES, subscribe=_WORKERS),
-    Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS),
+    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY, observe=_WORKERS, why="announce workers"),
+    Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY, why="announce clients"),
+    Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS, why="send commands"),
+    Rule(
+        "ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS, why="exchange acks"
+    ),
+    Rule("ping.<client>", publish=CLIENT_ROLES, subscribe=_WORKERS, why="ping workers"),
+    Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS, why="ping workers"),
 )
 """The subjects of rollbus, one for each row of the table in `rollbus.bus.subjects`."""
 
@@ -104,7 +107,12 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.CONSUMER.CREATE.*.*", publish=_ADMINS, why="create queues"),
     Rule(f"{_API}.STREAM.MSG.GET.{_KV}", publish=_EVERYBODY, why="read desired states"),
     Rule(f"{_API}.STREAM.PURGE.{_KV}", publish=_ADMINS, why="delete the desired state of a forgotten model"),
-    Rule(f"$KV.{BUCKET}.<fleet>.*", publish=_COMMANDERS, subscribe=_WORKERS, why="record commands, and notify workers"),
+    Rule(
+        f"$KV.{BUCKET}.<fleet>.*",
+        publish=_COMMANDERS,
+        subscribe=_WORKERS,
+        why="record commands",
+    ),
     Rule(f"$KV.{BUCKET}.<fleet>.{_PUBLISHED}", publish=_PUBLISHERS, why="record new weights of its models"),
     Rule(f"{_API}.STREAM.MSG.GET.{_OBJECTS}", publish=_WORKERS | _ADMINS, why="read descriptions of uploads"),
     Rule(f"{_API}.STREAM.INFO.{_OBJECTS}", publish=_WORKERS, why="list uploads"),
@@ -150,7 +158,7 @@ def permissions(user: User) -> Permissions:
 def rules() -> Iterator[Rule]:
     """Yield the rules of both tables with complete subjects."""
     for rule in SUBJECT_RULES:
-        yield Rule(f"{PREFIX}.<fleet>.{rule.subject}", rule.publish, rule.subscribe, rule.observe)
+        yield replace(rule, subject=f"{PREFIX}.<fleet>.{rule.subject}")
     yield from JETSTREAM_RULES
 
 
@@ -188,3 +196,29 @@ def _for_each_model(rule: Rule, fleet: str, models: Iterable[str], names: dict[s
         fixed = {"<fleet>": fleet} | own | names
         found.append(_PLACEHOLDER.sub(lambda match, fixed=fixed: fixed.get(match[0], "*"), rule.subject))  # type: ignore[misc]
     return tuple(found)
+
+
+def describe_denial(user: User, action: str, subject: str) -> str:
+    """Return why the server denied this, for example `may not send requests; roles that may: trainer`.
+
+    Args:
+        action: `publish` or `subscribe`.
+    """
+    named = (rule for rule in rules() if not rule.subject.startswith(INBOX))
+    matching = [rule for rule in named if _as_pattern(rule.subject).fullmatch(subject)]
+    # Of two rules, the one with fewer wildcards is meant.
+    for rule in sorted(matching, key=lambda rule: -len(_WILDCARD.sub("", rule.subject))):
+        roles = rule.publish if action == "publish" else rule.subscribe | rule.observe
+        if roles and user.role in roles:
+            return f"may not {rule.why} under this name or for this model"
+        if roles:
+            return f"may not {rule.why}; roles that may: {', '.join(role for role in Role if role in roles)}"
+    return f"may not {action} {'to' if action == 'subscribe' else 'on'} {subject}"
+
+
+_WILDCARD: Final = re.compile(r"<\w+>|[*>]")
+
+
+def _as_pattern(subject: str) -> re.Pattern[str]:
+    names = _WILDCARD.sub(lambda match: ">" if match[0] == ">" else "*", subject)
+    return re.compile(re.escape(names).replace(r"\*", r"[^.]+").replace(">", ".+"))

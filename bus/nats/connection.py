@@ -93,7 +93,7 @@ class Connection(PatchedNatsClient):
         self.user = None if server.credentials is None else server.credentials.user
         self.signatures = Signatures(server.credentials)
         """Signing key of this user, and the root keys that it trusts."""
-        self.denials = Denials("this user" if self.user is None else str(self.user))
+        self.denials = Denials(self.user)
         self._urls = server.urls
         self._shown_urls = ",".join(map(redact, self._urls))
         self._name = name

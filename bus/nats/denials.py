@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from ...schemas.errors import PermissionDenied
+from ..auth.credentials import User
+from ..auth.permissions import describe_denial
 
 __all__ = ["Denials"]
 
@@ -36,13 +38,13 @@ class Denials:
     """All denials of one connection.
 
     Args:
-        user: name of the connection's user in error messages.
+        user: the connection's user; None without credentials.
 
     Attributes:
         first: the first denial that no call waited for.
     """
 
-    def __init__(self, user: str) -> None:
+    def __init__(self, user: User | None) -> None:
         self._user = user
         self._waiters: list[_Waiter] = []
         self._logged: set[tuple[str, str]] = set()
@@ -76,7 +78,7 @@ class Denials:
         """Handle an error text of the server. Return the denial if no call waits for it."""
         violation = _VIOLATION.search(words)
         action, subject = (_ACTIONS[violation[1].lower()], violation[2]) if violation else ("do", words)
-        denial = PermissionDenied(user=self._user, action=action, subject=subject)
+        denial = PermissionDenied(self._describe(action, subject), action=action, subject=subject)
         waiters = [waiter for waiter in self._waiters if (waiter.action, waiter.subject) == (action, subject)]
         for waiter in waiters:
             if waiter.denial is None:
@@ -88,5 +90,10 @@ class Denials:
         self.first = self.first or denial
         if (action, subject) not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add((action, subject))
-            logger.warning("nats.denied error=%s", denial)
+            logger.warning("nats.denied action=%s subject=%s error=%s", action, subject, denial)
         return denial
+
+    def _describe(self, action: str, subject: str) -> str:
+        if self._user is None:
+            return f"a user without credentials may not {action} {'to' if action == 'subscribe' else 'on'} {subject}"
+        return f"user {self._user.name} (role {self._user.role}) {describe_denial(self._user, action, subject)}"

@@ -99,6 +99,9 @@ def _set_up_logs(args: argparse.Namespace) -> None:
     set_up(logging.DEBUG if args.verbose else logging.WARNING, args.log_format, "%(levelname)s %(name)s: %(message)s")
     if args.log_format == "json":
         log_notes()
+    elif not args.verbose:
+        # The error of the command has the denial.
+        logging.getLogger(f"{__name__.partition('.')[0]}.bus.nats.denials").setLevel(logging.ERROR)
 
 
 def _apply_login(args: argparse.Namespace) -> None:

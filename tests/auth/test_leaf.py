@@ -198,7 +198,7 @@ async def test_workers_of_leaf_and_hub_serve_trainers_on_both_sides(tmp_path: Pa
         for rb in (alice, bob):
             await rb.fleet.wait_for_workers(3, timeout_s=SOON_S)
             assert await sizes(rb, count=12, max_tokens=5) == [5] * 12
-        with pytest.raises(rollbus.PermissionDenied, match=r"trainer alice of fleet F may not publish on \$KV"):
+        with pytest.raises(rollbus.PermissionDenied, match=r"user alice \(role trainer\) may not record commands"):
             await alice.fleet.pause()
         assert (await alice.fleet.state()).desired == {}
         assert set((await boss.fleet.pause()).applied) == {"w0", "w1", "w2"}

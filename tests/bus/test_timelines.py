@@ -271,7 +271,10 @@ async def test_a_trainer_may_not_read_timelines_and_a_frontend_may(tmp_path: Pat
             asked._control._receive = lambda by, *rest: (heard.append(by), receive(by, *rest))  # type: ignore[assignment, func-returns-value, method-assign]
             await bob.fleet.wait_for_workers()
             await alice.complete(ask(request_id="secret"))
-            with pytest.raises(ControlError, match="trainer bob of fleet F may not publish on") as caught:
+            with pytest.raises(
+                ControlError,
+                match=r"user bob \(role trainer\) may not send commands; roles that may: publisher, frontend, admin",
+            ) as caught:
                 await bob.fleet.timelines("secret")
             told = only(await front.fleet.timelines("secret"))
 

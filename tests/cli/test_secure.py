@@ -37,7 +37,7 @@ def test_up_accepts_only_connections_with_credentials(tmp_path: Path) -> None:
     assert [worker["state"] for worker in json.loads(seen.stdout)["workers"]] == ["serving", "serving"]
     assert json.loads(generated.stdout)["done"] == 1
     assert (paused.returncode, refused.returncode) == (0, 1)
-    assert "trainer trainer of fleet default may not publish on" in refused.stderr
+    assert "user trainer (role trainer) may not record commands; roles that may: frontend, admin" in refused.stderr
     assert len(seeds) == 7
     for text in (listing, log.read_text(), json.dumps(told)):
         assert [seed for seed in seeds if seed in text] == []
