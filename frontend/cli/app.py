@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Protocol, cast
 
 from ... import __version__
-from ...schemas.errors import RollbusError
+from ...schemas.errors import PermissionDenied, RollbusError
 from . import commands
 from .console import log_notes, note
 from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
@@ -249,6 +249,9 @@ def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse
     if args.verbose:
         traceback.print_exception(raised)
     note(f"rollbus: {cause}")
+    if not args.verbose and not isinstance(raised, PermissionDenied):
+        for more in getattr(raised, "__notes__", ()):
+            note(more)
     return code
 
 

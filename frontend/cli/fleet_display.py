@@ -59,7 +59,7 @@ class FleetObserver:
 class _Row:
     state: str
     since: float
-    """Time at which the process started."""
+    """Time at which the process started, or ended."""
     took_s: float | None = None
     """Seconds from `since` until the worker served. None: it does not serve yet."""
 
@@ -91,9 +91,13 @@ class WorkerBoard:
             changed.append(self.line(presence.worker, now))
         return changed
 
-    def set_ended(self, worker: str) -> None:
-        """Record that the process of a worker ended."""
-        self._rows[worker].state = ENDED
+    def set_ended(self, worker: str, now: float) -> None:
+        """Record that the process of a worker ended. Its seconds start again."""
+        self._rows[worker] = _Row(ENDED, now)
+
+    def is_starting(self) -> bool:
+        """Return True if a worker has not served since its process, or the process before, started."""
+        return any(row.took_s is None for row in self._rows.values())
 
     def line(self, worker: str, now: float) -> str:
         """Return name, state and start time of a worker as one line. The start time of a starting worker grows."""
@@ -126,19 +130,23 @@ class FleetDisplay(FleetObserver):
         self._board = WorkerBoard(names, time.monotonic())
         self._live: Live | None = None
         self._is_stopping = False
+        self._is_restarting = False
         self._workers: Sequence[WorkerPresence] = ()
 
     def __enter__(self) -> Self:
         """Show the lines that change in place until `end_start`, if stderr is a terminal without logs."""
+        self._show_in_place()
+        return self
+
+    def _show_in_place(self) -> None:
         # Logs and lines that change in place would overwrite each other.
-        if sys.stderr.isatty() and not self._shows_logs:
+        if self._live is None and sys.stderr.isatty() and not self._shows_logs:
             from rich.console import Console
             from rich.live import Live
 
             console = Console(stderr=True, markup=False, highlight=False)
             self._live = Live(get_renderable=self._table, console=console, refresh_per_second=REFRESH_PER_S)
             self._live.start()
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -146,10 +154,11 @@ class FleetDisplay(FleetObserver):
         """Stop to update the lines. After an error, name the log file."""
         self.end_start()
         if isinstance(exc, Exception) and self._log is not None:
-            note(f"the log of this run: {self._log.path}")
+            # The command prints it below the cause.
+            exc.add_note(f"the log of this run: {self._log.path}")
 
     def end_start(self) -> None:
-        """Print each further change as a new line."""
+        """Print each further change as a new line, until a worker ends."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -162,10 +171,13 @@ class FleetDisplay(FleetObserver):
 
     def add_end(self, worker: str, text: str) -> None:
         """Show the end of a process, and write it to the log file."""
-        self._board.set_ended(worker)
+        self._board.set_ended(worker, time.monotonic())
         self.add_line(worker, text)
         if not self._shows_logs:
             self._say(f"[{worker}] {text}")
+        if not self._is_stopping:
+            self._is_restarting = True
+            self._show_in_place()
 
     def set_workers(self, workers: Sequence[WorkerPresence]) -> None:
         """Show the workers that changed their state."""
@@ -173,6 +185,9 @@ class FleetDisplay(FleetObserver):
         for line in self._board.set_workers(workers, time.monotonic()):
             if self._live is None:
                 note(line)
+        if self._is_restarting and not self._board.is_starting():
+            self._is_restarting = False
+            self.end_start()
 
     def stop(self) -> None:
         """Show that `up` stops and waits for its workers. The second call shows that `up` kills them."""

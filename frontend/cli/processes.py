@@ -19,7 +19,7 @@ from typing import Final
 from .exits import CommandFailed
 from .restarts import RestartRule, Restarts
 
-__all__ = ["STOP_S", "ProcessSpec", "WorkerDied", "Workers", "run_tool", "run_workers"]
+__all__ = ["STOP_S", "ProcessSpec", "WorkerDied", "Workers", "end_text", "run_tool", "run_workers"]
 
 STOP_S: Final = 30.0
 """Seconds from SIGTERM to SIGKILL. An engine takes a few seconds to end its own processes."""
@@ -111,7 +111,7 @@ async def run_tool(spec: ProcessSpec) -> None:
     exit_code = await tool.wait()
     if exit_code != 0:
         last = tool.tail[-1] if tool.tail else "it printed nothing"
-        raise CommandFailed(f"{spec.name} failed with exit code {exit_code}: {last}")
+        raise CommandFailed(f"{spec.name} {end_text(exit_code)}: {last}")
 
 
 class _ChildProcess:
@@ -275,7 +275,8 @@ class _SupervisedWorker:
             if delay_s is None:
                 self._give_up(exit_code, process.tail)
                 return
-            self._report(exit_code, f"started again in {delay_s:g} s ({self._restarts}){_last(process.tail)}")
+            again = f"started again in {delay_s:g} s ({self._restarts})"
+            self._report(exit_code, f"{again}{_last(exit_code, process.tail)}")
             if await self._is_stopped_within(delay_s):
                 return
             await self.start()
@@ -300,18 +301,29 @@ class _SupervisedWorker:
         self._workers.remaining -= 1
         if self._workers.can_lose_some and self._workers.remaining:
             why = "not started again" + (f" ({self._restarts})" if self._restarts else "")
-            self._report(exit_code, f"{why}{_last(tail)}")
+            self._report(exit_code, f"{why}{_last(exit_code, tail)}")
             return
         last = "".join(f"\n  {line}" for line in tail)
-        raise WorkerDied(f"worker {self._spec.name} ended with exit code {exit_code}; its last lines:{last or ' none'}")
+        raise WorkerDied(f"worker {self._spec.name} {end_text(exit_code)}; its last lines:{last or ' none'}")
 
     def _report(self, exit_code: int, more: str) -> None:
         left = self._workers.living
-        self._on_end(self._spec.name, f"ended with exit code {exit_code}; workers left: {left}; {more}")
+        self._on_end(self._spec.name, f"{end_text(exit_code)}; workers left: {left}; {more}")
 
 
-def _last(tail: Sequence[str]) -> str:
-    return f"; its last line: {tail[-1]}" if tail else ""
+def end_text(exit_code: int) -> str:
+    """Return how a process ended. A negative exit code is the number of the signal that killed it."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    text = f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
+    # The kernel kills without a word in the log of the process.
+    return f"{text} (out of memory? `dmesg` shows it)" if -exit_code == signal.SIGKILL else text
+
+
+def _last(exit_code: int, tail: Sequence[str]) -> str:
+    """Return the last line of a process that ended by itself. That of a killed process is not the cause."""
+    return f"; its last line: {tail[-1]}" if tail and exit_code >= 0 else ""
 
 
 async def _stop(workers: Mapping[asyncio.Task[None], _SupervisedWorker], stop_s: float) -> None:

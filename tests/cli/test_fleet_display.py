@@ -48,11 +48,16 @@ def test_a_restarted_worker_is_timed_from_the_start_of_its_new_process() -> None
     """The board ignores old presence of an ended process and counts the seconds from the start of the new process."""
     board = WorkerBoard(("a",), 0.0)
     board.set_workers([presence("a", WorkerState.SERVING)], 10.0)
-    board.set_ended("a")
+    assert not board.is_starting()
+    board.set_ended("a", 47.0)
 
+    assert board.line("a", 49.0) == "a  ended  2 s"
+    assert board.is_starting()
     assert board.set_workers([presence("a", WorkerState.SERVING)], 50.0) == []
     assert board.set_workers([presence("a", WorkerState.STARTING, uptime_s=2.0)], 60.0) == ["a  loading  2 s"]
+    assert board.line("a", 65.0) == "a  loading  7 s"
     assert board.set_workers([presence("a", WorkerState.SERVING)], 70.0) == ["a  serving  12 s"]
+    assert not board.is_starting()
 
 
 def test_a_stopping_up_reports_the_workers_and_requests_that_remain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +154,8 @@ def test_a_terminal_shows_the_end_of_the_log_of_a_failed_worker(tmp_path: Path) 
     assert code == 1
     assert f"the log of this run: {log}" in term.lines()
     assert "worker local-0 ended with exit code 2; its last lines:" in term.text
-    assert "speed" in term.lines()[-1]
+    assert "speed" in term.lines()[-2]
+    assert term.lines()[-1].startswith("the log of this run")
     assert "speed" in log.read_text()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollbus.frontend.cli.exits import CommandFailed, cause_of
 from rollbus.frontend.cli.local_fleet import core_share
-from rollbus.frontend.cli.processes import ProcessSpec, WorkerDied, run_tool, run_workers
+from rollbus.frontend.cli.processes import ProcessSpec, WorkerDied, end_text, run_tool, run_workers
 from rollbus.frontend.cli.restarts import RestartRule
 from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true, is_alive, python_program
@@ -102,7 +102,7 @@ async def test_a_dead_worker_is_restarted_a_limited_number_of_times() -> None:
     started: asyncio.Queue[int] = asyncio.Queue(3)
 
     def hear(name: str, line: str) -> None:
-        if line.startswith("ended"):
+        if line.startswith(("ended", "was killed")):
             ends[name].append(line)
             has_ended.set()
             return
@@ -122,7 +122,9 @@ async def test_a_dead_worker_is_restarted_a_limited_number_of_times() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await run()
 
-    assert str(cause_of(caught.value)).startswith("worker b ended with exit code -9; its last lines:")
+    assert str(cause_of(caught.value)).startswith(
+        "worker b was killed by SIGKILL (out of memory? `dmesg` shows it); its last lines:"
+    )
     assert [line.partition("; its last line")[0] for line in ends["a"]] == [
         "ended with exit code 3; workers left: 1; started again in 0.01 s (1 of 2 restarts in 10 minutes)",
         "ended with exit code 3; workers left: 1; started again in 0.02 s (2 of 2 restarts in 10 minutes)",
@@ -188,7 +190,7 @@ async def test_the_error_of_a_failed_tool_has_its_last_line() -> None:
     """If a tool fails, the error has its exit code and its last line. A successful tool prints nothing."""
     await run_tool(spec("print('fine')"))
 
-    with pytest.raises(CommandFailed, match=r"^w failed with exit code 3: the reason$"):
+    with pytest.raises(CommandFailed, match=r"^w ended with exit code 3: the reason$"):
         await run_tool(spec("import sys; print('more'); print('the reason'); sys.exit(3)"))
 
 
@@ -215,3 +217,17 @@ async def test_a_line_without_an_end_does_not_fill_memory() -> None:
 def test_workers_share_the_cores(num_workers: int, cores: list[int], expected: list[str]) -> None:
     """Workers of one machine get separate cores if there are enough. A single worker may use all cores."""
     assert [core_share(index, num_workers, cores) for index in range(num_workers)] == expected
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "text"),
+    [
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL (out of memory? `dmesg` shows it)"),
+        (-11, "was killed by SIGSEGV"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_a_signal_that_killed_a_process_is_named(exit_code: int, text: str) -> None:
+    """The end of a process names the exit code or the signal. SIGKILL comes with its usual cause."""
+    assert end_text(exit_code) == text

@@ -49,7 +49,7 @@ async def show_pages(
                 screen.show(text)
                 await events.wait_until(math.inf)
                 for key in events.pop_keys():
-                    options = options and press(options, key, [], num_shown)
+                    options = None if options is None else press(options, key, [], num_shown)
             reading.cancel()
     if shown is not None:
         write("\n".join(lines_of(shown, width)))
