@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Protocol, cast
 
 from ... import __version__
-from ...schemas.errors import PermissionDenied, RollbusError
+from ...schemas.errors import InvalidRequest, PermissionDenied, RollbusError
 from . import commands
 from .console import log_notes, note
 from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
@@ -190,7 +190,9 @@ def build_parser() -> argparse.ArgumentParser:
             parents=[common],
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(command=command, default_of=subparser.get_default)
+        subparser.set_defaults(
+            command=command, default_of=subparser.get_default, with_option_names=subparser.with_option_names
+        )
     return parser
 
 
@@ -248,7 +250,10 @@ def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse
         return code
     if args.verbose:
         traceback.print_exception(raised)
-    note(f"rollbus: {cause}")
+    text = (
+        f"{cause.field} {cause.problem}; allowed: {cause.allowed}" if isinstance(cause, InvalidRequest) else str(cause)
+    )
+    note(f"rollbus: {args.with_option_names(text)}")
     if not args.verbose and not isinstance(raised, PermissionDenied):
         for more in getattr(raised, "__notes__", ()):
             note(more)

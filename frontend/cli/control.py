@@ -110,13 +110,16 @@ def source_of(args: argparse.Namespace) -> WeightSource:
     A path becomes absolute, but its symbolic links are not resolved, because they may differ on other machines.
 
     Raises:
-        CommandFailed: the path to upload is not a folder.
+        CommandFailed: the path to upload is not a folder with safetensors.
     """
     if args.objects:
         return WeightSource(objects=args.path)
     path = str(Path(args.path).absolute())
     if args.upload and not Path(path).is_dir():
         raise CommandFailed(f"--upload {args.path}: PATH is not a folder on this machine", ExitCode.USAGE)
+    if args.upload and not any(Path(path).glob("*.safetensors")):
+        problem = f"--upload {args.path}: the folder has no *.safetensors; expected a folder of save_pretrained()"
+        raise CommandFailed(problem, ExitCode.USAGE)
     return WeightSource(path=path)
 
 

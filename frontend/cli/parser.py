@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,17 @@ class CliParser(argparse.ArgumentParser):
         if rest:
             self.error(f'no option "{rest[0]}"' if rest[0].startswith("-") else f'one argument too many: "{rest[0]}"')
         return parsed, []
+
+    def with_option_names(self, text: str) -> str:
+        """Return an error text with options in place of the Python arguments that they set: `--allow-rollback`."""
+        names = {action.dest.removeprefix("only_"): action.option_strings[-1:] for action in self._actions}
+        names["workers"] = names.get("workers") or names.get("worker", [])
+        first, _, rest = text.partition(" ")
+        if names.get(first):
+            text = f"{names[first][0]} {rest}"
+        return re.sub(
+            r"(?<![\w-])[a-z]+(?:_[a-z]+)+(?![\w-])", lambda match: (names.get(match[0]) or [match[0]])[0], text
+        )
 
     def error(self, message: str) -> NoReturn:
         """Write the error to stderr and exit with code 2."""

@@ -370,3 +370,13 @@ def test_a_missing_vllm_is_reported_with_the_package_to_install(
     options = ["--nats", "nats://127.0.0.1:0"] if command == "up" else []
     assert main([command, *options]) == ExitCode.FAILED
     assert capsys.readouterr().err.startswith("rollbus: vLLM is not installed: pip install ")
+
+
+def test_errors_name_options_and_not_python_arguments() -> None:
+    """An error text names `--allow-rollback` and not `allow_rollback`, and leaves all other words as they are."""
+    args = build_parser().parse_args(["update-weights", "/x", "--version", "1"])
+
+    assert args.with_option_names("workers names nobody") == "--worker names nobody"
+    assert args.with_option_names("set allow_rollback, not my-allow_rollback or weight_version") == (
+        "set --allow-rollback, not my-allow_rollback or weight_version"
+    )

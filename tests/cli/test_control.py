@@ -217,6 +217,10 @@ async def test_fewer_workers_than_expected_receive_no_command(nats_url: str, fle
         (["update-weights", "/x", "--version", "1", "--expected-canary", "no-such-file"], "no-such-file"),
         (["update-weights", "/x", "--version", "1", "--expected-canary", "README.md"], "JSON is malformed"),
         (["load-lora", "math", "no-such-folder", "--upload"], "not a folder on this machine"),
+        (
+            ["load-lora", "math", "/proc/self/fd", "--upload"],
+            "no *.safetensors; expected a folder of save_pretrained()",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused_before_connecting(args: list[str], message: str) -> None:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import rollbus
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.weights_tables import COLUMNS, ModelWeights, weights_as_json, weights_rows
 from rollbus.schemas.chain import ChainRecord
 from rollbus.schemas.manifest import Link
 from tests.cli.support import run_rollbus
 from tests.control.support import MODEL, folders, serving
+from tests.support.fleet import synthetic_worker
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +96,26 @@ async def test_without_workers_a_published_version_is_stored(nats_url: str, flee
     assert "--model NAME is required" in nameless.stderr
     assert "has no published weights" in nothing.stderr
     assert "version 1 is stored as objects:" in stored.stderr
+
+
+async def test_an_unknown_model_is_named_with_the_known_ones(nats_url: str, fleet: str) -> None:
+    """`weights --model` with an unknown name lists the models of the fleet and exits with 2."""
+    async with synthetic_worker(nats_url, fleet, model="m"), rollbus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        ended = await run_rollbus(nats_url, fleet, "weights", "--model", "nope")
+
+    assert ended.code == ExitCode.USAGE
+    assert ended.stderr == f"rollbus: --model: fleet {fleet} has no model nope; allowed: m\n"
+
+
+async def test_an_unknown_worker_is_named_with_the_live_ones(nats_url: str, fleet: str) -> None:
+    """`pause --worker` with an unknown id names the option and the live workers, and exits with 2."""
+    async with (
+        synthetic_worker(nats_url, fleet, model="m", worker_id="a"),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        ended = await run_rollbus(nats_url, fleet, "pause", "--worker", "nope")
+
+    assert ended.code == ExitCode.USAGE
+    assert ended.stderr == "rollbus: --worker names no live worker: nope; allowed: a (m)\n"

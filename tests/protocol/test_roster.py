@@ -61,11 +61,11 @@ def test_an_unknown_model_is_an_error() -> None:
 def test_the_error_lists_the_named_workers_that_cannot_answer() -> None:
     """The error lists the named workers that are missing, have another model, or cannot answer."""
     assert ids(workers_that_must_ack([A, B, OTHER], Pause(workers=("b", "c")))) == {"m": ["b"], "n": ["c"]}
-    with pytest.raises(InvalidRequest, match="workers names x, y, which cannot answer"):
+    with pytest.raises(InvalidRequest, match=r"workers names no live worker: x, y; allowed: "):
         workers_that_must_ack([A, B], Pause(workers=("x", "a", "y")))
-    with pytest.raises(InvalidRequest, match="workers names c, which cannot answer"):
+    with pytest.raises(InvalidRequest, match=r"workers names no live worker of m: c \(serving, n\); allowed: a \(m\)"):
         workers_that_must_ack([A, OTHER], Pause(model="m", workers=("c",)))
-    with pytest.raises(InvalidRequest, match=r"workers names b, which cannot answer \(b is fenced\)"):
+    with pytest.raises(InvalidRequest, match=r"workers names no live worker: b \(fenced, "):
         workers_that_must_ack([A, replace(B, state=WorkerState.FENCED)], Pause(workers=("b",)))
 
 

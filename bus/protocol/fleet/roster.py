@@ -69,13 +69,16 @@ def workers_that_must_ack(
         )
     if command.workers is not None:
         wanted = set(command.workers)
-        able = [worker for worker in able if worker.worker in wanted]
+        answering, able = able, [worker for worker in able if worker.worker in wanted]
         absent = sorted(wanted - {worker.worker for worker in able})
         if absent:
+            states = {worker.worker: f"{worker.worker} ({worker.state}, {worker.model})" for worker in workers}
+            of_model = "" if command.model is None else f" of {command.model}"
+            live = sorted(f"{worker.worker} ({worker.model})" for worker in answering)
             raise InvalidRequest(
                 field="workers",
-                problem=f"names {', '.join(absent)}, which cannot answer" + (f" ({others})" if others else ""),
-                allowed=f"live workers of {command.model or 'any model'}",
+                problem=f"names no live worker{of_model}: {', '.join(states.get(name, name) for name in absent)}",
+                allowed=list_names(live),
             )
     roster: dict[str, tuple[WorkerPresence, ...]] = {}
     for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):

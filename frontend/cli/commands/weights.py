@@ -44,8 +44,15 @@ async def run(args: argparse.Namespace) -> int:
             try:
                 stored, bucket = await key.read(), await key.bucket_state()
             except ControlError as error:
-                if error.code is not ControlCode.STORAGE or args.model:
+                if error.code is not ControlCode.STORAGE:
                     raise
+                if args.model:
+                    known = {worker.model for worker in fleet.workers} | fleet.desired.keys()
+                    if model in known:
+                        raise
+                    allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
+                    problem = f"--model: fleet {fleet.fleet} has no model {model}; allowed: {allowed}"
+                    raise CommandFailed(problem, ExitCode.USAGE) from error
                 continue  # the model has no bucket
             versions: dict[int, list[str]] = {}
             for worker in fleet.workers:
