@@ -12,7 +12,7 @@ from typing import IO, Final, NamedTuple
 
 from .console import write
 
-__all__ = ["NONE", "Layout", "lay_out", "print_table", "print_text", "printable", "table_text", "wrapped"]
+__all__ = ["NONE", "TableLines", "lay_out", "print_table", "print_text", "printable", "table_text", "wrapped"]
 
 NONE: Final = "-"
 """Cell without a value."""
@@ -26,7 +26,7 @@ _NOTHING: Final = re.compile(r"-?|0+([.,]0+)?( ?(%|m?s|[KMG]iB))?")
 _NUMBER: Final = re.compile(r"-?|[\d.,/]+( ?(%|m?s|[KMG]iB))?")
 
 
-class Layout(NamedTuple):
+class TableLines(NamedTuple):
     """The lines of a table."""
 
     head: str
@@ -76,7 +76,7 @@ def wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
-def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, spare: Sequence[str] = ()) -> Layout:
+def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, spare: Sequence[str] = ()) -> TableLines:
     """Lay out a table.
 
     Args:
@@ -126,10 +126,10 @@ class _Table:
         if last in self._widths:
             self._widths[last] = min(self._widest(last, None), self._widths[last] - self._overhang())
 
-    def layout(self) -> Layout:
+    def layout(self) -> TableLines:
         """Return the lines."""
         head = self._joined([self._titles[i] for i in self._widths])
-        return Layout(head, [[*self._lines(row)] for row in self._rows])
+        return TableLines(head, [[*self._lines(row)] for row in self._rows])
 
     def _joined(self, cells: Sequence[str]) -> str:
         """Return cells in their columns, numbers on the right."""
