@@ -104,7 +104,7 @@ ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.TOO_LARGE: ErrorFacts(
         "the request, or one row of its routed experts, exceeds the server's max_payload", "client", False, False
     ),
-    ErrorCode.NO_WORKERS: ErrorFacts("no live worker serves the model", "fleet", True, False),
+    ErrorCode.NO_WORKERS: ErrorFacts("no live worker serves the model, and none starts", "fleet", True, False),
     ErrorCode.QUEUE_FULL: ErrorFacts("the limit of waiting requests is reached", "fleet", True, False),
     ErrorCode.TIMEOUT: ErrorFacts("the request's timeout_s passed", "fleet", True, True),
     ErrorCode.WEIGHTS_TOO_OLD: ErrorFacts("the weights are older than min_weight_version", "fleet", True, False),

@@ -274,7 +274,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     counters: WorkerCounters | None = None
     """Counters of the worker; None: not announced."""
     start_left_s: Annotated[float, Meta(ge=0)] | None = None
-    """Seconds for which requests may wait for a worker that starts; None: it does not start or announce it."""
+    """Seconds for which requests may wait for a worker that starts; None: it does not start or announce it. 0 in the
+    presence of a failed worker: its supervisor does not start it again, so no request waits for it."""
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
     """Name of the worker's machine; None: not announced."""
     pid: NotNegative | None = None

@@ -67,6 +67,11 @@ def parser() -> argparse.ArgumentParser:
         help="json: one object per line (default: %(default)s)",
     )
     parser.add_argument(
+        "--incarnation",
+        metavar="ID",
+        help="first incarnation of the worker, which the program that starts it announces (default: a random id)",
+    )
+    parser.add_argument(
         "--parent-pipe",
         metavar="FD",
         type=int,
@@ -107,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fleet=fleet,
             worker_id=worker_id or default_worker_id(),
             model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
+            incarnation=args.incarnation,
             weight_version=args.weight_version,
             model_path=None if args.model is None else str(Path(args.model).resolve()),
             lease_s=args.lease_s,

@@ -59,6 +59,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the fleet."""
     worker_id: str = msgspec.field(default_factory=default_worker_id)
     """Id of the worker, a subject token. Default: host name, process id and four random characters."""
+    incarnation: str | None = None
+    """First incarnation, which the process that starts this worker announces. None: a random one."""
     weight_version: int = 0
     """Version of the checkpoint that the engine loads at its start."""
     model_path: str | None = None
@@ -94,6 +96,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_subject_token("worker_id", self.worker_id)
         worker_identity(self.credentials, fleet=self.fleet, worker=self.worker_id)
         check_name("model", self.model)
+        if self.incarnation is not None:
+            check_name("incarnation", self.incarnation)
         check_int("weight_version", self.weight_version, 0, MAX_WEIGHT_VERSION)
         check_float("lease_s", self.lease_s, 2 * LEASE_MARGIN_S, 60)
         if self.listen_s is not None:

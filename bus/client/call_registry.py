@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
 from ...schemas.request import GenerateRequest
 from ...schemas.request_ids import wire_id
+from ..protocol.fleet.unserved import WaitLimit
 from ..tracing.spans import TracingStats
 from ..tracing.switch import make_tracer
 from .calls import Call, CallResult, Inbox
@@ -109,10 +110,13 @@ class CallRegistry:
             # Closing waits for the collector, which may be slow.
             await asyncio.to_thread(self.tracer.close)
 
-    async def open(self, request: GenerateRequest, *, streams: bool) -> Call:
+    async def open(self, request: GenerateRequest, *, streams: bool, wait_limit: WaitLimit | None = None) -> Call:
         """Submit `request`. The caller must `remove` the call afterwards.
 
-        This waits only if no worker seems to serve the model.
+        This waits only if no worker seems to serve the model or to start.
+
+        Args:
+            wait_limit: limit for the time without a serving worker before the first chunk. None: until the deadline.
 
         Raises:
             RequestRejected: the request was not published.
@@ -132,6 +136,7 @@ class CallRegistry:
                 request_id=request.request_id,
             )
         call = Call(request, self._inbox, streams, self.tracer)
+        call.wait_limit = wait_limit
         call.other_loop = self._thread.other_loop()
         self._calls[request_id] = call
         try:
@@ -148,10 +153,10 @@ class CallRegistry:
     async def _resolve_model(self, call: Call) -> str:
         models = self._runtime.models
         model = models.fixed if call.request.model is None else call.request.model
-        if model is not None and self._runtime.watcher.snapshot.is_served(model):
+        if model is not None and model in self._runtime.watcher.snapshot.awaited:
             return model
         try:
-            return await self._thread.run(models.resolve(model))
+            return await self._thread.run(models.resolve(model, call))
         except NoWorkers:
             if not call.is_aborted:
                 raise

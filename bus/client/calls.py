@@ -19,6 +19,7 @@ from ...schemas.errors import RequestError
 from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.messages import encode
 from ...schemas.request import GenerateRequest, expand_children
+from ..protocol.fleet.unserved import WaitLimit
 from ..protocol.stream.chunk_sizes import chunk_bytes
 from ..tracing.spans import Tracer
 from .call_spans import CallSpans, traced
@@ -127,6 +128,8 @@ class Call:
     """Deadline on `time.monotonic()`."""
     spans: CallSpans | None = field(init=False, default=None)
     """Spans of the trace. None if the request is not sampled."""
+    wait_limit: WaitLimit | None = None
+    """Limit for the time without a serving worker before the first chunk. None: the request's deadline."""
     other_loop: asyncio.AbstractEventLoop | None = None
     """Loop of a caller that is not in the owner's loop but in that of another thread."""
     # Written in the caller's loop.

@@ -26,6 +26,7 @@ from ...schemas.request import GenerateRequest, TokenIds, as_request
 from ...schemas.sampling import SamplingParams
 from ..auth.credentials import Credentials, client_identity
 from ..nats.server import Server
+from ..protocol.fleet.unserved import WaitLimit
 from ..protocol.groups.planner import GroupPlanner
 from ..subjects import Subjects
 from ..tracing.switch import Tracing, check_tracing
@@ -52,6 +53,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     client: str | None = None,
     credentials: Credentials | str | os.PathLike[str] | None = None,
     worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
+    wait_for_workers_s: float = 0.0,
     max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
     placement: bool = True,
@@ -69,6 +71,10 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
         credentials: credentials of the NATS user, or their file. None: the file in `$ROLLBUS_CREDS`, or no user.
         worker_grace_s: seconds that a request waits for a worker after the last worker of its model was lost (default:
             15). While the client is disconnected from NATS, it treats workers as lost after lease plus margin (6 s).
+            While a worker of the model starts, updates or is paused, requests wait until their deadline.
+        wait_for_workers_s: seconds that a request waits for a worker if no worker serves its model and none starts
+            (default: 0: a new request fails with `NoWorkers` after half a second). A larger value than `worker_grace_s`
+            replaces it.
         max_unread_bytes: bytes of unread results above which `complete_many` sends no more requests (default: 1 GiB).
         prefill_min_tokens: prompts of at least this many tokens go to a prefill worker first, if the fleet has one
             (default: 32).
@@ -94,6 +100,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
         fleet=fleet,
         client=client,
         worker_grace_s=worker_grace_s,
+        wait_for_workers_s=wait_for_workers_s,
         max_unread_bytes=max_unread_bytes,
         prefill_min_tokens=prefill_min_tokens,
         placement=placement,
@@ -123,12 +130,14 @@ class Client:
         fleet: str | None,
         client: str | None,
         worker_grace_s: float,
+        wait_for_workers_s: float,
         max_unread_bytes: int,
         prefill_min_tokens: int,
         placement: bool,
         tracing: Tracing,
     ) -> None:
         worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
+        wait_for_workers_s = check_float("wait_for_workers_s", wait_for_workers_s, 0, MAX_TIMEOUT_S)
         self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
         prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
         placement = check_bool("placement", placement)
@@ -138,7 +147,8 @@ class Client:
             subjects=Subjects(fleet),
             client=client,
             incarnation="",
-            worker_grace_s=worker_grace_s,
+            worker_grace_s=max(worker_grace_s, wait_for_workers_s),
+            wait_for_workers_s=wait_for_workers_s,
             prefill_min_tokens=prefill_min_tokens,
             placement=placement,
             tracing=check_tracing(tracing),
@@ -204,6 +214,7 @@ class Client:
         request: GenerateRequest | TokenIds | None = None,
         *,
         on_end: Callable[[], None] | None = None,
+        wait_limit: WaitLimit | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of `request`. With n > 1, chunks of all samples are interleaved and have their `child`.
@@ -215,6 +226,7 @@ class Client:
             request: request, or the token ids of a prompt: `rb.generate([1, 2, 3], max_tokens=8)`.
             on_end: called when the workers have finished the request, possibly before the caller has read the last
                 chunk. It is not called if the caller leaves the loop before that.
+            wait_limit: limit for the time without a serving worker before the first chunk. None: until the deadline.
             fields: fields of `GenerateRequest` and of `SamplingParams`, for a prompt of token ids.
 
         Raises:
@@ -222,7 +234,7 @@ class Client:
             BusClosed: the client is not connected.
         """
         registry = self._registry
-        call = await registry.open(as_request(request, fields), streams=True)
+        call = await registry.open(as_request(request, fields), streams=True, wait_limit=wait_limit)
         if on_end is not None:
             call.when_ended(lambda _: on_end())
         try:
@@ -231,11 +243,19 @@ class Client:
         finally:
             registry.remove(call)
 
-    async def complete(self, /, request: GenerateRequest | TokenIds | None = None, **fields: Any) -> Generation:
+    async def complete(
+        self,
+        /,
+        request: GenerateRequest | TokenIds | None = None,
+        *,
+        wait_limit: WaitLimit | None = None,
+        **fields: Any,
+    ) -> Generation:
         """Return the complete result of `request`. With n > 1, that is child 0 with the others in `siblings`.
 
         Args:
             request: request, or the token ids of a prompt: `await rb.complete([1, 2, 3], max_tokens=8)`.
+            wait_limit: limit for the time without a serving worker before the first token. None: until the deadline.
             fields: fields of `GenerateRequest` and of `SamplingParams`, for a prompt of token ids.
 
         Cancellation: aborts the request.
@@ -245,7 +265,7 @@ class Client:
             BusClosed: the client is not connected.
         """
         registry = self._registry
-        call = await registry.open(as_request(request, fields), streams=False)
+        call = await registry.open(as_request(request, fields), streams=False, wait_limit=wait_limit)
         try:
             await call.wait()
             if call.error is not None:

@@ -20,7 +20,9 @@ class ClientConfig:
     incarnation: str
     """Id of this lifetime of the name: a client that connects again under the same name has another incarnation."""
     worker_grace_s: float
-    """Seconds that a request waits for a worker when its model has none."""
+    """Seconds that a request waits for a worker when its model has none and none starts."""
+    wait_for_workers_s: float = 0.0
+    """Seconds that a new request waits for such a worker; 0: it fails at once."""
     prefill_min_tokens: int
     """Prompts of at least this many tokens go to a prefill worker first, if the fleet has one."""
     placement: bool = True

@@ -27,6 +27,7 @@ from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event
 from ..protocol.attempt.silence import able_others
 from ..protocol.attempt.states import UNPUBLISHED, RequestState
+from ..protocol.fleet.unserved import UnservedModels
 from ..queue.publisher import PublishResult, QueuePublisher
 from ..queue.streams import StoredRange, stored_in
 from .children import ChildRequest, OpenCall
@@ -76,11 +77,11 @@ class RequestDispatcher:
         self, nats: Connection, config: ClientConfig, watcher: PresenceWatcher, coordinator: AttemptCoordinator
     ) -> None:
         self._nats = nats
-        self._subjects = config.subjects
-        self._client, self._incarnation = config.client, config.incarnation
+        self._subjects, self._client, self._incarnation = config.subjects, config.client, config.incarnation
         self._watcher = watcher
         self._coordinator = coordinator
-        self._worker_grace_s = config.worker_grace_s
+        self._waits_for_workers = config.wait_for_workers_s > 0
+        self._unserved = UnservedModels(config.worker_grace_s)
         self.publisher = QueuePublisher(nats, config.subjects, self._client, self._on_publish_result)
         self.placement = RequestPlacement(watcher.table, is_on=config.placement)
         self._prefill_min_tokens = config.prefill_min_tokens
@@ -93,8 +94,6 @@ class RequestDispatcher:
         self._published: dict[str, ChildRequest] = {}
         # Requests in the queue, the least recently checked first.
         self._queued: dict[ChildRequest, _Queued] = {}
-        # Time since which no worker serves a model with waiting requests, by model.
-        self._unserved: dict[str, float] = {}
         self.stats = DispatcherStats()
         self.queue_waits = DurationsByModel()
 
@@ -160,7 +159,7 @@ class RequestDispatcher:
             return f"the request waits for a worker with the adapter {lora!r}{others}"
         newest = max((w.served_version if lora is None else w.weight_version for w in serving), default=None)
         if wanted is None or (newest is not None and newest >= wanted):
-            return ""
+            return "" if serving else f"no worker serves {model}{others}"
         have = "no worker serves" if newest is None else f"the newest version of a serving worker is {newest}"
         return f"the request waits for a worker with weight version {wanted}; {have}{others}"
 
@@ -180,7 +179,7 @@ class RequestDispatcher:
 
     def restart_timers(self) -> None:
         """Restart the timers of unserved models after an outage of the connection or of this process."""
-        self._unserved.clear()
+        self._unserved.restart_timers()
         self.wake()
 
     async def run(self) -> None:
@@ -200,16 +199,15 @@ class RequestDispatcher:
     async def _publish_pending(self) -> None:
         """Try to publish each pending request once. No local name may keep the last call's result alive while idle."""
         for _ in range(len(self._pending)):
-            if self.publisher.is_full:
-                self._is_waiting_for_acks = True
-                return
-            if not self._nats.is_connected:
+            self._is_waiting_for_acks = self._is_waiting_for_acks or self.publisher.is_full
+            if self.publisher.is_full or not self._nats.is_connected:
                 return
             await self._publish_or_wait(self._pending.popleft())
 
     async def _publish_or_wait(self, child: ChildRequest) -> None:
         """Publish the current attempt with the requests that go to the same worker, or make it pending again."""
-        if child.state not in UNPUBLISHED:
+        is_limited = child.open_call.call.wait_limit is not None
+        if child.state not in UNPUBLISHED or (is_limited and self._fail_if_unserved(child)):
             return
         possible = self._possible(child)
         if not possible.is_target_known or child.awaits_prefill(possible):
@@ -233,7 +231,7 @@ class RequestDispatcher:
         open_call = child.open_call
         return on.PublishingPossible(
             max_bytes=self._max_bytes,
-            is_served=self._watcher.snapshot.is_served(open_call.model),
+            is_served=open_call.model in self._watcher.snapshot.served,
             is_target_known=self._set_target(open_call),
             num_prefill_workers=self.prefill.num_workers(open_call.model),
             prefill_min_tokens=self._prefill_min_tokens,
@@ -334,12 +332,11 @@ class RequestDispatcher:
         attempt = child.stream.attempt
         if result.ok:
             self._coordinator.send(child, on.Stored(attempt))
-            now = time.monotonic()
-            self._queued[child] = _Queued(result.seq, now, now)
+            self._queued[child] = _Queued(result.seq, now := time.monotonic(), now)
             return
         error = request_error(result.code or ErrorCode.UNKNOWN, result.message, request_id=child.open_call.request_id)
-        is_served = self._watcher.snapshot.is_served(child.open_call.model)
-        self._coordinator.send(child, on.NotStored(attempt, error, is_served))
+        may_come = self._waits_for_workers or child.open_call.model in self._watcher.snapshot.awaited
+        self._coordinator.send(child, on.NotStored(attempt, error, may_come))
 
     async def check_deadlines(self) -> None:
         """Check for requests that wait too long, until cancelled."""
@@ -347,24 +344,26 @@ class RequestDispatcher:
             await asyncio.sleep(ROUND_S)
             self.wake()
             # Also without a connection: workers that were lost before the outage stay lost.
-            self.fail_unserved(self._worker_grace_s)
+            self.fail_unserved()
             if self._nats.is_connected:
                 await self._find_orphans()
 
-    def fail_unserved(self, grace_s: float) -> None:
-        """Fail the requests of each model that no worker has served for `grace_s` seconds."""
-        now = time.monotonic()
+    def fail_unserved(self, *, has_grace: bool = True) -> None:
+        """Fail the requests that no worker has and that must not wait for one any longer."""
         waiting = self._coordinator.open_children(lambda child: child.worker is None)
-        unserved = {
-            model for model in {child.open_call.model for child in waiting} if not self._watcher.table.is_awaited(model)
-        }
-        self._unserved = {model: self._unserved.get(model, now) for model in unserved}
-        lost = {model for model, since in self._unserved.items() if now - since >= grace_s}
-        for child in [child for child in waiting if child.open_call.model in lost]:
-            others = self._watcher.snapshot.describe_others(child.open_call.model)
-            message = f"no worker has served {child.open_call.model} for {self._worker_grace_s:g} s{others}"
-            nobody = NoWorkers(message=message, request_id=child.open_call.request_id)
+        self._unserved.update({child.open_call.model for child in waiting}, self._watcher.snapshot, time.monotonic())
+        for child in waiting:
+            self._fail_if_unserved(child, has_grace=has_grace)
+
+    def _fail_if_unserved(self, child: ChildRequest, *, has_grace: bool = True) -> bool:
+        open_call = child.open_call
+        # A request that has begun waits until its deadline.
+        limit = None if child.workers or open_call.call.delivered else open_call.call.wait_limit
+        why = self._unserved.why_not_wait(open_call.model, limit, time.monotonic(), has_grace=has_grace)
+        if why is not None:
+            nobody = NoWorkers(message=why, request_id=open_call.request_id)
             self._coordinator.send(child, on.Failed(child.last_error or nobody))
+        return why is not None
 
     async def _find_orphans(self) -> None:
         """Publish requests again that left the queue without an offer."""

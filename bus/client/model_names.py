@@ -15,10 +15,11 @@ from ...schemas.errors import BusBroken, InvalidRequest, NoWorkers
 from ..control.store import DesiredStore
 from ..nats.connection import Connection
 from ..protocol.fleet.desired import desired_loras
-from ..protocol.fleet.presence_table import list_names
+from ..protocol.fleet.fleet_snapshot import list_names
 from ..queue.streams import delete_queue, queue_depths
-from ..subjects import Subjects
-from .presence_watcher import PresenceWatcher
+from .calls import Call
+from .config import ClientConfig
+from .presence_watcher import PING_WAIT_S, PresenceWatcher
 
 __all__ = ["ModelNames"]
 
@@ -36,10 +37,11 @@ class ModelNames:
             afterwards, so any thread may read it.
     """
 
-    def __init__(self, nats: Connection, subjects: Subjects, watcher: PresenceWatcher, store: DesiredStore) -> None:
+    def __init__(self, nats: Connection, config: ClientConfig, watcher: PresenceWatcher, store: DesiredStore) -> None:
         self.fixed: str | None = None
         self._nats = nats
-        self._subjects = subjects
+        self._subjects = config.subjects
+        self._wait_s = config.wait_for_workers_s
         self._watcher = watcher
         self._store = store
         self._reading = asyncio.Lock()
@@ -111,25 +113,30 @@ class ModelNames:
         await self._store.forget(model)
         return was_known
 
-    async def resolve(self, model: str | None) -> str:
+    async def resolve(self, model: str | None, call: Call) -> str:
         """Return the model that serves a request for `model`. Ask the workers first if none seems to serve it.
 
+        With `wait_for_workers_s`, a known model needs no worker now, and a fleet without any model is waited for.
+
+        Args:
+            call: the request. If it is aborted, this waits no longer.
+
         Raises:
-            NoWorkers: no worker serves the model.
+            NoWorkers: no worker serves the model, and none starts.
             InvalidRequest: no model was named and several are known, or only other models are known.
             BusBroken: no model was named, and the stored states cannot be listed.
         """
         try:
-            return await self._resolve(self.fixed if model is None else model)
+            return await self._resolve(self.fixed if model is None else model, call)
         except NoWorkers as exc:
             if self._nats.is_connected:
                 raise
             raise NoWorkers(message=f"{exc.message}; the connection to NATS is down") from exc
 
-    async def _resolve(self, model: str | None) -> str:
+    async def _resolve(self, model: str | None, call: Call) -> str:
         if model is None:
-            model = await self._fix()
-        await self._watcher.wait_served(model)
+            model = await self._wait_fixed(call)
+        await self._watcher.wait_awaited(model)
         known: tuple[str, ...] = (model,)
         if all(worker.model != model for worker in self._watcher.snapshot.workers):
             try:
@@ -137,7 +144,23 @@ class ModelNames:
             except BusBroken:
                 # The model may be known. A request that fails as `no_workers` may be sent again.
                 known = (model,)
-        return self._watcher.snapshot.resolve_model(model, known)
+        try:
+            return self._watcher.snapshot.resolve_model(model, known)
+        except NoWorkers:
+            if not self._wait_s:
+                raise
+            return model
+
+    async def _wait_fixed(self, call: Call) -> str:
+        """Choose the model of requests that name none, once. Wait for the fleet's first model if that is allowed."""
+        until = min(time.monotonic() + self._wait_s, call.deadline_s)
+        while True:
+            try:
+                return await self._fix()
+            except NoWorkers:
+                if call.is_aborted or time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(PING_WAIT_S)
 
     async def _fix(self) -> str:
         """Choose the model of requests that name none, once."""

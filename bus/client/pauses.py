@@ -10,7 +10,7 @@ from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerState
 from ..control.store import DesiredStore
 from ..protocol.fleet.desired import effective
-from ..protocol.fleet.presence_table import accepts_whole_requests
+from ..protocol.fleet.fleet_snapshot import accepts_whole_requests
 from .exchange import AttemptCoordinator
 from .presence_watcher import PresenceWatcher
 

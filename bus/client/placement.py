@@ -17,7 +17,8 @@ import numpy as np
 from ...schemas.errors import ErrorCode, RequestError
 from ...schemas.presence import WorkerPresence
 from ..protocol.attempt.states import UNPUBLISHED
-from ..protocol.fleet.presence_table import FleetSnapshot, LostWorker, PresenceTable
+from ..protocol.fleet.fleet_snapshot import FleetSnapshot
+from ..protocol.fleet.presence_table import LostWorker, PresenceTable
 from ..protocol.placement.group_leaders import GroupLeaders
 from ..protocol.placement.model_policies import ModelPolicies
 from ..protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementNeeds, PlacementReason
@@ -27,7 +28,6 @@ from ..protocol.queue.follower_backlog import MAX_FOLLOWERS
 from .children import ChildRequest
 
 __all__ = ["Placed", "PlacementStats", "RequestPlacement"]
-
 
 MAX_REFUSALS: Final = 1
 """Rejections after which a request may still follow others of its group: one for room and one for a backlog."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from ...schemas.errors import ErrorCode, RequestError
 from ..protocol.attempt.events import PrefillDecided
-from ..protocol.fleet.presence_table import connector_of
+from ..protocol.fleet.fleet_snapshot import connector_of
 from ..protocol.queue.prefill_queue import PrefillFallback, PrefillQueue, PrefillRequirements, PrefillWorkerInfo
 from .children import ChildRequest
 from .placement import RequestPlacement

@@ -16,7 +16,8 @@ from ..nats.connection import Connection, publish
 from ..nats.jetstream import Unanswered
 from ..nats.reachable import describe_reachable
 from ..protocol.fleet.behind import shows_ack
-from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor, accepts_whole_requests
+from ..protocol.fleet.fleet_snapshot import accepts_whole_requests
+from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor
 from ..queue.storing import QueueProbes
 from ..queue.streams import QueueDepth, queue_depths
 from ..subjects import Subjects
@@ -204,16 +205,16 @@ class PresenceWatcher:
                 + self.snapshot.describe_others(model)
             )
 
-    async def wait_served(self, model: str) -> None:
-        """Ask the workers if none seems to serve `model`. Wait until one does, or until all had time to answer.
+    async def wait_awaited(self, model: str) -> None:
+        """Ask the workers if none seems to serve `model`. Wait until one does or starts, or all had time to answer.
 
         Raises:
             BusBroken: the connection to NATS is permanently lost.
         """
-        if not self.snapshot.is_served(model):
+        if model not in self.snapshot.awaited:
             await self._ping()
             left_s = self._pinged_at + PING_WAIT_S - time.monotonic()
-            await self.wait_until(lambda: self.snapshot.is_served(model), left_s)
+            await self.wait_until(lambda: model in self.snapshot.awaited, left_s)
 
     async def _ping(self) -> None:
         # All callers that wait at the same time share one ping.

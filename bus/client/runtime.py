@@ -127,7 +127,7 @@ class ClientRuntime:
         )
         self.watcher.client = config.client
         self.controller = Controller(nats, config.subjects, config.client, self.watcher)
-        self.models = ModelNames(nats, config.subjects, self.watcher, self.controller.store)
+        self.models = ModelNames(nats, config, self.watcher, self.controller.store)
         self.updates = Updates(self.controller, Uploads(config.server, config.subjects))
         table = self.watcher.table
         self.links = ClientLinks(nats, config.subjects, identity, self.coordinator, self.losses, table.incarnations_of)
@@ -229,7 +229,7 @@ class ClientRuntime:
         if self._outage_s >= UNHEARD_S + self._config.worker_grace_s:
             self.watcher.remove_all(f"NATS has not answered for {self._outage_s:.0f} s")
             self.losses.mark_unheard_lost(self.watcher.table.incarnations(), time.monotonic())
-            self.dispatcher.fail_unserved(grace_s=0.0)
+            self.dispatcher.fail_unserved(has_grace=False)
 
     @property
     def _is_observer(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...bus import Client, FleetState
-from ...bus.protocol.fleet.presence_table import FleetSnapshot, accepts_whole_requests
+from ...bus.protocol.fleet.fleet_snapshot import FleetSnapshot, accepts_whole_requests
 from ...schemas.presence import WorkerPresence, WorkerState
 from .arguments import without_password
 from .console import note, program
@@ -32,10 +32,10 @@ async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
     """Print on stderr why requests must wait. Print nothing if a worker serves.
 
     Raises:
-        CommandFailed: no worker serves, and requests cannot wait because no worker is paused or updates its weights.
+        CommandFailed: no worker serves, and requests cannot wait because no worker is paused, updates or starts.
     """
     present = [worker for worker in state.workers if worker.state.is_present and accepts_whole_requests(worker)]
-    if not present:
+    if not FleetSnapshot(tuple(state.workers)).awaited:
         serving_workers(state.workers, nats_url=nats_url, fleet=state.fleet)
     if any(worker.state is WorkerState.SERVING for worker in present):
         return

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ... import bus
-from ...bus.protocol.fleet.presence_table import list_names
+from ...bus.protocol.fleet.fleet_snapshot import list_names
 from ...schemas import limits
 from ...schemas.checks import check_name, describe
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError

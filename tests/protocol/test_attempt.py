@@ -154,7 +154,7 @@ def test_the_client_publishes_again_if_the_queue_is_missing() -> None:
     """
     request = machine()
     request.handle(possible(), 1.0)
-    missing = on.NotStored(0, failure(ErrorCode.NO_WORKERS), is_served=True)
+    missing = on.NotStored(0, failure(ErrorCode.NO_WORKERS), may_come=True)
 
     assert request.handle(missing, 2.0) == (on.WakeAt(2.0 + QUEUE_MISSING_S),)
     assert request.handle(on.TimePassed(), 2.1) == (on.WakeAt(2.0 + QUEUE_MISSING_S),)
@@ -206,7 +206,7 @@ def test_a_late_answer_to_an_earlier_attempt_is_ignored() -> None:
     request.handle(possible(), 3.0)
 
     assert request.handle(on.Stored(0), 4.0) == ()
-    assert request.handle(on.NotStored(0, failure(ErrorCode.QUEUE_FULL), is_served=True), 4.0) == ()
+    assert request.handle(on.NotStored(0, failure(ErrorCode.QUEUE_FULL), may_come=True), 4.0) == ()
     assert request.handle(on.PublishFailed(0), 4.0) == ()
     assert request.state is RequestState.PUBLISHING
 
@@ -236,7 +236,7 @@ def test_an_ended_request_answers_each_offer_with_an_abort() -> None:
     assert request.handle(on.Offered("w0", "one"), 5.0) == (on.AbortAttempt("w0", key),)
     late: list[on.Event] = [
         possible(), on.PrefillDecided("p"), on.Oversized(2, 1), on.PublishFailed(0), on.Stored(0),
-        on.NotStored(0, failure(), is_served=True), on.WorkerSilent(failure()), on.Lost(failure()),
+        on.NotStored(0, failure(), may_come=True), on.WorkerSilent(failure()), on.Lost(failure()),
         on.SuspectReleased(), on.TimePassed(), on.Failed(failure()), on.Stopped(), on.Aborted(),
     ]  # fmt: skip
     assert [request.handle(event, 6.0) for event in late] == [()] * len(late)

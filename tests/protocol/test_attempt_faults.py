@@ -143,7 +143,7 @@ class Attempts(RuleBasedStateMachine):
         attempt = data.draw(st.integers(0, self.request.stream.attempt))
         code = data.draw(st.sampled_from([ErrorCode.NO_WORKERS, ErrorCode.QUEUE_FULL, None]))
         before = self.request.state
-        event = on.PublishFailed(attempt) if code is None else on.NotStored(attempt, failure(code), is_served=True)
+        event = on.PublishFailed(attempt) if code is None else on.NotStored(attempt, failure(code), may_come=True)
         self.send(event)
         if code is None and before is not self.request.state:
             self.num_published[attempt] -= 1

@@ -121,15 +121,15 @@ def test_requests_wait_for_a_worker_that_starts() -> None:
     view = PresenceTable()
     starting = replace(HERE, state=WorkerState.STARTING, start_left_s=5.0)
     view.update(starting, 0.0)
-    assert view.is_awaited("m")
-    assert not view.is_awaited("other")
-    assert not view.snapshot.is_served("m")
+    assert "m" in view.snapshot.awaited
+    assert "other" not in view.snapshot.awaited
+    assert "m" not in view.snapshot.served
 
     for late in (replace(starting, start_left_s=0.0), replace(starting, start_left_s=None)):
         view.update(late, 1.0)
-        assert not view.is_awaited("m")
+        assert "m" not in view.snapshot.awaited
     view.update(HERE, 2.0)
-    assert view.is_awaited("m")
+    assert "m" in view.snapshot.awaited
 
 
 def test_only_new_lost_or_changed_workers_make_a_new_snapshot() -> None:
@@ -146,7 +146,7 @@ def test_only_new_lost_or_changed_workers_make_a_new_snapshot() -> None:
 
     assert empty.workers == () == view.snapshot.workers
     assert first is not empty
-    assert (first.is_served("m"), second.is_served("m")) == (True, False)
+    assert (first.served, second.served) == (("m",), ())
 
 
 def test_a_request_needs_a_model_name_only_if_there_are_several_models() -> None:
@@ -191,7 +191,7 @@ def test_requests_do_not_wait_for_workers_in_other_states(state: WorkerState) ->
     view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
 
-    assert not view.snapshot.is_served("m")
+    assert "m" not in view.snapshot.served
 
 
 def test_the_target_version_of_a_model_is_the_newest_announced_version() -> None:

@@ -69,7 +69,7 @@ class WorkerLifecycle:
         self._is_requested = asyncio.Event()
         listen_s = config.lease_s if config.listen_s is None else config.listen_s
         self._duplicates = DuplicateWatch(config.lease_s, listen_s, self._confirmed_at)
-        self._incarnations = deque([new_incarnation()], maxlen=MAX_INCARNATIONS)
+        self._incarnations = deque([config.incarnation or new_incarnation()], maxlen=MAX_INCARNATIONS)
         self._held_since: float | None = None
         self.knows_target: Callable[[], bool] = lambda: True
         """Returns False while the desired state may have changed without this worker. It then accepts no requests."""

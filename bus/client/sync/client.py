@@ -16,6 +16,7 @@ from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import GenerateRequest, TokenIds
 from ....schemas.sampling import SamplingParams
+from ...protocol.fleet.unserved import WaitLimit
 from .. import client as with_asyncio
 from ..batch import Batch, Requests, check_iterable, check_request
 from ..batch_times import BatchTimes
@@ -218,13 +219,15 @@ class BlockingClient:
         request: GenerateRequest | TokenIds | None = None,
         *,
         on_end: Callable[[], None] | None = None,
+        wait_limit: WaitLimit | None = None,
         **fields: Any,
     ) -> Generator[Chunk, None, None]:
         """Stream the chunks of `request`, as `Client.generate` does.
 
         Leaving the loop, or `close` on the iterator, aborts the request.
         """
-        owner, chunks = self._connected, self._awaited.generate(request, on_end=on_end, **fields)
+        owner = self._connected
+        chunks = self._awaited.generate(request, on_end=on_end, wait_limit=wait_limit, **fields)
         try:
             while (chunk := owner.run(_next(chunks))) is not None:
                 yield chunk

@@ -62,11 +62,11 @@ class Stored(Event, frozen=True):
 
 
 class NotStored(Event, frozen=True):
-    """The queue has rejected the request. `is_served` is true if a worker is present that creates the queue again."""
+    """The queue has rejected the request. `may_come` is true if a worker may come that creates the queue."""
 
     attempt: int
     error: RequestError
-    is_served: bool
+    may_come: bool
 
 
 class Offered(Event, frozen=True):

@@ -268,8 +268,8 @@ class AttemptMachine:
 
     def _not_stored(self, refused: on.NotStored, now: float) -> Sequence[Instruction]:
         error = refused.error
-        if error.code is ErrorCode.NO_WORKERS and (refused.is_served or not self.is_first_attempt):
-            # The queue was deleted. Workers that are present, or start within the grace time, create it again.
+        if error.code is ErrorCode.NO_WORKERS and (refused.may_come or not self.is_first_attempt):
+            # The queue does not exist. Workers that are present, or start within the grace time, create it.
             self._last_error = error
             self._move(RequestEvent.UNSTORED, now, until=now + QUEUE_MISSING_S)
             return (on.WakeAt(self._state_deadline),)

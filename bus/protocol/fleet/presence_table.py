@@ -1,29 +1,15 @@
 """The live workers, by their presence. The caller passes in the time; nothing here waits."""
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import Final
 
-from ....schemas.errors import InvalidRequest, NoWorkers
-from ....schemas.presence import Role, WorkerPresence, WorkerState
+from ....schemas.presence import WorkerPresence, WorkerState
+from .fleet_snapshot import FleetSnapshot, accepts_whole_requests, cause_of
 from .lease import MAX_LEASE_S
 
-__all__ = [
-    "LEASE_MARGIN_S",
-    "MAX_WORKERS",
-    "FleetSnapshot",
-    "LostWorker",
-    "PresenceTable",
-    "Survivor",
-    "accepts_whole_requests",
-    "connector_of",
-    "list_names",
-    "slots_of",
-]
+__all__ = ["LEASE_MARGIN_S", "MAX_WORKERS", "LostWorker", "PresenceTable", "Survivor", "slots_of"]
 
 LEASE_MARGIN_S: Final = 1.0
 """Seconds after the end of its lease at which a worker counts as lost. By then it has fenced itself by any clock."""
@@ -31,11 +17,10 @@ MAX_ENDED: Final = 8
 """Ended incarnations of one worker that are remembered: a worker starts rarely."""
 MAX_NAMESAKES: Final = 4
 """Further workers with one id that are followed. More than one worker with an id is a mistake in their setup."""
-MAX_LISTED: Final = 16
-"""Largest number of models that an error lists, because workers choose the names."""
 MAX_WORKERS: Final = 16_384
 """Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
-_IN_SNAPSHOT: Final = attrgetter("state", "model", "incarnation", "epoch", "weight_version", "loras")
+MAX_GIVEN_UP: Final = 64
+"""Models without workers whose last cause is remembered: workers choose the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,104 +45,6 @@ class Survivor:
     worker: str
     incarnation: str
     """The incarnation that counted as lost."""
-
-
-@dataclass(frozen=True)
-class FleetSnapshot:
-    """The live workers: states, versions, adapters. Each change makes a new snapshot; any thread may read it."""
-
-    workers: tuple[WorkerPresence, ...]
-    """The workers by id. Load, counters and times of their presence may be older than the snapshot."""
-
-    @cached_property
-    def served(self) -> tuple[str, ...]:
-        """The sorted models for which a worker accepts requests now or soon: the worker may be paused or updating."""
-        present = (worker for worker in self.workers if worker.state.is_present)
-        return tuple(sorted({worker.model for worker in present if accepts_whole_requests(worker)}))
-
-    @cached_property
-    def prefillers(self) -> Mapping[str, tuple[str, ...]]:
-        """By model with serving decode workers: the serving prefill workers whose KV the decode workers can read."""
-        readable: dict[str, set[str | None]] = {}
-        for worker in self.workers:
-            if _serves_as(worker, "decode"):
-                readable.setdefault(worker.model, set()).add(connector_of(worker))
-        return {
-            model: tuple(
-                worker.worker
-                for worker in self.workers
-                if worker.model == model and _serves_as(worker, "prefill") and connector_of(worker) in connectors
-            )
-            for model, connectors in readable.items()
-        }
-
-    @cached_property
-    def context_lens(self) -> Mapping[str, int]:
-        """By model with serving workers: the shortest context length of any of them."""
-        lens: dict[str, int] = {}
-        for worker in self.workers:
-            if worker.state is WorkerState.SERVING and worker.capabilities is not None:
-                length = worker.capabilities.max_model_len
-                lens[worker.model] = min(lens.get(worker.model, length), length)
-        return lens
-
-    def is_served(self, model: str | None) -> bool:
-        """Return True if a worker accepts requests for `model`, or for any model if None, now or soon."""
-        return bool(self.served) if model is None else model in self.served
-
-    def choose_model(self, known: Collection[str] = ()) -> str:
-        """Return the model of requests that name none: the only one of the live workers' models and `known`.
-
-        Raises:
-            NoWorkers: there is no model.
-            InvalidRequest: there are several.
-        """
-        names = self._names(known)
-        if len(names) > 1:
-            raise InvalidRequest(field="model", problem="is missing", allowed=self._one_of(names))
-        if not names:
-            raise NoWorkers(message="no live worker serves any model")
-        return names[0]
-
-    def resolve_model(self, model: str | None, known: Collection[str] = ()) -> str:
-        """Return the model for a request with `model`; None means the only model.
-
-        Args:
-            known: models that count although no live worker may have them.
-
-        Raises:
-            NoWorkers: no worker serves it.
-            InvalidRequest: no model was named and there are several, or there are only other models.
-        """
-        model = self.choose_model(known) if model is None else model
-        if model in self.served:
-            return model
-        names = self._names(known)
-        if names and model not in names:
-            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=self._one_of(names))
-        raise NoWorkers(message=f"no live worker serves {model}{self.describe_others(model)}")
-
-    def _names(self, known: Collection[str]) -> list[str]:
-        return sorted({worker.model for worker in self.workers}.union(known))
-
-    def _one_of(self, names: Sequence[str]) -> str:
-        """Return the allowed names for people, with the command that forgets a name without workers."""
-        live = {worker.model for worker in self.workers}
-        idle = [name for name in names if name not in live]
-        text = f"one of {list_names(names)}"
-        if idle:
-            text += f" (without workers: {list_names(idle)}; `rollbus forget-model {idle[0]}` forgets a model)"
-        return text
-
-    def describe_others(self, model: str | None) -> str:
-        """Return the states of the workers of `model`, or of all, that do not serve, in brackets; may be empty."""
-        others = [
-            f"{worker.worker} is {worker.state if accepts_whole_requests(worker) else 'serving prefill phases only'}"
-            for worker in self.workers
-            if not (worker.state is WorkerState.SERVING and accepts_whole_requests(worker))
-            and model in (None, worker.model)
-        ]
-        return f" ({', '.join(others)})" if others else ""
 
 
 @dataclass(slots=True)
@@ -192,6 +79,9 @@ class PresenceTable:
         # By worker: incarnations that were replaced, and those that are live beside the one in `_workers`.
         self._ended: dict[str, deque[str]] = {}
         self._namesakes: dict[str, dict[str, _Tracked]] = {}
+        # By worker: the incarnation that started last, and how many started since it accepted requests; bounded.
+        self._starts: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._given_up: OrderedDict[str, str] = OrderedDict()
         self._snapshot: FleetSnapshot | None = None
 
     def __repr__(self) -> str:
@@ -205,11 +95,16 @@ class PresenceTable:
             return self._update_namesake(previous, presence, now)
         silent = self._silent.pop(presence.worker, None)
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
-            return self._end(presence, f"it is {presence.state}", is_death=presence.state is WorkerState.FAILED)
+            lost = self._end(presence, f"it is {presence.state}", is_death=presence.state is WorkerState.FAILED)
+            if presence.start_left_s == 0:
+                self._give_up(presence)
+            return lost
         if previous is None and len(self._workers) >= MAX_WORKERS:
             return None
         self._workers[presence.worker] = _Tracked(presence, now)
-        if previous is None or _IN_SNAPSHOT(previous) != _IN_SNAPSHOT(presence):
+        self._count_start(presence)
+        if previous is None or _in_snapshot(previous) != _in_snapshot(presence):
+            self._given_up.pop(presence.model, None)
             self._snapshot = None
         if previous is not None and previous.incarnation != presence.incarnation:
             self._ended.setdefault(presence.worker, deque(maxlen=MAX_ENDED)).append(previous.incarnation)
@@ -225,6 +120,26 @@ class PresenceTable:
             reason = "it has fenced itself"
             return LostWorker(presence.worker, presence.incarnation, presence.model, reason, is_final=False)
         return None
+
+    def _count_start(self, presence: WorkerPresence) -> None:
+        """Count the starts of a worker until it accepts requests."""
+        worker, incarnation = presence.worker, presence.incarnation
+        if presence.state is WorkerState.STARTING:
+            last, count = self._starts.pop(worker, ("", 0))
+            self._starts[worker] = incarnation, count + (last != incarnation)
+            if len(self._starts) > MAX_WORKERS:
+                self._starts.popitem(last=False)
+        elif presence.state.is_present:
+            self._starts.pop(worker, None)
+
+    def _give_up(self, presence: WorkerPresence) -> None:
+        """Remember why the last worker of its model is not started again, for the requests that wait for one."""
+        if presence.model in self.snapshot.awaited:
+            return
+        self._snapshot = None
+        self._given_up[presence.model] = f"{presence.worker} is not started again: {cause_of(presence)}"
+        if len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
 
     def expire(self, now: float) -> list[LostWorker]:
         """Remove and return the workers whose lease has expired."""
@@ -319,7 +234,8 @@ class PresenceTable:
     def snapshot(self) -> FleetSnapshot:
         """The live workers; the same object until a worker joins, leaves or applies a change."""
         if self._snapshot is None:
-            self._snapshot = FleetSnapshot(self.workers())
+            starts = {worker: self._starts[worker][1] for worker in self._workers if worker in self._starts}
+            self._snapshot = FleetSnapshot(self.workers(), starts, dict(self._given_up))
         return self._snapshot
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
@@ -333,11 +249,6 @@ class PresenceTable:
     def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Return the serving workers that accept whole requests."""
         return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING and accepts_whole_requests(p))
-
-    def is_awaited(self, model: str) -> bool:
-        """Return True if a worker accepts requests for `model` now or soon: it may be paused, updating or starting."""
-        workers = (p for p in self.workers(model) if accepts_whole_requests(p))
-        return any(p.state.is_present or (p.state is WorkerState.STARTING and p.start_left_s) for p in workers)
 
     def target_version(self, model: str) -> int | None:
         """Return the newest version that any live worker of `model` should have; None: no presence has one.
@@ -366,30 +277,16 @@ class PresenceTable:
         self._namesakes.pop(worker, None)
 
 
+def _in_snapshot(presence: WorkerPresence) -> tuple[object, ...]:
+    """Return the values of which each change makes a new snapshot."""
+    p = presence
+    start = (bool(p.start_left_s), p.last_error) if p.state is WorkerState.STARTING else ()
+    return p.state, p.model, p.incarnation, p.epoch, p.weight_version, p.loras, start
+
+
 def _held_s(presence: WorkerPresence) -> float:
     """Return how long a worker has held its id, by its presence."""
     return presence.uptime_s if presence.held_s is None else presence.held_s
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Return names for an error message, the first `MAX_LISTED` of them."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return f"{', '.join(names[:MAX_LISTED])}{more}"
-
-
-def accepts_whole_requests(worker: WorkerPresence) -> bool:
-    """Return True if the worker pulls requests from the queue when it serves, and not only prefill phases."""
-    return worker.capabilities is None or worker.capabilities.role != "prefill"
-
-
-def _serves_as(worker: WorkerPresence, role: Role) -> bool:
-    capabilities = worker.capabilities
-    return worker.state is WorkerState.SERVING and capabilities is not None and capabilities.role == role
-
-
-def connector_of(worker: WorkerPresence) -> str | None:
-    """Return the connector by which a worker shares KV; None: it shares none, or is starting."""
-    return None if worker.capabilities is None else worker.capabilities.kv_connector
 
 
 def slots_of(worker: WorkerPresence) -> int:

@@ -15,7 +15,7 @@ from ....schemas.control import (
 )
 from ....schemas.errors import InvalidRequest, NoWorkers
 from ....schemas.presence import WorkerPresence, WorkerState
-from .presence_table import list_names
+from .fleet_snapshot import list_names
 
 __all__ = ["Roster", "needs_known_models", "workers_that_must_ack"]
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from .... import bus
-from ....bus.protocol.fleet.presence_table import FleetSnapshot
+from ....bus.protocol.fleet.fleet_snapshot import FleetSnapshot
 from ....schemas.presence import Capabilities, WorkerPresence
 from ..console import progress
 from ..exits import CommandFailed

@@ -1,0 +1,148 @@
+"""New requests wait for a worker that comes, and fail at once if none does."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+import rollbus
+from rollbus.bus.control.provision import provision
+from rollbus.bus.nats.connection import connected, publish
+from rollbus.bus.nats.server import Server
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.errors import InvalidRequest, NoWorkers, RequestTimeout
+from rollbus.schemas.messages import encode_json
+from rollbus.schemas.presence import WorkerState
+from tests.support.fleet import synthetic_worker
+from tests.support.patience import SOON_S, busy_timeout
+from tests.support.presences import presence
+from tests.support.requests import greedy
+from tests.support.waits import until_true
+
+COUNT = 50
+Announce = Callable[..., Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def announcing(nats_url: str, fleet: str) -> AsyncIterator[Announce]:
+    """Yield a function that publishes presence of the worker `w`, which starts, as its supervisor does."""
+    async with connected(nats_url, name="supervisor") as nats:
+
+        async def announce(**fields: object) -> None:
+            starting = {"state": WorkerState.STARTING, "start_left_s": 60.0, "lease_s": 60.0, "model": "synthetic"}
+            said = presence(**{**starting, "uptime_s": 0.0, **fields})
+            await publish(nats, Subjects(fleet).presence("w"), encode_json(said))
+            await nats.flush()
+
+        yield announce
+
+
+async def is_known(rb: rollbus.Client) -> None:
+    """Wait until the client has received the presence of a worker."""
+    await until_true(lambda: rb.fleet.workers)
+
+
+@pytest.mark.proves("P45")
+async def test_new_requests_wait_for_a_worker_that_starts(nats_url: str, fleet: str) -> None:
+    """Requests for a model with a starting worker wait, although it has no queue yet, and all of them end whole."""
+    async with (
+        announcing(nats_url, fleet) as announce,
+        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0) as rb,
+        busy_timeout(SOON_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        await announce(incarnation="1")
+        await is_known(rb)
+        waiting = [tasks.create_task(rb.complete(greedy(i, 5))) for i in range(COUNT)]
+        # Several rounds in which a request could fail.
+        _, pending = await asyncio.wait(waiting, timeout=1.5)
+        assert len(pending) == COUNT
+        async with synthetic_worker(nats_url, fleet, worker_id="w", incarnation="1"):
+            generations = [await task for task in waiting]
+
+    assert [len(generation.token_ids) for generation in generations] == [5] * COUNT
+
+
+async def test_a_forged_start_holds_no_request_beyond_its_deadline(nats_url: str, fleet: str) -> None:
+    """A worker that starts for ever holds requests until their deadline. The error names worker, start and cause."""
+    async with announcing(nats_url, fleet) as announce, rollbus.connect(nats_url, fleet=fleet) as rb:
+        for life in ("1", "2"):
+            await announce(incarnation=life, start_left_s=1e300, last_error="restart 3 of 5 in 8 s")
+        await until_true(lambda: [worker.incarnation for worker in rb.fleet.workers] == ["2"])
+        with pytest.raises(RequestTimeout) as caught:
+            await rb.complete(greedy(1, 5, timeout_s=0.8))
+
+    assert caught.value.message == (
+        "the request was not finished within 0.8 s: no worker serves synthetic "
+        "(w is starting, start 2 since it served: restart 3 of 5 in 8 s)"
+    )
+
+
+async def test_requests_fail_with_the_last_cause_when_the_supervisor_has_given_up(nats_url: str, fleet: str) -> None:
+    """When the supervisor starts the worker no more, waiting and new requests fail at once with the cause."""
+    async with (
+        announcing(nats_url, fleet) as announce,
+        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=3600) as rb,
+        busy_timeout(SOON_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        await provision(Server(nats_url), fleet, ["synthetic"])
+        await announce()
+        await is_known(rb)
+        waiting = [tasks.create_task(_failing(rb)) for _ in range(3)]
+        await asyncio.wait(waiting, timeout=0.2)
+        await announce(state=WorkerState.FAILED, start_left_s=0.0, last_error="ended with exit code 1")
+        errors = [await task for task in waiting]
+        late = await _failing(rb)
+
+    cause = "(w is not started again: ended with exit code 1)"
+    assert {str(error.message) for error in errors} == {f"no worker serves synthetic, and none starts {cause}"}
+    assert late.message == f"no live worker serves synthetic {cause}"
+
+
+async def test_a_start_counts_only_for_its_time(nats_url: str, fleet: str) -> None:
+    """A worker that has not served within its start time is no reason to wait."""
+    async with announcing(nats_url, fleet) as announce, rollbus.connect(nats_url, fleet=fleet) as rb:
+        await announce(start_left_s=0.0)
+        await is_known(rb)
+        with pytest.raises(NoWorkers, match="w is starting"):
+            await rb.complete(greedy(1, 5, model="synthetic"))
+
+
+async def test_with_the_option_requests_wait_for_workers_that_nobody_announces(nats_url: str, fleet: str) -> None:
+    """With `wait_for_workers_s`, requests wait for the first worker, with and without a model's name.
+
+    A name that nobody knows beside other models still fails at once.
+    """
+    options = {"worker_grace_s": 0.0, "wait_for_workers_s": 600.0}
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, **options) as rb,  # type: ignore[arg-type]
+        busy_timeout(SOON_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = [tasks.create_task(rb.complete(greedy(1, 5, model=name))) for name in (None, "synthetic")]
+        _, pending = await asyncio.wait(waiting, timeout=1.5)
+        assert len(pending) == 2
+        async with synthetic_worker(nats_url, fleet):
+            for task in waiting:
+                assert len((await task).token_ids) == 5
+            with pytest.raises(InvalidRequest, match="model is 'other'"):
+                await rb.complete(greedy(1, 5, model="other"))
+
+
+async def test_the_option_ends_with_no_workers(nats_url: str, fleet: str) -> None:
+    """After `wait_for_workers_s` without a worker, a request fails with `NoWorkers`."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0, wait_for_workers_s=1.0) as rb,
+        busy_timeout(SOON_S),
+    ):
+        for name in (None, "m"):
+            with pytest.raises(NoWorkers):
+                await rb.complete(greedy(1, 5, model=name))
+
+
+async def _failing(rb: rollbus.Client) -> NoWorkers:
+    with pytest.raises(NoWorkers) as caught:
+        await rb.complete(greedy(1, 5, model="synthetic"))
+    return caught.value
