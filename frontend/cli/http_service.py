@@ -127,6 +127,14 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)g)",
     )
     parser.add_argument(
+        "--max-wait",
+        metavar="TIME",
+        type=request_timeout,
+        default=Settings().max_wait_s,
+        help="how long an HTTP request waits while no worker serves its model and one starts, updates or is "
+        "paused; then the answer is 503 (default: %(default)g)",
+    )
+    parser.add_argument(
         "--return-tokens",
         action="store_true",
         help="return token ids and log probabilities in every answer, even if the request does not ask for them",
@@ -163,6 +171,7 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         client_timeout_s=args.client_timeout,
         prefill_min_tokens=args.prefill_min_tokens,
         tokenizer=args.tokenizer,
+        max_wait_s=args.max_wait,
         returns_tokens=args.return_tokens,
         routed_experts_npy=args.routed_experts_npy,
         otel=args.otel,

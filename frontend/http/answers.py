@@ -101,7 +101,9 @@ async def updates(
     """
     open_choices = len(choices)
     n = requests[0].sampling.n
-    async with aclosing(merged([service.chunks(http_request, each) for each in requests])) as chunks:
+    # The first request waits for the first byte. If it has none in time, no status was sent.
+    running = [service.chunks(http_request, each, is_limited=each is requests[0]) for each in requests]
+    async with aclosing(merged(running)) as chunks:
         async for at, chunk in chunks:
             choice = choices[at * n + chunk.child]
             if choice.finish_reason is not None:

@@ -39,7 +39,7 @@ async def generate(service: Service, request: Request) -> Response:
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     service.prepare(request)
     check_supported(body)
-    target = await find_target(service, body.model)
+    target = await find_target(service, request, body.model, body.timeout_s)
     if body.routed_experts_format is not None and target.capabilities.routed_experts is None:
         problem = f"is {describe(body.routed_experts_format)}"
         raise invalid("routed_experts_format", problem, "null: this model returns no routed experts")

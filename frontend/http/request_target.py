@@ -1,26 +1,32 @@
 """Conversion of an HTTP request to a token request, shared by all routes that generate tokens."""
 
+import dataclasses
 import hashlib
 import re
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from ... import bus
+from ...bus.client.client import registry_of
 from ...bus.protocol.fleet.fleet_snapshot import list_names
 from ...schemas import limits
 from ...schemas.checks import check_name, describe
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.model_limits import check_model_limits
 from ...schemas.presence import Capabilities, WorkerPresence
+from .calls import until_disconnect
 from .edge import REQUEST_ID_HEADER, given_request_id
 from .errors import HttpError, http_error, invalid
 from .service import Service
 from .trace import GivenTrace
+from .turns import MIN_LEFT_S
 
 __all__ = ["RequestTarget", "build_request", "check_length", "find_target", "id_headers", "named_errors"]
 
@@ -41,6 +47,8 @@ class RequestTarget:
     """Capabilities of that worker's model."""
     lora: str | None
     """The adapter; None for the base model."""
+    waited_s: float = 0.0
+    """Seconds of the request's timeout that have passed, because a worker had to start."""
 
     @property
     def name(self) -> str:
@@ -52,25 +60,31 @@ class RequestTarget:
         return self.capabilities.max_model_len - prompt_len
 
 
-async def find_target(service: Service, name: str | None) -> RequestTarget:
+async def find_target(
+    service: Service, request: Request, name: str | None, timeout_s: float | None = None
+) -> RequestTarget:
     """Return the model or adapter of that name. Without a name, return `--default-model`, or the only known model.
+
+    If a worker of the model starts, wait up to `max_wait_s` until it serves. The body must be read before.
+
+    Args:
+        timeout_s: timeout of the request in its body.
 
     A model is known if a live worker or a stored desired state names it. The service remembers no earlier request, so
     all services of a fleet answer alike.
 
     Raises:
-        HttpError: 404, the name is unknown; 503, the model or all models have no workers, or they are starting; 400,
-            there is no name and several models are known, or several models have an adapter of that name.
+        HttpError: 404, the name is unknown; 503, the model or all models have no workers, or they do not start within
+            `max_wait_s`; 504, they do not start within the timeout; 400, there is no name and several models are known,
+            or several models have an adapter of that name.
+        ClientDisconnect: the client disconnected while a worker started.
     """
     # An empty name is a missing name, as in vLLM.
     model = name or service.settings.default_model or await _only_model(service)
     target = _announced(service, model)
     if target is None:
-        # The ack of another service may be newer than presence, so the record decides before anything is refused.
-        refusal = await _not_served(service, model)
-        target = _announced(service, model)
-        if target is None:
-            raise refusal
+        timeout_s = _timeout_s(service, request, timeout_s)
+        target = await until_disconnect(request.receive, _wait_for_target(service, model, timeout_s))
     service.metrics.is_for(target.worker.model)
     return target
 
@@ -95,6 +109,33 @@ def _announced(service: Service, model: str) -> RequestTarget | None:
     return None
 
 
+async def _wait_for_target(service: Service, model: str, timeout_s: float) -> RequestTarget:
+    # The ack of another service may be newer than presence, so the record decides before anything is refused.
+    refusal, bases = await _not_served(service, model)
+    if (target := _announced(service, model)) is not None:
+        return target
+    registry, seconds = registry_of(service.rb), min(service.settings.max_wait_s, timeout_s)
+    watcher = registry.runtime.watcher
+    if watcher.snapshot.awaited.isdisjoint(bases):
+        raise refusal
+
+    def has_ended() -> bool:
+        fleet = watcher.snapshot
+        return not fleet.serving.isdisjoint(bases) or fleet.awaited.isdisjoint(bases)
+
+    begun = time.monotonic()
+    if not await registry.thread.run(watcher.wait_until(has_ended, seconds)):
+        others = "".join(watcher.snapshot.describe_others(base) for base in bases)
+        message = f"no worker has served model {model!r} for {seconds:g} s{others}"
+        status, code = (503, ErrorCode.NO_WORKERS) if seconds < timeout_s else (504, ErrorCode.TIMEOUT)
+        raise HttpError(status, message, code=code)
+    target = _announced(service, model)
+    if target is None:
+        refusal, _ = await _not_served(service, model)
+        raise refusal
+    return dataclasses.replace(target, waited_s=time.monotonic() - begun)
+
+
 async def _only_model(service: Service) -> str:
     """Return the only known model."""
     try:
@@ -111,27 +152,31 @@ async def _only_model(service: Service) -> str:
     return known[0]
 
 
-async def _not_served(service: Service, model: str) -> HttpError:
-    """Return the error for a model or adapter that no worker announces. Wait up to a second for a recorded adapter."""
-    fleet = service.rb.fleet
+async def _not_served(service: Service, model: str) -> tuple[HttpError, Sequence[str]]:
+    """Return the error for a model or adapter that no worker announces, and the models whose workers may serve it.
+
+    Wait up to a second for a recorded adapter.
+    """
+    fleet, snapshot = service.rb.fleet, registry_of(service.rb).runtime.watcher.snapshot
+    others = snapshot.describe_others(model)
     if any(worker.model == model for worker in fleet.workers):
-        return HttpError(503, f"model {model!r} is starting", code=ErrorCode.NO_WORKERS)
+        return HttpError(503, f"model {model!r} is starting{others}", code=ErrorCode.NO_WORKERS), (model,)
     try:
         known = await fleet.known_models()
         bases = () if model in known else await fleet.models_with_adapter(model)
     except BusBroken as exc:
-        return HttpError(503, f"no worker serves model {model!r}: {exc}", code=ErrorCode.NO_WORKERS)
+        return HttpError(503, f"no worker serves model {model!r}: {exc}", code=ErrorCode.NO_WORKERS), ()
     if model in known:
-        return HttpError(503, f"model {model!r} has no workers", code=ErrorCode.NO_WORKERS)
+        return HttpError(503, f"model {model!r} has no workers{others}", code=ErrorCode.NO_WORKERS), (model,)
     if bases:
         live = {worker.model for worker in fleet.workers}.intersection(bases)
         problem = "is not loaded yet" if live else "has no workers"
         message = f"model {model!r}, an adapter of {list_names(bases)}, {problem}"
-        return HttpError(503, message, code=ErrorCode.NO_WORKERS)
+        return HttpError(503, message, code=ErrorCode.NO_WORKERS), bases
     if not known:
-        return HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
+        return HttpError(503, f"the fleet has no workers{others}", code=ErrorCode.NO_WORKERS), ()
     message = f"model {describe(model)} is unknown; allowed: {list_names(known)}"
-    return HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model")
+    return HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model"), ()
 
 
 def check_length(field: str, prompt_len: int, target: RequestTarget) -> None:
@@ -184,10 +229,8 @@ def build_request(
         "traceparent": None if trace is None else trace.traceparent,
         "tracestate": None if trace is None else trace.tracestate,
     }
-    timeout_s = fields.get("timeout_s")
-    if timeout_s is None:
-        timeout_s = _header_timeout(headers) or service.settings.timeout_s
     given = {**common, **fields}
+    timeout_s = _timeout_s(service, request, fields.get("timeout_s"))
     user = service.user_of(request)
     with named_errors(names):
         built = bus.GenerateRequest(
@@ -199,6 +242,8 @@ def build_request(
                 "timeout_s": timeout_s,
             },
         )
+        if target.waited_s:
+            built = replace(built, timeout_s=max(timeout_s - target.waited_s, MIN_LEFT_S))
         check_model_limits(built, target.capabilities)
     return built
 
@@ -214,6 +259,15 @@ def _of_user(user: str, field: str, name: str | None) -> str | None:
     if name is None:
         return None
     return hashlib.blake2b(f"{user}\0{check_name(field, name)}".encode(), digest_size=16).hexdigest()
+
+
+def _timeout_s(service: Service, request: Request, from_body: float | None) -> float:
+    """Return the timeout of a request in seconds.
+
+    Raises:
+        HttpError: 400, the timeout in the header is not valid.
+    """
+    return (_header_timeout(request.headers) or service.settings.timeout_s) if from_body is None else from_body
 
 
 def _header_timeout(headers: Mapping[str, str]) -> float | None:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ... import bus
 from ...bus.client.client import registry_of
+from ...bus.protocol.fleet.unserved import WaitLimit
 from ...bus.tracing.spans import Tracer
 from ...schemas.presence import WorkerPresence
 from ..tokenization import Tokenizer, TokenizerUnavailable
@@ -23,7 +24,7 @@ from .metrics import Metrics
 from .openai.parsers import Parsers
 from .settings import Settings
 from .tokenizer_loads import TokenizerLoads
-from .turns import Turns
+from .turns import FleetTurn, Turns
 
 __all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
 
@@ -122,10 +123,18 @@ class Service:
     async def _complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
         user = self.user_of(http_request)
         async with self._open(http_request, request), self.turns.turn(user, request) as turn:
-            return await self.rb.complete(turn.request)
+            return await self.rb.complete(turn.request, wait_limit=self._wait_limit(turn))
 
-    async def chunks(self, http_request: Request, request: bus.GenerateRequest) -> AsyncGenerator[bus.Chunk, None]:
+    def _wait_limit(self, turn: FleetTurn) -> WaitLimit:
+        return WaitLimit(turn.arrived_at, self.settings.max_wait_s)
+
+    async def chunks(
+        self, http_request: Request, request: bus.GenerateRequest, *, is_limited: bool = True
+    ) -> AsyncGenerator[bus.Chunk, None]:
         """Yield the chunks as they arrive. Closing the generator aborts the request.
+
+        Args:
+            is_limited: False: without a worker, the first chunk may come later than `max_wait_s`.
 
         Raises:
             RollbusError: as `rollbus.Client.generate`.
@@ -134,7 +143,11 @@ class Service:
             async with (
                 self._open(http_request, request),
                 self.turns.turn(self.user_of(http_request), request) as turn,
-                aclosing(self.rb.generate(turn.request, on_end=turn.end)) as chunks,
+                aclosing(
+                    self.rb.generate(
+                        turn.request, on_end=turn.end, wait_limit=self._wait_limit(turn) if is_limited else None
+                    )
+                ) as chunks,
             ):
                 async for chunk in chunks:
                     progress.add(chunk)

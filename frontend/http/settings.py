@@ -28,6 +28,9 @@ class Settings:
     """Limit on open token requests. Further requests are answered 429."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Default timeout of a token request in seconds."""
+    max_wait_s: float = 60.0
+    """Seconds for which a request waits before its first byte while no worker serves its model, although one starts,
+    updates its weights or is paused. Then it is answered 503. Longer than the restart of most engines."""
     returns_tokens: bool = False
     """If True, every answer has token ids and log probabilities, even if the request does not ask for them."""
     routed_experts_npy: bool = False

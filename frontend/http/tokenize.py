@@ -68,7 +68,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text or a chat, and the model's token limit."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), TokenizeBody)
-    target = await find_target(service, body.model)
+    target = await find_target(service, request, body.model)
     chat = _chat(body)
     tokenizer = await service.tokenizer(target.worker)
     if chat is not None:
@@ -112,7 +112,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), DetokenizeBody)
-    target = await find_target(service, body.model)
+    target = await find_target(service, request, body.model)
     tokenizer = await service.tokenizer(target.worker)
     return json_response(DetokenizeAnswer(prompt=await asyncio.to_thread(_text, tokenizer, body.tokens)))
 

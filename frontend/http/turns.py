@@ -21,11 +21,12 @@ from ...schemas.presence import WorkerPresence
 from .fair_line import FairLine, Ticket
 from .metrics import Metrics
 
-__all__ = ["FleetTurn", "Turns", "room_of"]
+__all__ = ["MIN_LEFT_S", "FleetTurn", "Turns", "room_of"]
 
 MIN_AHEAD: Final = 8
 """Minimum number of samples in the fleet's queue, so that a worker with a free slot need not wait for this service."""
 MIN_LEFT_S: Final = 0.001
+"""Least rest of a timeout in seconds: a request's timeout is above 0."""
 
 
 def room_of(workers: Sequence[WorkerPresence], model: str) -> int | None:
@@ -47,6 +48,8 @@ class FleetTurn:
 
     request: bus.GenerateRequest
     """The request with the rest of its timeout."""
+    arrived_at: float
+    """Time at which the request began to wait for its turn, on `time.monotonic()`."""
     end: Callable[[], None]
     """Call this when the request has ended in the fleet. Repeated calls are safe."""
 
@@ -74,13 +77,13 @@ class Turns:
         Raises:
             RequestTimeout: the request's turn did not come within its timeout.
         """
-        model = request.model or ""
+        model, arrived_at = request.model or "", time.monotonic()
         ticket = Ticket(user, request.sampling.n, request.priority)
         self._lines.setdefault(model, FairLine()).add(ticket)
         end = partial(self._end, model, ticket)
         try:
             self._call_up(model)
-            yield FleetTurn(request if ticket.is_due else await self._wait(ticket, request), end)
+            yield FleetTurn(request if ticket.is_due else await self._wait(ticket, request), arrived_at, end)
         finally:
             end()
 

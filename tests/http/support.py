@@ -108,9 +108,9 @@ def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[rollbus.GenerateRequ
     wanted: list[rollbus.GenerateRequest] = []
     complete = rollbus.Client.complete
 
-    async def note(client: rollbus.Client, request: rollbus.GenerateRequest) -> rollbus.Generation:
+    async def note(client: rollbus.Client, request: rollbus.GenerateRequest, **options: Any) -> rollbus.Generation:
         wanted.append(request)
-        return await complete(client, request)
+        return await complete(client, request, **options)
 
     monkeypatch.setattr(rollbus.Client, "complete", note)
     return wanted

@@ -224,7 +224,7 @@ async def test_an_engine_error_ends_every_response(
             yield replace(chunk, end=None)
             raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
 
-    async def fail_whole(_client: rollbus.Client, _wanted: rollbus.GenerateRequest) -> Any:
+    async def fail_whole(_client: rollbus.Client, _wanted: rollbus.GenerateRequest, **_: object) -> Any:
         raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
 
     generate = rollbus.Client.generate

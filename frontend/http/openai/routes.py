@@ -111,7 +111,7 @@ async def _job(
     service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock
 ) -> CompletionHandler:
     check_served(body)
-    target = await find_target(service, body.model)
+    target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
     sampling = sampling_fields(body, options, None)
     with named_errors(bus_names(body, "prompt")):
