@@ -9,16 +9,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...bus.auth.credentials import load_credentials
 from ...bus.auth.tls import TLS_VARIABLES
 from ...bus.control.provision import provision
 from ...bus.nats.embedded import EmbeddedServer
 from ...bus.nats.server import CREDENTIALS_VARIABLE, Server
+from ...schemas.presence import WorkerPresence
 from .exits import CommandFailed
 from .fleet_display import FleetObserver
 from .fleet_watch import watch_fleet
 from .local_users import LocalUsers
 from .processes import ProcessSpec, run_tool, run_workers
 from .restarts import RestartRule
+from .start_announcer import StartAnnouncer, is_announcement
 from .worker_options import python_env, python_module
 
 __all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet", "worker_names"]
@@ -47,7 +50,7 @@ class LocalFleet:
     nats_port: int = ANY_PORT
     start_timeout_s: float = 1800.0
     """Seconds until all workers must serve. Loading a large model from a slow disk takes many minutes."""
-    served_model: str = ""
+    served_model: str
     """Served name of the model. With `users`, the admin creates the queue of this name."""
     restarts: RestartRule | None = None
     """Rule for restarts of workers that exit unexpectedly after all workers have served. None: no restarts."""
@@ -82,6 +85,15 @@ class LocalFleet:
         program = python_module("rollbus.workers")
         command = [*program, *names, *timeout, *model, *self._role(worker_id), *self.worker_flags]
         return ProcessSpec(worker_id, command, env)
+
+    def announcer(self, tasks: asyncio.TaskGroup, nats_url: str) -> StartAnnouncer:
+        """Return the announcer of the workers that start."""
+
+        def login(worker: str) -> Server:
+            return Server(nats_url, None if self.users is None else load_credentials(self.users.workers[worker]))
+
+        model = self.served_model
+        return StartAnnouncer(tasks, login, fleet=self.fleet, model=model, start_timeout_s=self.start_timeout_s)
 
     def _role(self, worker_id: str) -> tuple[str, ...]:
         if not self.num_prefill:
@@ -125,13 +137,22 @@ async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator
             await provision(Server(server.url, users.admin), fleet.fleet, [fleet.served_model])
         login = Server(server.url, None if users is None else users.frontend)
         specs = [fleet.spec(name, server.url) for name in fleet.worker_ids]
-        async with (
-            watch_fleet(login, fleet.fleet, observer.set_workers) as seen,
-            run_workers(specs, observer.add_line, observer.add_end) as workers,
-        ):
-            await seen.wait_until_serving(fleet.worker_ids, fleet.start_timeout_s)
-            workers.can_lose_some, workers.rule = True, fleet.restarts
-            yield login
+        announcer = fleet.announcer(tasks, server.url)
+
+        def on_presence(seen: Sequence[WorkerPresence]) -> None:
+            announcer.on_presence(seen)
+            observer.set_workers([presence for presence in seen if not is_announcement(presence)])
+
+        try:
+            async with (
+                watch_fleet(login, fleet.fleet, on_presence) as seen,
+                run_workers(specs, observer.add_line, observer.add_end, announcer=announcer) as workers,
+            ):
+                await seen.wait_until_serving(fleet.worker_ids, fleet.start_timeout_s)
+                workers.can_lose_some, workers.rule = True, fleet.restarts
+                yield login
+        finally:
+            announcer.end_all()
         watch.cancel()
 
 

@@ -16,8 +16,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ...schemas.exit_codes import EXIT_DUPLICATE_WORKER
 from .exits import CommandFailed
 from .restarts import RestartRule, Restarts
+from .start_announcer import StartAnnouncer
 
 __all__ = ["STOP_S", "ProcessSpec", "WorkerDied", "Workers", "end_text", "run_tool", "run_workers"]
 
@@ -46,6 +48,8 @@ class Workers:
     """Number of running workers."""
     remaining: int = 0
     """Number of workers that run or will be started again."""
+    announcer: StartAnnouncer | None = None
+    """Announces workers whose processes start. None: the processes announce themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ async def run_workers(
     on_line: Callable[[str, str], None],
     on_end: Callable[[str, str], None] | None = None,
     *,
+    announcer: StartAnnouncer | None = None,
     stop_s: float = STOP_S,
 ) -> AsyncIterator[Workers]:
     """Run workers while the body runs. Stop all workers when the body ends.
@@ -76,12 +81,13 @@ async def run_workers(
         on_line: called with the name of the worker and each line that it prints.
         on_end: called with the name of a worker that ended, and a text that states whether it is started again.
             None: `on_line` is called instead.
+        announcer: announces workers whose processes start. `--incarnation ID` is added to each command.
         stop_s: seconds from SIGTERM to SIGKILL.
 
     Raises:
         ExceptionGroup: contains the errors of the body, and `WorkerDied` if a worker exited unexpectedly.
     """
-    workers = Workers(remaining=len(specs))
+    workers = Workers(remaining=len(specs), announcer=announcer)
     watches: dict[asyncio.Task[None], _SupervisedWorker] = {}
     read_end, write_end = os.pipe()
     try:
@@ -247,7 +253,9 @@ class _SupervisedWorker:
     async def start(self) -> None:
         """Start a process of the worker."""
         self._started_at = time.monotonic()
-        arguments = ("--parent-pipe", str(self._pipe))
+        arguments = ["--parent-pipe", str(self._pipe)]
+        if self._workers.announcer is not None:
+            arguments += ["--incarnation", self._workers.announcer.incarnation(self._spec.name)]
         self._process = await _ChildProcess.start(self._spec, self._on_line, *arguments, pass_fds=(self._pipe,))
         self._workers.living += 1
 
@@ -273,8 +281,11 @@ class _SupervisedWorker:
                 return
             delay_s = self._delay_s(exit_code)
             if delay_s is None:
-                self._give_up(exit_code, process.tail)
+                await self._give_up(exit_code, process.tail)
                 return
+            if self._workers.announcer is not None and self._restarts is not None:
+                why = f"{end_text(exit_code)}; {self._restarts.current}"
+                self._workers.announcer.begin(self._spec.name, why, delay_s)
             again = f"started again in {delay_s:g} s ({self._restarts})"
             self._report(exit_code, f"{again}{_last(exit_code, process.tail)}")
             if await self._is_stopped_within(delay_s):
@@ -297,8 +308,15 @@ class _SupervisedWorker:
                 await self._is_stopping.wait()
         return self._is_stopping.is_set()
 
-    def _give_up(self, exit_code: int, tail: Sequence[str]) -> None:
+    async def _give_up(self, exit_code: int, tail: Sequence[str]) -> None:
         self._workers.remaining -= 1
+        announcer = self._workers.announcer
+        if announcer is not None and exit_code == EXIT_DUPLICATE_WORKER:
+            # Another live process publishes presence under this id.
+            announcer.end(self._spec.name)
+        elif announcer is not None:
+            limit = f" ({self._restarts})" if self._restarts else ""
+            await announcer.give_up(self._spec.name, f"{end_text(exit_code)}{limit}")
         if self._workers.can_lose_some and self._workers.remaining:
             why = "not started again" + (f" ({self._restarts})" if self._restarts else "")
             self._report(exit_code, f"{why}{_last(exit_code, tail)}")

@@ -39,6 +39,11 @@ class Restarts:
         rule = self._rule
         return f"{len(self._at)} of {rule.max_restarts} restarts in {rule.window_s / 60:g} minutes"
 
+    @property
+    def current(self) -> str:
+        """The number of the last restart, as text."""
+        return f"restart {len(self._at)} of {self._rule.max_restarts}"
+
     def delay_s(self, exit_code: int, *, lived_s: float, now: float) -> float | None:
         """Return the seconds until the process is started again, or None if it is not started again.
 

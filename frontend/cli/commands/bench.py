@@ -186,7 +186,7 @@ async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIt
     # All requests are in the engine's batch, so the bench does not measure the queue of an engine.
     engine_args = json.dumps({"max_num_seqs": max(options.concurrencies)})
     flags = ("--engine", "synthetic", "--engine-args", engine_args)
-    fleet = LocalFleet(fleet=args.fleet, worker_flags=flags)
+    fleet = LocalFleet(fleet=args.fleet, served_model="synthetic", worker_flags=flags)
 
     async with run_fleet(fleet, FleetObserver(shows_logs=args.verbose)) as server:
         yield server

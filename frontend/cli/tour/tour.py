@@ -70,7 +70,7 @@ class Tour:
         self._write("A NATS server and one vLLM worker; a cold start takes about ten seconds")
         flags = ("--served-model-name", TINY_MOE, "--weight-version", str(FIRST_VERSION))
         roots = ("--weight-root", str(self.state_dir))
-        local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
+        local = LocalFleet(fleet=self.fleet, model=model, served_model=TINY_MOE, worker_flags=(*flags, *roots))
         async with AsyncExitStack() as stack:
             with waiting("starting"):
                 server = await stack.enter_async_context(run_fleet(local, FleetObserver(shows_logs=self.is_verbose)))
