@@ -29,10 +29,12 @@ from .auth.tls import Tls
 from .client.batch_times import BatchTimes
 from .client.client import Client, ClientStats, connect
 from .client.fleet import Fleet, FleetState
-from .client.generation import Generation
+from .client.generation import Generation, SampleKey
 from .client.group_prompts import GroupPrompt
 from .client.group_results import Group, GroupStats, GroupStep
 from .client.group_sampler import GroupSampler
+from .client.record.reader import RunRecord, SampleScore, read_record
+from .client.record.writer import RunRecorder
 from .client.weights.publisher import WeightPublisher
 from .client.weights.results import PublishedWeights
 from .client.weights.tensors import RawTensor
@@ -82,6 +84,10 @@ __all__ = [
     "RequestTrace",
     "RollbusError",
     "RoutedExperts",
+    "RunRecord",
+    "RunRecorder",
+    "SampleKey",
+    "SampleScore",
     "SamplingParams",
     "Server",
     "ServerUnreachable",
@@ -92,4 +98,5 @@ __all__ = [
     "WorkerTimeline",
     "canary_request",
     "connect",
+    "read_record",
 ]

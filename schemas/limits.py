@@ -3,6 +3,7 @@
 from typing import Final
 
 __all__ = [
+    "DEFAULT_MAX_BUFFERED_BYTES",
     "DEFAULT_MAX_IN_FLIGHT",
     "DEFAULT_MAX_UNREAD_BYTES",
     "DEFAULT_PREFILL_MIN_TOKENS",
@@ -152,6 +153,8 @@ never read."""
 DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
 """Bytes of results that the caller of `complete_many` has not read. Above this limit, the client sends no more
 requests."""
+DEFAULT_MAX_BUFFERED_BYTES: Final = 256 * 1024**2
+"""Bytes of a record's rows that are not on the disk. A disk that takes 50 MB a second writes them in five seconds."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
 """Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
 MAX_IN_FLIGHT: Final = 1_000_000

@@ -100,10 +100,11 @@ class Batch:
         while not self._ended:
             self.news.clear()
             await self.news.wait()
-        call = self._ended.popleft()
+        call = self._ended[0]
+        generation = await self._registry.pop_result(call)
+        self._ended.popleft()
         self._in_flight.remove(call)
-        self._registry.remove(call)
-        return call.generation()
+        return generation
 
     def close(self) -> None:
         """Abort all requests in flight."""

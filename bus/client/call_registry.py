@@ -5,7 +5,9 @@ worker is opened without a round trip.
 """
 
 import asyncio
+import itertools
 import os
+import time
 import weakref
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
@@ -19,7 +21,9 @@ from ..tracing.switch import make_tracer
 from .calls import Call, CallResult, Inbox
 from .config import ClientConfig
 from .fleet import Fleet
+from .generation import Generation, SampleOrigin
 from .loop_thread import FORKED, LoopThread
+from .record.writer import RunRecorder
 from .runtime import ClientRuntime, ClientStats, open_client_runtime
 
 __all__ = ["CallRegistry"]
@@ -34,6 +38,9 @@ class CallRegistry:
         self._thread = LoopThread(f"rollbus-{config.client}", open_client_runtime(config), self._fail_all)
         self._inbox = Inbox(self._thread.call_in_owner_loop)
         self._calls: dict[str, Call] = {}
+        self._numbers = itertools.count()
+        self.recorder: RunRecorder | None = None
+        """Record that the results of this client go to. None: no record was opened."""
         self._failure: BaseException | None = None
         # Set by `start`.
         self._runtime: ClientRuntime
@@ -103,6 +110,8 @@ class CallRegistry:
         try:
             await self._thread.stop()
         finally:
+            if self.recorder is not None:
+                await asyncio.to_thread(self.recorder.close)
             await self._close_tracer()
 
     async def _close_tracer(self) -> None:
@@ -135,7 +144,8 @@ class CallRegistry:
                 message=f"request id {request.request_id!r} is already in use by an open request of this client",
                 request_id=request.request_id,
             )
-        call = Call(request, self._inbox, streams, self.tracer)
+        origin = SampleOrigin(self._config.incarnation, next(self._numbers), time.time())
+        call = Call(request, self._inbox, streams, self.tracer, origin=origin)
         call.wait_limit = wait_limit
         call.other_loop = self._thread.other_loop()
         self._calls[request_id] = call
@@ -208,12 +218,37 @@ class CallRegistry:
     async def _stop(self, request_ids: list[str]) -> dict[str, list[int]]:
         return self._runtime.coordinator.stop(request_ids)
 
-    async def newest_version(self, model: str, lora: str | None) -> int | None:
+    def newest_version(self, model: str | None, lora: str | None) -> int | None:
         """Return the newest version of `model`, or of its adapter, on any live worker. None if it is unknown."""
-        return await self._thread.run(self._newest_version(model, lora))
+        return self._runtime.watcher.snapshot.newest_version(model, lora)
 
-    async def _newest_version(self, model: str, lora: str | None) -> int | None:
-        return self._runtime.watcher.table.newest_version(model, lora)
+    async def paused_s(self) -> dict[str, float]:
+        """Return the seconds for which each model has been paused since the client connected."""
+        return await self._thread.run(self._paused_s())
+
+    async def _paused_s(self) -> dict[str, float]:
+        return self._runtime.pauses.paused_s()
+
+    def start_record(self, folder: str | os.PathLike[str], experts: bool, max_buffered_bytes: int) -> RunRecorder:
+        """Record the results from now on; see `Client.record`."""
+        if self.recorder is not None and self.recorder.is_open:
+            problem = f"is {os.fspath(folder)!r}, but this client records into {str(self.recorder.folder)!r}"
+            raise InvalidRequest(field="folder", problem=problem, allowed="one open record; close the first")
+        self.recorder = RunRecorder(folder, experts=experts, max_buffered_bytes=max_buffered_bytes)
+        return self.recorder
+
+    async def pop_result(self, call: Call) -> Generation:
+        """Return the result of an ended call that was not streamed, and remove the call.
+
+        If a record is open, this waits until the record has room for the result. Cancellation: changes nothing.
+        """
+        if self.recorder is not None:
+            await self.recorder.wait_for_room()
+        generation = call.generation()
+        self.remove(call)
+        if self.recorder is not None:
+            self.recorder.add(generation, newest_version=self.newest_version(generation.model, generation.lora))
+        return generation
 
     async def _abort(self, request_ids: list[str]) -> list[str]:
         return self._runtime.coordinator.abort(request_ids)

@@ -23,7 +23,7 @@ from ..protocol.fleet.unserved import WaitLimit
 from ..protocol.stream.chunk_sizes import chunk_bytes
 from ..tracing.spans import Tracer
 from .call_spans import CallSpans, traced
-from .generation import ChildResult, Generation, join_samples
+from .generation import ChildResult, Generation, SampleOrigin, join_samples
 
 __all__ = ["Call", "CallResult", "Inbox", "Unread"]
 
@@ -113,6 +113,8 @@ class Call:
     inbox: Inbox
     streams: bool
     tracer: InitVar[Tracer | None] = None
+    origin: SampleOrigin | None = None
+    """Key and time of the request. None in programs without a client."""
     # Set in the caller's loop before the bus thread sees the call. Not changed later.
     model: str = ""
     """Name of the model that serves the request. Empty until it is known."""
@@ -272,5 +274,6 @@ class Call:
 
     def generation(self) -> Generation:
         """Return the result of an ended call that was not streamed. A failed call has the tokens received before."""
-        samples = () if self.result is None else self.result.samples
-        return join_samples(self.request, samples, self.error, self.model)
+        result = self.result or CallResult((), None)
+        samples, seconds = result.samples, result.ended_at - (self.deadline_s - self.timeout_s)
+        return join_samples(self.request, samples, self.error, self.model, self.origin, seconds)

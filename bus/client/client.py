@@ -12,6 +12,7 @@ from ...schemas.checks import check_bool, check_float, check_int
 from ...schemas.chunk import Chunk
 from ...schemas.errors import BusBroken, BusClosed, InvalidRequest
 from ...schemas.limits import (
+    DEFAULT_MAX_BUFFERED_BYTES,
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_UNREAD_BYTES,
     DEFAULT_PREFILL_MIN_TOKENS,
@@ -38,6 +39,7 @@ from .fleet import Fleet
 from .generation import Generation
 from .group_prompts import InexactGroups, PromptForm, Prompts
 from .group_sampler import GroupSampler
+from .record.writer import RunRecorder
 from .runtime import ClientStats
 
 __all__ = ["Client", "ClientStats", "batch_of", "connect", "registry_of"]
@@ -270,7 +272,7 @@ class Client:
             await call.wait()
             if call.error is not None:
                 raise call.error
-            return call.generation()
+            return await registry.pop_result(call)
         finally:
             registry.remove(call)
 
@@ -334,6 +336,7 @@ class Client:
         sampling: SamplingParams | None = None,
         max_lag: int | None = None,
         inexact: InexactGroups = "refuse",
+        record: RunRecorder | None = None,
     ) -> GroupSampler:
         """Return a sampler whose steps do not wait for their slowest answers. Enter it with `async with`.
 
@@ -353,6 +356,7 @@ class Client:
             inexact: handling of prompts whose sampler has state (a seed, penalties, bad words, a grammar) and cannot
                 continue exactly. `refuse` (default): raise an error. `continue`: continue them; the joined results are
                 not `exact`. `drop`: drop such a group when it was stopped.
+            record: record of these groups. None: the record of this client, if it has one.
 
         Raises:
             BusClosed: the client is not connected.
@@ -367,7 +371,30 @@ class Client:
             raise InvalidRequest(field="inexact", problem=f"is {inexact!r}", allowed="refuse, continue or drop")
         form = PromptForm(n, SamplingParams() if sampling is None else sampling, inexact)
         planner = GroupPlanner(need=need, limit=limit, max_lag=max_lag)
-        return GroupSampler(self._registry, prompts, form, planner)
+        return GroupSampler(self._registry, prompts, form, planner, record)
+
+    def record(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        experts: bool = False,
+        max_buffered_bytes: int = DEFAULT_MAX_BUFFERED_BYTES,
+    ) -> RunRecorder:
+        """Record the results of `complete`, `complete_many` and `groups` from now on; needs `rollbus[data]`.
+
+        The folder gets a row for each sample within 5 seconds. `rollbus.read_record` reads it without a worker. Streams
+        of `generate` have no row. The record ends when the client or the recorder is closed.
+
+        Args:
+            folder: folder of the record. Several processes may record into one folder.
+            experts: True: also record the routed experts, in files of their own (default: False).
+            max_buffered_bytes: bytes of rows in memory above which results wait for the disk (default: 256 MiB).
+
+        Raises:
+            InvalidRequest: this client has an open record, a value is not valid, or pyarrow is not installed.
+            OSError: the folder cannot be written.
+        """
+        return self._registry.start_record(folder, experts, max_buffered_bytes)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Abort requests of this client. Each of their response streams ends once, with `finish_reason` ABORT.

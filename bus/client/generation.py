@@ -1,8 +1,8 @@
 """The complete result of one request, as arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,29 @@ from ..protocol.stream.kv_versions import Spans
 from ..protocol.stream.response_stream import ResponseStream
 from ..protocol.stream.token_masks import TokenMasks
 
-__all__ = ["ChildResult", "Generation", "join_samples"]
+__all__ = ["ChildResult", "Generation", "SampleKey", "SampleOrigin", "join_samples"]
+
+
+class SampleKey(NamedTuple):
+    """Identifies one sample among the samples of all clients."""
+
+    client: str
+    """Incarnation of the client that sent the request: random for each connected client."""
+    number: int
+    """Number of the request, unique within that client."""
+    child: int
+    """Index of the sample, 0 to n - 1."""
+
+
+class SampleOrigin(NamedTuple):
+    """Client, number and time of a sent request."""
+
+    client: str
+    """Incarnation of the client."""
+    number: int
+    """Number of the request, unique within the client."""
+    opened_at: float
+    """Unix time at which the client opened the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +116,12 @@ class Generation:
     """With n > 1, on child 0: the other children, in order. Otherwise empty."""
     error: RequestError | None = None
     """Cause of the failure. None unless `finish_reason` is ERROR."""
+    key: SampleKey | None = None
+    """Key of this sample in records of runs. None if the request was not sent."""
+    opened_at: float | None = None
+    """Unix time at which the client opened the request. None if the request was not sent."""
+    ended_at: float | None = None
+    """Unix time at which the request ended. None if the request was not sent."""
 
     @property
     def lora(self) -> str | None:
@@ -147,6 +175,8 @@ class Generation:
             rest,
             request=self.request,
             request_id=self.request_id,
+            key=self.key,
+            opened_at=self.opened_at,
             model=rest.model or self.model,
             child=self.child,
             prompt_len=self.prompt_len,
@@ -220,29 +250,42 @@ class ChildResult:
 
 
 def join_samples(
-    request: GenerateRequest, samples: Sequence[ChildResult], error: RequestError | None, model: str | None = None
+    request: GenerateRequest,
+    samples: Sequence[ChildResult],
+    error: RequestError | None,
+    model: str | None = None,
+    origin: SampleOrigin | None = None,
+    seconds: float = 0.0,
 ) -> Generation:
     """Return the first sample with the others as siblings. Without `samples`, return empty results.
 
     Args:
         model: the model that answered. None: the model that the request names.
+        origin: client, number and time of the request. None: it was not sent.
+        seconds: duration of the request.
     """
     model = model or request.model
     if not samples:
         samples = [
             ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)
         ]
-    first, *others = samples
-    return replace(
-        _join(request, first, error, model), siblings=tuple(_join(request, sample, error, model) for sample in others)
-    )
+    sent: dict[str, Any] = {}
+    if origin is not None:
+        sent = {"opened_at": origin.opened_at, "ended_at": origin.opened_at + seconds}
+    joined = []
+    for sample in samples:
+        key = None if origin is None else SampleKey(origin.client, origin.number, sample.child)
+        joined.append(_join(request, sample, error, {"model": model, "key": key, **sent}))
+    first, *others = joined
+    return replace(first, siblings=tuple(others)) if others else first
 
 
-def _join(request: GenerateRequest, sample: ChildResult, error: RequestError | None, model: str | None) -> Generation:
+def _join(
+    request: GenerateRequest, sample: ChildResult, error: RequestError | None, known: Mapping[str, Any]
+) -> Generation:
     stream, end = sample.stream, sample.stream.end
     return Generation(
         request=request,
-        model=model,
         request_id=request.request_id,
         child=sample.child,
         prompt_len=request.prompt_len,
@@ -254,5 +297,6 @@ def _join(request: GenerateRequest, sample: ChildResult, error: RequestError | N
         worker_ids=sample.workers,
         exact=stream.is_exact,
         error=error,
+        **known,
         **stream.arrays(),
     )

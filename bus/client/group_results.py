@@ -1,11 +1,14 @@
 """The result of a trainer's step over groups of answers: the groups, and the lengths of their answers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
+from ...schemas.chunk import FinishReason
 from ...schemas.errors import RequestError
 from ...schemas.request import GenerateRequest
 from ..protocol.html import as_html
@@ -69,6 +72,10 @@ class GroupStats:
     """Number of groups that the step continued from their tokens."""
     carried_complete: int
     """Number of carried groups that are complete. The next step returns them first."""
+    version: int | None = None
+    """Version of the trainer's weights: the one that `step` was called with, or the newest one of a live worker."""
+    paused_s: float = 0.0
+    """Seconds of the step in which the model was paused, for example for an update of its weights."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,6 +106,54 @@ class GroupStep:
         """Return True if the step has any group, also a dropped or a failed one."""
         return bool(self.groups or self.dropped or self.failed)
 
+    def metrics(
+        self,
+        *,
+        rewards: Iterable[ArrayLike] | None = None,
+        trainer_logprobs: Iterable[ArrayLike] | None = None,
+    ) -> dict[str, float]:
+        """Return the numbers of this step by name, for `wandb.log`, `trackio.log`, TensorBoard or another logger.
+
+        Means are over answers, and staleness over tokens. A name is missing if there is nothing to count.
+
+        Args:
+            rewards: for each group, the rewards of its answers.
+            trainer_logprobs: for each answer of each group, in order, f[G]: the trainer's log probabilities of its
+                tokens. With these, `kl` is the estimate k3 of KL(sampler || trainer).
+
+        Raises:
+            ValueError: there is not a reward for each answer, or not a log probability for each token.
+        """
+        answers = [generation for group in self.groups for generation in group.generations]
+        numbers: dict[str, Any] = {
+            "groups": len(self.groups),
+            "answers": len(answers),
+            "dropped": len(self.dropped),
+            "failed": len(self.failed),
+            "resumed": sum(answer.attempts > answer.parts for answer in answers),
+            "continued": sum(answer.parts > 1 for answer in answers),
+            "tokens_per_s": self.stats.tokens_per_s,
+            "wait_s": self.stats.seconds,
+            "pause_s": self.stats.paused_s,
+        }
+        if not answers:
+            return {name: float(value) for name, value in numbers.items()}
+        lengths = self.stats.taken
+        numbers |= {"length/mean": lengths.mean(), "length/max": lengths.max(), "length/min": lengths.min()}
+        numbers["length/truncated"] = np.mean([answer.finish_reason is FinishReason.LENGTH for answer in answers])
+        versions = np.concatenate([_versions(answer) for answer in answers])
+        if self.stats.version is not None and len(versions):
+            lags = np.maximum(self.stats.version - versions.astype("i8"), 0)
+            numbers |= {"staleness/mean": lags.mean(), "staleness/max": lags.max()}
+        if rewards is not None:
+            flat = np.concatenate([np.asarray(group, float).ravel() for group in rewards])
+            if len(flat) != len(answers):
+                raise ValueError(f"rewards has {len(flat)} numbers; allowed: {len(answers)}, one for each answer")
+            numbers |= {"reward/mean": flat.mean(), "reward/std": flat.std()}
+        if trainer_logprobs is not None:
+            numbers["kl"] = _kl(answers, [np.asarray(array, float) for array in trainer_logprobs])
+        return {name: float(value) for name, value in numbers.items()}
+
     def __repr__(self) -> str:
         """Return one line with counts."""
         counts = f"groups={len(self.groups)} dropped={len(self.dropped)} failed={len(self.failed)}"
@@ -121,3 +176,22 @@ class GroupStep:
 def lengths_of(groups: Iterable[Group]) -> npt.NDArray[np.int32]:
     """Return the number of tokens of each answer, i4[answers]."""
     return np.array([len(generation.token_ids) for group in groups for generation in group.generations], "i4")
+
+
+def _kl(answers: Sequence[Generation], trainer: Sequence[npt.NDArray[np.float64]]) -> float:
+    """Return the estimate of `rollbus.trainer.sampler_kl`: infinite if the sampler could not choose a token."""
+    given = [len(array) for array in trainer]
+    if given != (lengths := [len(answer.token_ids) for answer in answers]):
+        raise ValueError(
+            f"trainer_logprobs has arrays of lengths {given[:8]}; allowed: those of the answers, {lengths[:8]}"
+        )
+    sampler = [answer.logprobs for answer in answers if answer.logprobs is not None]
+    if len(sampler) != len(answers):
+        raise ValueError(
+            "trainer_logprobs are given, but the answers have none; allowed: with `logprobs` in `sampling`"
+        )
+    ours, theirs = np.concatenate(trainer), np.concatenate(sampler).astype(float)
+    ratio = np.where(np.isneginf(theirs), np.inf, ours - np.where(np.isneginf(theirs), 0.0, theirs))
+    with np.errstate(invalid="ignore", over="ignore"):
+        terms = np.where(np.isinf(ratio), np.inf, np.expm1(ratio) - ratio)
+    return float(terms.mean()) if len(terms) else 0.0

@@ -21,6 +21,7 @@ from .calls import Call
 from .group_prompts import GroupPrompts, PromptForm, Prompts
 from .group_results import Group, GroupStats, GroupStep, lengths_of
 from .open_group import OpenGroup
+from .record.writer import RunRecorder
 
 __all__ = ["GroupSampler"]
 
@@ -39,6 +40,7 @@ class GroupSampler:
         prompts: the caller's prompts.
         form: builds the requests from the prompts.
         planner: decides about the groups. No other object may use it.
+        recorder: record of these groups. None: the record of the client, if it has one.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class GroupSampler:
         prompts: Prompts,
         form: PromptForm,
         planner: GroupPlanner,
+        recorder: RunRecorder | None = None,
     ) -> None:
         self._registry = registry
         self._form = form
         self._planner = planner
+        self._recorder = recorder
         self._woken = asyncio.Event()
         self._prompts = GroupPrompts(prompts, form, self._woken.set)
         self._numbers = itertools.count()
@@ -123,8 +127,12 @@ class GroupSampler:
             self._is_stepping = False
 
     async def _run_step(self, version: int | None, begun_at: float) -> GroupStep:
+        recorder = self._recorder or self._registry.recorder
+        if recorder is not None:
+            await recorder.wait_for_room()
+        paused_s = await self._registry.paused_s()
         await self._settle()
-        start = self._planner.begin_step(await self._lags(version))
+        start = self._planner.begin_step(self._lags(version))
         for number in start.dropped:
             self._dropped.append(self._groups.pop(number).result(self._step))
         self._step += 1
@@ -139,16 +147,24 @@ class GroupSampler:
                 await self._start_next()
             else:
                 await self._woken.wait()
-        return await self._end_step(begun_at)
+        step = await self._end_step(version, begun_at, paused_s)
+        # The results are in memory: the next step waits if the record has no room.
+        if recorder is not None:
+            self._record(recorder, step)
+        return step
 
-    async def _end_step(self, begun_at: float) -> GroupStep:
+    async def _end_step(self, version: int | None, begun_at: float, paused_s: dict[str, float]) -> GroupStep:
         stopping = self._planner.stop()
         in_flight = await self._registry.stop(self._ids(stopping))
+        now_paused_s = await self._registry.paused_s()
         # Groups that completed at the same moment are included.
         await self._collect()
         # No await follows, so a cancellation cannot lose the groups that are returned.
         num_complete = len(self._planner.having(GroupState.COMPLETE))
         taken = [self._groups.pop(number).result(self._step) for number in self._planner.pop_step()]
+        policies = {(generation.model, generation.lora) for group in taken for generation in group.generations}
+        newest = [found for policy in policies if (found := self._registry.newest_version(*policy)) is not None]
+        pauses = [now_paused_s.get(model, 0.0) - paused_s.get(model, 0.0) for model, _ in policies if model]
         carried = [length for group in self._groups.values() for length in group.lengths(in_flight)]
         stats = GroupStats(
             taken=lengths_of(taken),
@@ -158,6 +174,8 @@ class GroupSampler:
             started=self._num_started,
             continued=self._num_continued,
             carried_complete=num_complete - len(taken),
+            version=version if version is not None else max(newest, default=None),
+            paused_s=max(pauses, default=0.0),
         )
         step = GroupStep(groups=tuple(taken), dropped=tuple(self._dropped), failed=tuple(self._failed), stats=stats)
         self._dropped, self._failed, self._num_started, self._num_continued = [], [], 0, 0
@@ -183,7 +201,17 @@ class GroupSampler:
     def _ids(self, numbers: tuple[int, ...]) -> list[str]:
         return [call.request.request_id for number in numbers for call in self._groups[number].calls]
 
-    async def _lags(self, version: int | None) -> dict[int, int]:
+    def _record(self, recorder: RunRecorder, step: GroupStep) -> None:
+        for outcome, groups in (("taken", step.groups), ("dropped", step.dropped), ("failed", step.failed)):
+            for group in groups:
+                columns = {"outcome": outcome, "step": self._step}
+                if isinstance(group.key, (int, str)):
+                    columns["group_key"] = str(group.key)
+                for generation in group.generations:
+                    newest = self._registry.newest_version(generation.model, generation.lora)
+                    recorder.add(generation, newest_version=newest, group=columns)
+
+    def _lags(self, version: int | None) -> dict[int, int]:
         """Return by how many versions the oldest token of each group is behind."""
         if self._planner.max_lag is None:
             return {}
@@ -194,14 +222,10 @@ class GroupSampler:
             if oldest is None:
                 continue
             if group.policy not in newest:
-                newest[group.policy] = version if version is not None else await self._newest_version(group)
+                newest[group.policy] = version if version is not None else self._registry.newest_version(*group.policy)
             now = newest[group.policy]
             lags[number] = 0 if now is None else now - oldest
         return lags
-
-    async def _newest_version(self, group: OpenGroup) -> int | None:
-        model, lora = group.policy
-        return None if model is None else await self._registry.newest_version(model, lora)
 
     async def _start_next(self) -> None:
         prompt = self._prompts.pop()

@@ -33,6 +33,9 @@ class PauseWarnings:
         self._store = store
         # Models with a paused worker and without a serving worker, as of the last change of the fleet.
         self._paused: set[str] = set()
+        # Time since which each of them is paused, and the seconds of the pauses that have ended, by model.
+        self._paused_since: dict[str, float] = {}
+        self._paused_s: dict[str, float] = {}
         # Time since which requests wait for the end of the pause, by model.
         self._waiting: dict[str, float] = {}
         # Models whose present pause was logged.
@@ -50,8 +53,18 @@ class PauseWarnings:
         able = [worker for worker in self._watcher.snapshot.workers if accepts_whole_requests(worker)]
         serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
         self._paused = {worker.model for worker in able if worker.state is WorkerState.PAUSED} - serving
+        now, since = time.monotonic(), self._paused_since
+        for model in since.keys() - self._paused:
+            self._paused_s[model] = self._paused_s.get(model, 0.0) + now - since[model]
+        self._paused_since = {model: since.get(model, now) for model in self._paused}
         self._told &= self._paused
         self._waiting = {model: since for model, since in self._waiting.items() if model in self._paused}
+
+    def paused_s(self) -> dict[str, float]:
+        """Return for how many seconds each model has been paused so far."""
+        now, since = time.monotonic(), self._paused_since
+        models = self._paused_s.keys() | since.keys()
+        return {model: self._paused_s.get(model, 0.0) + now - since.get(model, now) for model in models}
 
     async def mute_present(self) -> None:
         """Log nothing for the present pauses."""

@@ -3,6 +3,7 @@
 Each blocking method takes its arguments, result, errors and docstring from the asynchronous method of the same name.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
@@ -12,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ....schemas.chunk import Chunk
 from ....schemas.errors import BusClosed, InvalidRequest
-from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
+from ....schemas.limits import DEFAULT_MAX_BUFFERED_BYTES, DEFAULT_MAX_IN_FLIGHT
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import GenerateRequest, TokenIds
 from ....schemas.sampling import SamplingParams
@@ -24,6 +25,7 @@ from ..client import Client, ClientStats, batch_of
 from ..fleet import Fleet
 from ..generation import Generation
 from ..group_prompts import InexactGroups, Prompt
+from ..record.writer import RunRecorder
 from .groups import BlockingGroups, HandedPrompts
 from .owner_thread import OwnerThread
 
@@ -211,6 +213,16 @@ class BlockingClient:
         """Close, as `close` does."""
         self.close()
 
+    def record(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        experts: bool = False,
+        max_buffered_bytes: int = DEFAULT_MAX_BUFFERED_BYTES,
+    ) -> RunRecorder:
+        """Record the results of this client from now on, as `Client.record` does."""
+        return self._awaited.record(folder, experts=experts, max_buffered_bytes=max_buffered_bytes)
+
     complete = _blocking(Client.complete)
     abort = _blocking(Client.abort)
 
@@ -286,6 +298,7 @@ class BlockingClient:
         sampling: SamplingParams | None = None,
         max_lag: int | None = None,
         inexact: InexactGroups = "refuse",
+        record: RunRecorder | None = None,
     ) -> BlockingGroups:
         """Return a sampler whose steps do not wait for the slowest results, as `Client.groups` does.
 
@@ -296,7 +309,7 @@ class BlockingClient:
         """
         owner, handed = self._connected, HandedPrompts()
         sampler = self._awaited.groups(
-            handed, n=n, need=need, over=over, sampling=sampling, max_lag=max_lag, inexact=inexact
+            handed, n=n, need=need, over=over, sampling=sampling, max_lag=max_lag, inexact=inexact, record=record
         )
         return BlockingGroups(owner, sampler, handed, prompts, client=self)
 

@@ -71,6 +71,13 @@ class FleetSnapshot:
                 lens[worker.model] = min(lens.get(worker.model, length), length)
         return lens
 
+    def newest_version(self, model: str | None, lora: str | None) -> int | None:
+        """Return the newest version of the weights or adapter at any live worker of `model`; None: unknown."""
+        workers = [worker for worker in self.workers if worker.model == model]
+        if lora is None:
+            return max((worker.served_version for worker in workers), default=None)
+        return max((info.version for worker in workers for info in worker.loras if info.name == lora), default=None)
+
     def choose_model(self, known: Collection[str] = ()) -> str:
         """Return the model of requests that name none: the only one of the live workers' models and `known`.
 

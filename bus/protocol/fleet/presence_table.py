@@ -258,13 +258,6 @@ class PresenceTable:
         workers = [p for p in self.workers(model) if p.target_version is not None]
         return max((max(p.target_version or 0, p.base_adapter_version or 0) for p in workers), default=None)
 
-    def newest_version(self, model: str, lora: str | None) -> int | None:
-        """Return the newest version of the weights or adapter at any live worker of `model`; None: unknown."""
-        workers = self.workers(model)
-        if lora is None:
-            return max((worker.served_version for worker in workers), default=None)
-        return max((info.version for worker in workers for info in worker.loras if info.name == lora), default=None)
-
     def get(self, worker: str) -> WorkerPresence | None:
         """Return the latest presence of a live worker."""
         tracked = self._workers.get(worker)
