@@ -45,10 +45,16 @@ def train(model, optimizer, samples) -> None:
     optimizer.zero_grad()
 
 
-async def main(nats: str | None, num_steps: int) -> None:
+async def main(nats: str | None, num_steps: int, record: str | None, tensorboard: str | None) -> None:
     """Train the model that the fleet serves."""
     torch.set_num_threads(1)  # the tiny model needs no more; the workers need the other cores
+    log = None
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        log = SummaryWriter(tensorboard)
     async with rollbus.connect(nats) as rb:
+        recorder = rb.record(record) if record else None
         await rb.fleet.wait_for_workers()
         worker = next(worker for worker in rb.fleet.workers if worker.state == "serving")
         folder, dtype = worker.model_path, getattr(torch, worker.capabilities.dtype)
@@ -71,24 +77,36 @@ async def main(nats: str | None, num_steps: int) -> None:
             await publish(version)  # the fleet may have the weights of an earlier run
             for step in range(num_steps):
                 rewards, samples = [], []
-                for group in (await groups.step(version=version)).groups:
+                groups_step = await groups.step(version=version)
+                for group in groups_step.groups:
                     rewards.append([reward_of(tokenizer.decode(answer.token_ids)) for answer in group.generations])
-                    for answer, advantage in zip(group.generations, group_advantages(rewards[-1]), strict=True):
+                    scores = zip(rewards[-1], group_advantages(rewards[-1]).tolist(), strict=True)
+                    for answer, (reward, advantage) in zip(group.generations, scores, strict=True):
                         stitcher = Stitcher()
                         stitcher.add(group.request.prompt_token_ids, answer)
-                        samples.append(stitcher.sample(advantage=float(advantage)))
+                        samples.append(stitcher.sample(advantage=advantage))
+                        if recorder:
+                            recorder.score(answer, reward=reward, advantage=advantage)
+                metrics = groups_step.metrics(rewards=rewards)
+                # For another logger: wandb.log(metrics, step=step), trackio.log(metrics, step=step)
+                for name, value in metrics.items() if log else ():
+                    log.add_scalar(name, value, step)
                 train(model, optimizer, samples)
                 version += 1
                 await publish(version)
-                mean = sum(map(sum, rewards)) / len(samples)
-                print(f"step {step + 1}: mean reward of {len(samples)} answers {mean:.3f}; weights are now {version}")
+                mean = f"mean reward of {len(samples)} answers {metrics['reward/mean']:.3f}"
+                print(f"step {step + 1}: {mean}; weights are now {version}")
+    if log:
+        log.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nats", help="address of the NATS server (default: $ROLLBUS_NATS, else port 4222 here)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
+    parser.add_argument("--record", help="directory for a record of the run; needs rollbus[data] (default: none)")
+    parser.add_argument("--tensorboard", help="directory for TensorBoard; needs tensorboard (default: none)")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"argument --steps: {arguments.steps} is not 1 or more")
-    asyncio.run(main(arguments.nats, arguments.steps))
+    asyncio.run(main(arguments.nats, arguments.steps, arguments.record, arguments.tensorboard))

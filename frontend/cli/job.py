@@ -57,6 +57,8 @@ class GenerateRun:
     results: ResultsFile
     max_in_flight: int
     bar: GenerateBar
+    record: Path | None = None
+    """Directory for the record of the run. None: no record."""
     tokenizer_dir: Path | None = None
     """Folder of the tokenizer. None: for text prompts, the model folder of a worker on this machine."""
     with_prompt: bool = False
@@ -78,6 +80,8 @@ class GenerateRun:
         """
         self.bar.show("connecting")
         async with bus.connect(nats_url, fleet=fleet) as rb:
+            if self.record is not None:
+                rb.record(self.record, experts=self.defaults.fields.get("return_routed_experts") is not False)
             state = await rb.fleet.state()
             await self._check_models(rb, state.workers)
             await warn_of_wait(rb, state, nats_url=nats_url)

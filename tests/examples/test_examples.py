@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rollbus
 from tests.cli.support import running_up, serves
@@ -109,7 +111,7 @@ def running_place(folder: Path) -> Iterator[Place]:
 def test_grpo_raises_the_reward(place: Place) -> None:
     """Each step publishes a new version to the fleet, and the mean reward rises."""
     before = place.version()
-    said = place.run("grpo", "--nats", place.nats, "--steps", "8")
+    said = place.run("grpo", "--nats", place.nats, "--steps", "8", "--record", "run", "--tensorboard", "logs")
 
     steps = re.findall(r"step (\d+): mean reward of (\d+) answers (\S+); weights are now (\d+)\n", said)
     assert [int(step) for step, *_ in steps] == [*range(1, 9)]
@@ -118,6 +120,17 @@ def test_grpo_raises_the_reward(place: Place) -> None:
     assert place.version() == before + 9
     rewards = [float(reward) for _, _, reward, _ in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3])
+
+    events = EventAccumulator(str(place.folder / "logs"))
+    events.Reload()
+    logged = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    np.testing.assert_allclose(logged["reward/mean"], rewards, atol=0.001)
+    assert {len(values) for values in logged.values()} == {8}
+    assert {"staleness/mean", "length/truncated", "tokens_per_s", "wait_s", "pause_s"} < logged.keys()
+    record = rollbus.read_record(place.folder / "run")
+    assert record.problems == []
+    assert record.num_samples >= 8 * 64
+    np.testing.assert_allclose(np.nanmean(record.column("reward")), np.mean(rewards), atol=0.001)
 
 
 def test_the_agent_calls_its_tool_and_has_a_sample_for_each_conversation(place: Place) -> None:

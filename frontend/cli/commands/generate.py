@@ -88,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MAX_IN_FLIGHT,
         help="maximum number of requests in flight (default: %(default)s)",
     )
+    parser.add_argument("--record", metavar="DIR", type=Path, help="directory for a record of the run (default: none)")
     parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
     parser.add_argument("--max-tokens", metavar="N", type=positive_int, help="maximum tokens per sample (default: 16)")
     parser.add_argument("--temperature", metavar="T", type=float, help="temperature, 0 (greedy) to 2 (default: 1)")
@@ -140,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
             summary=summary,
             results=results,
             max_in_flight=args.max_in_flight,
+            record=args.record,
             tokenizer_dir=args.tokenizer,
             with_prompt=args.with_prompt,
             changes=changes,
