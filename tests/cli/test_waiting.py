@@ -107,7 +107,8 @@ async def test_waiting_requests_fail_when_up_has_given_up(tmp_path: Path) -> Non
         kill_worker(url)
         messages = {await task for task in waiting}
 
-    cause = "local-0 is not started again: was killed by SIGKILL (out of memory? `dmesg` shows it) (1 of 1 restarts in 10 minutes)"
+    killed = "was killed by SIGKILL (out of memory? `dmesg` shows it)"
+    cause = f"local-0 is not started again: {killed} (1 of 1 restarts in 10 minutes)"
     assert messages == {f"no worker serves synthetic, and none starts ({cause})"}
 
 
