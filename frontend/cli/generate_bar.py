@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from .console import printable
+from .tables import printable
 
 if TYPE_CHECKING:
     from rich.console import Group
