@@ -27,7 +27,8 @@ from ..schemas.weights import Canary
 from .auth.credentials import Credentials
 from .auth.tls import Tls
 from .client.batch_times import BatchTimes
-from .client.client import Client, ClientStats, connect
+from .client.client import Client, ClientStats
+from .client.connect import connect
 from .client.fleet import Fleet, FleetState
 from .client.generation import Generation, SampleKey
 from .client.group_prompts import GroupPrompt

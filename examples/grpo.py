@@ -92,8 +92,7 @@ async def main(nats: str | None, num_steps: int, record: str | None, tensorboard
                 for name, value in metrics.items() if log else ():
                     log.add_scalar(name, value, step)
                 train(model, optimizer, samples)
-                version += 1
-                await publish(version)
+                await publish(version := version + 1)
                 mean = f"mean reward of {len(samples)} answers {metrics['reward/mean']:.3f}"
                 print(f"step {step + 1}: {mean}; weights are now {version}")
     if log:

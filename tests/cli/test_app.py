@@ -17,7 +17,8 @@ from tests.cli.support import ROOT, rollbus
 COMMANDS = (
     *("abort", "auth", "bench", "cancel-transfer", "completion", "demo", "doctor", "drain", "experts", "flush-cache"),
     *("forget-model", "frontend"),
-    *("generate", "init", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
+    *("generate", "init", "load-lora", "make-queue", "nats", "pause", "publish-weights", "record"),
+    *("reset", "resume"),
     *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
     *("update-weights", "wake", "weights", "worker"),
 )
@@ -32,6 +33,7 @@ NEEDED = {
     "make-queue": ["m"],
     "nats": ["init"],
     "publish-weights": ["d", "--version", "1"],
+    "record": ["d"],
     "trace": ["r"],
     "unload-lora": ["name"],
     "update-weights": ["path"],

@@ -252,7 +252,7 @@ PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
     ("workers", "model", "error", "words"),
     [
         ([], None, CommandFailed, r"in fleet 'f' at nats://h \(no worker is live\); start one"),
-        ([PAUSED, PREFILL], None, CommandFailed, r"\(w is paused, u is serving prefill phases only\)"),
+        ([PAUSED, PREFILL], None, CommandFailed, r"\(w is paused; u is serving prefill phases only\)"),
         ([SERVES], "n", InvalidRequest, "model is 'n'; allowed: one of m"),
         ([SERVES, replace(SERVES, model="n")], None, InvalidRequest, "model is missing; allowed: one of m, n"),
         ([PAUSED, replace(SERVES, model="n")], "m", CommandFailed, r"\(w is paused\)"),

@@ -76,14 +76,14 @@ def test_a_missing_file_of_settings_is_named(tmp_path: Path, capsys: pytest.Capt
 def test_init_writes_every_option_of_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The written file changes nothing. With all comments removed, it sets every option to a valid value."""
     monkeypatch.setenv("ROLLBUS_NATS", "nats://user:secret@127.0.0.1:4222")
-    path, unit, env = tmp_path / "fleet.toml", tmp_path / "rollbus.service", tmp_path / "rollbus.env"
+    path, unit, env = tmp_path / "fleet.toml", tmp_path / "fleet.service", tmp_path / "fleet.env"
     assert main(["init", str(path), "--systemd", str(unit), "--env", str(env)]) == ExitCode.OK
     text = path.read_text()
     assert tomllib.loads(text) == {}
     assert "secret" not in text
     settings = "\n".join(line[1:] for line in text.splitlines() if line.startswith("#") and line[1:2] not in (" ", ""))
     args = parse(tmp_path / "all.toml", settings)
-    own = {"command", "default_of", "is_nats_named", "config", "json", "verbose", "help"}
+    own = {"command", "default_of", "is_nats_named", "with_option_names", "config", "json", "verbose", "help"}
     assert {name.replace("-", "_") for name in tomllib.loads(settings)} == vars(args).keys() - own
     assert f"up --config {path}" in unit.read_text()
     assert f"EnvironmentFile=-{env}" in unit.read_text()

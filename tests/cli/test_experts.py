@@ -70,7 +70,7 @@ async def test_the_command_shows_the_counts_of_the_workers(
     assert "generated: 25 tokens computed, 100% of them seen" in shown.stdout
     assert "1 of 1 workers; 4 layers x 16 experts, top 4" in shown.stdout
     assert LEGEND in shown.stdout
-    row = next(line.split() for line in versions.stdout.splitlines() if line.startswith("0  "))
+    row = next(line.split() for line in versions.stdout.splitlines() if line.split()[:2] == ["0", "prompt"])
     assert row[:4] == ["0", "prompt", "96", "100%"]
     assert found["planes"]["prompt"]["counts"] == wanted["prompt"].tolist()
     assert found["planes"]["generated"]["counts"] == wanted["generated"].tolist()

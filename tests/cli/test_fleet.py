@@ -297,7 +297,7 @@ def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert becomes_true(lambda: "by-hand  other      both  serving" in rollbus("status", nats=nats).stdout)
+        assert becomes_true(lambda: "serving  by-hand  other" in rollbus("status", nats=nats).stdout)
     finally:
         worker.terminate()
 
@@ -327,7 +327,7 @@ def test_up_restarts_a_dead_worker(tmp_path: Path) -> None:
             (pid,) = processes_with(f"--worker-id {worker}", nats)
             os.kill(pid, signal.SIGKILL)
             assert becomes_true(partial(is_replaced, worker, pid, nats))
-            [line] = [line for line in log.read_text().splitlines() if line.startswith(f"[{worker}] ended")]
+            [line] = [line for line in log.read_text().splitlines() if line.startswith(f"[{worker}] was killed")]
             assert (
                 "was killed by SIGKILL (out of memory? `dmesg` shows it); workers left: 1; started again in 1 s" in line
             )
@@ -390,8 +390,8 @@ def test_up_starts_prefill_workers_for_long_prompts(tmp_path: Path) -> None:
         assert info["workers"] == ["local-0", "local-1"]
         table = rollbus("status", nats=info["nats"]).stdout.partition("\n\n")[0]
         assert [line.split()[:4] for line in table.splitlines()[1:]] == [
-            ["local-0", "synthetic", "decode", "serving"],
-            ["local-1", "synthetic", "prefill", "serving"],
+            ["serving", "local-0", "synthetic", "decode"],
+            ["serving", "local-1", "synthetic", "prefill"],
         ]
         path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [5] * 100, "max_tokens": 4, "temperature": 0})
         code, report, stderr = generate(info["nats"], path)

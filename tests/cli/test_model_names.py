@@ -36,8 +36,8 @@ async def test_the_model_that_began_an_output_completes_it(nats_url: str, fleet:
 
     assert (resumed.code, json.loads(resumed.stdout)["models"]) == (0, ["a"])
     assert [json.loads(line)["model"] for line in output.read_text().splitlines()] == ["a", "a", "a"]
-    assert refused.code == 1
-    assert "model is missing; allowed: one of a, b" in refused.stdout + refused.stderr
+    assert refused.code == 2
+    assert refused.stderr.endswith("in.jsonl line 1 names no model; allowed: a, b\n")
 
 
 async def test_a_model_is_forgotten(nats_url: str, fleet: str) -> None:

@@ -167,7 +167,7 @@ async def test_top_prints_the_tables_once_into_a_pipe(nats_url: str, fleet: str)
             tokens_per_s = rates["fleet"]["tokens_per_s"]
 
     assert (table.code, table.stderr) == (ExitCode.OK, "")
-    assert re.search(r"^a +m +serving ", table.stdout, re.MULTILINE)
+    assert re.search(r"^serving +a +m ", table.stdout, re.MULTILINE)
     assert "\x1b" not in table.stdout
     assert rates["workers"]["a"]["tokens_per_s"] == rates["models"]["m"]["tokens_per_s"] == tokens_per_s
 

@@ -30,11 +30,17 @@ BAD_COMMAND_LINES = {
     "engine": (["--engine", "other"], "invalid choice: 'other'"),
     "worker id": (["--engine", "synthetic", "--worker-id", "a.b"], "worker_id is 'a.b'; allowed: 1 to"),
     "fleet": (["--engine", "synthetic", "--fleet", "a b"], "fleet is 'a b'; allowed: 1 to"),
-    "weight version": (["--engine", "synthetic", "--weight-version", "-1"], "weight_version is -1; allowed"),
+    "weight version": (
+        ["--engine", "synthetic", "--weight-version", "-1"],
+        "'-1' is not an integer of at least 0",
+    ),
     "lease": (["--engine", "synthetic", "--lease-s", "1"], "lease_s is 1.0; allowed: a number from 2"),
-    "engine timeout": (["--engine", "synthetic", "--engine-timeout-s", "0"], "engine_timeout_s is 0.0; allowed"),
-    "engine args json": (["--engine", "synthetic", "--engine-args", "{"], "is not valid JSON"),
-    "engine args list": (["--engine", "synthetic", "--engine-args", "[]"], "is not a JSON object"),
+    "engine timeout": (
+        ["--engine", "synthetic", "--engine-timeout-s", "0"],
+        "'0' is not a duration above 0",
+    ),
+    "engine args json": (["--engine", "synthetic", "--engine-args", "{"], "--engine-args: not JSON: "),
+    "engine args list": (["--engine", "synthetic", "--engine-args", "[]"], "--engine-args: not a JSON object"),
     "engine args name": (["--engine", "synthetic", "--engine-args", '{"foo": 1}'], "unknown field `foo`"),
 }
 

@@ -52,6 +52,7 @@ class RunRecord:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         import_pyarrow()
         self.folder = Path(folder)
+        """The record's directory."""
         self.torn_bytes = 0
         """Bytes of parts after their last whole batch, which a crash left. They are not readable."""
         self.problems: list[str] = []

@@ -89,6 +89,7 @@ class RunRecorder:
     ) -> None:
         import_pyarrow()
         self.folder = Path(folder)
+        """The record's directory."""
         self.error: Exception | None = None
         """Error of the disk that ended the record. None if there was none."""
         self.num_samples = 0
@@ -219,7 +220,8 @@ class RunRecorder:
             for parts in self._parts.values():
                 parts.finish()
             WriterFile(state="closed", pid=self._pid).write(self._file)
-        except Exception as exc:  # noqa: BLE001 - the boundary: whatever ends the record, the run continues
+        except Exception as exc:  # noqa: BLE001
+            # Boundary of the record: whatever ends it, the run continues.
             self._fail(exc, taken)
         finally:
             self._has_ended = True

@@ -18,7 +18,7 @@ from ....schemas.presence import WorkerPresence
 from ....schemas.request import GenerateRequest, TokenIds
 from ....schemas.sampling import SamplingParams
 from ...protocol.fleet.unserved import WaitLimit
-from .. import client as with_asyncio
+from .. import connect as with_asyncio
 from ..batch import Batch, Requests, check_iterable, check_request
 from ..batch_times import BatchTimes
 from ..client import Client, ClientStats, batch_of

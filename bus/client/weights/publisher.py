@@ -12,7 +12,8 @@ from ....schemas.checks import check_int, check_name
 from ....schemas.errors import BusClosed, InvalidRequest
 from ...nats.server import Server
 from ..call_registry import CallRegistry
-from ..client import Client, connect, registry_of
+from ..client import Client, registry_of
+from ..connect import connect
 from ..loop_thread import LoopThread
 from ..runtime import ClientRuntime
 from ..sync.client import BlockingClient

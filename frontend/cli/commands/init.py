@@ -19,7 +19,7 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 HELP = "write a file of settings for `rollbus up`"
 EXAMPLES = (
     "rollbus init",
-    "rollbus init fleet.toml --systemd rollbus.service --env rollbus.env",
+    "rollbus init fleet.toml --systemd fleet.service --env fleet.env",
 )
 UNIT = """\
 # Copy this file to /etc/systemd/system, then run: systemctl enable --now {name}
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = CliParser(add_help=False)
     up.add_arguments(options)
-    config, env = args.file.absolute(), (args.env or args.file.with_name("rollbus.env")).absolute()
+    config, env = args.file.absolute(), (args.env or args.file.with_suffix(".env")).absolute()
     files = {args.file: config_template((common_options(), options), args.file.name)}
     if args.systemd is not None:
         program = Path(sys.executable).with_name("rollbus")
