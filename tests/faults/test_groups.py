@@ -18,6 +18,7 @@ from tests.support.fleet import StartServed, check_generation
 from tests.support.patience import SOON_S
 from tests.support.requests import greedy
 from tests.support.streams import all_of
+from tests.support.waits import until_true
 from tests.support.worker_process import LASTING, worker_process
 
 LEASE = ("--lease-s", "2")
@@ -72,8 +73,7 @@ async def test_answers_that_a_pause_aborts_continue_in_the_same_step(one_worker:
         asyncio.timeout(SOON_S),
     ):
         step = tasks.create_task(groups.step())
-        while "running=2" not in repr(engine):
-            await rb.fleet.state()
+        await until_true(lambda: "running=2" in repr(engine))
         await rb.fleet.pause(mode="abort")
         await rb.fleet.resume()
         (group,) = (await step).groups
