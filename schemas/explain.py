@@ -1,7 +1,8 @@
 """Explains the errors of msgspec's decoders: which field is wrong, and which values it may have."""
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec.structs import fields
 
 from .errors import InvalidRequest
 
-__all__ = ["MISSING_FIELD", "UNKNOWN_FIELD", "enum_values", "field_names", "wrong_command"]
+__all__ = ["MISSING_FIELD", "UNKNOWN_FIELD", "enum_values", "field_names", "nearest", "wrong_command"]
 
 UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD: Final = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
@@ -17,6 +18,21 @@ AT_PATH: Final = re.compile(r"(?P<problem>.*?) - at `\$\.(?P<path>[^`]*)`", re.D
 EXPECTED: Final = re.compile(r"Expected (?P<type>.*?)(, got .*)?", re.DOTALL)
 VALUE: Final = re.compile(r"Invalid (enum )?value (?P<value>.*)", re.DOTALL)
 FIELD_NAME: Final = re.compile(r"[^.\[\]]+")
+
+MAX_COMPARED_CHARS: Final = 200
+"""Longest unknown name that is compared with known names. A name of megabytes would block the event loop for a second.
+"""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return a "did you mean" question, to follow a problem; an empty string if no name is similar.
+
+    A name longer than `MAX_COMPARED_CHARS` also gives an empty string.
+    """
+    if len(name) > MAX_COMPARED_CHARS:
+        return ""
+    found = difflib.get_close_matches(name, list(allowed), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def enum_values(kind: object, path: str) -> list[str]:

@@ -1,6 +1,5 @@
 """The names of a request's fields, and what callers mean by the names of other libraries."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -9,6 +8,7 @@ import msgspec
 from . import limits
 from .checks import describe
 from .errors import InvalidRequest
+from .explain import nearest
 
 __all__ = ["NamedFields", "check_names"]
 
@@ -87,5 +87,4 @@ def _advice(name: str, known: Collection[str]) -> str:
         return f" (it is a field of {owner})"
     if name in MEANT:
         return f" (use {MEANT[name]})"
-    near = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return nearest(name, known)

@@ -5,24 +5,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...schemas.option_types import (
-    duration,
-    duration_or_zero,
-    non_negative_int,
-    positive_int,
-    size,
-)
 from .exits import CommandFailed, ExitCode
 
 __all__ = [
     "add_tokenizer",
-    "duration",
-    "duration_or_zero",
     "host_name",
-    "non_negative_int",
-    "positive_int",
     "refuse_options",
-    "size",
     "without_password",
 ]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ...schemas.control import PauseMode
+from ...schemas.option_types import duration, positive_int
 from ...schemas.weights import Staging, WeightSource
-from .arguments import duration, positive_int
 from .byte_counts import staging_text
 from .exits import CommandFailed, ExitCode, exit_code_of_ledger
 

@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import bus
 from ...schemas.checks import describe
 from ...schemas.errors import RollbusError
+from ...schemas.explain import nearest
 from . import about, control, generate, openapi, page, reference_page, status, timelines, tokenize
 from .access import check_access
 from .calls import Admission
-from .errors import HttpError, error_response, http_error, nearest
+from .errors import HttpError, error_response, http_error
 from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 
 from ...schemas.errors import ErrorCode
-from ...schemas.explain import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names
-from .errors import HttpError, nearest
+from ...schemas.explain import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
+from .errors import HttpError
 from .lax import LaxReader
 from .settings import Settings
 

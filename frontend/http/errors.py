@@ -1,7 +1,6 @@
 """Conversion of errors to HTTP answers in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -18,14 +17,11 @@ from ...schemas.errors import (
     RollbusError,
 )
 
-__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "nearest", "unsupported"]
+__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "unsupported"]
 
 RETRY_AFTER_S = 1
 """Seconds after which a client may retry a busy service."""
 
-MAX_COMPARED_CHARS: Final = 200
-"""Longest unknown name that is compared with known names. A name of megabytes would block the event loop for a second.
-"""
 
 STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_REQUEST: 400,
@@ -123,17 +119,6 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
     if isinstance(error, BusBroken | BusClosed):
         return HttpError(503, str(error), code="bus_unavailable")
     return HttpError(502, str(error), code="bad_gateway")
-
-
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return a "did you mean" question, to follow a problem; an empty string if no name is similar.
-
-    A name longer than `MAX_COMPARED_CHARS` also gives an empty string.
-    """
-    if len(name) > MAX_COMPARED_CHARS:
-        return ""
-    found = difflib.get_close_matches(name, list(allowed), 1)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def invalid(field: str, problem: str, allowed: str) -> HttpError:

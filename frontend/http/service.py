@@ -32,7 +32,8 @@ ABORT_AGAIN_S: Final = 0.02
 """Seconds between two aborts of requests that wait for their turn."""
 ABORT_TIMEOUT_S: Final = 10.0
 """Seconds in which the requests that wait must get their turns, so that all are aborted. Each turn takes milliseconds.
-Requests that are prepared need a second for an unknown model, and longer only for the first load of a tokenizer."""
+Requests that are prepared need a second for an unknown model, and longer for the first load of a tokenizer or while
+their model's first worker starts. After this time, such a request is not aborted."""
 
 
 @dataclass(slots=True)

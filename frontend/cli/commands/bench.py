@@ -19,7 +19,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from ..arguments import non_negative_int, positive_int, refuse_options, without_password
+from ....schemas.option_types import non_negative_int, positive_int
+from ..arguments import refuse_options, without_password
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Coroutine
 from pathlib import Path
 
-from ..arguments import positive_int, refuse_options
+from ....schemas.option_types import positive_int
+from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
 from ..package import EXAMPLES_DIR
 

@@ -10,7 +10,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import duration, refuse_options
+from ....schemas.option_types import duration
+from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
-from ..arguments import add_tokenizer, duration, non_negative_int, positive_int
+from ....schemas.option_types import duration, non_negative_int, positive_int
+from ..arguments import add_tokenizer
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:

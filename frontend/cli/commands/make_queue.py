@@ -7,7 +7,7 @@ of the queue.
 
 import argparse
 
-from ..arguments import positive_int, size
+from ....schemas.option_types import positive_int, size
 from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

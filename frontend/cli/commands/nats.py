@@ -18,7 +18,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..arguments import duration, positive_int, refuse_options
+from ....schemas.option_types import duration, positive_int
+from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:

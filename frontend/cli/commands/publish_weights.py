@@ -13,7 +13,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import duration, non_negative_int, refuse_options
+from ....schemas.option_types import duration, non_negative_int
+from ..arguments import refuse_options
 from ..control import add_switch_options
 from ..exits import CommandFailed, ExitCode
 

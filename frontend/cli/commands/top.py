@@ -8,7 +8,8 @@ use the command. It omits data that the user may not read.
 
 import argparse
 
-from ..arguments import duration, refuse_options, without_password
+from ....schemas.option_types import duration
+from ..arguments import refuse_options, without_password
 from ..exits import CommandFailed, ExitCode
 from ..top.options import SORTS
 

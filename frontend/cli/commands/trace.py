@@ -7,7 +7,7 @@ exits with 1. If some workers do not answer, it exits with 3.
 
 import argparse
 
-from ..arguments import duration
+from ....schemas.option_types import duration
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import astuple
 
-from ..arguments import non_negative_int, refuse_options
+from ....schemas.option_types import non_negative_int
+from ..arguments import refuse_options
 from ..control import add_send_options, add_source_options, add_switch_options, command, source_of
 from ..exits import CommandFailed, ExitCode
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ....schemas.checks import describe
+from ....schemas.explain import nearest
 from ...tokenization import Tokenizer
-from ..errors import invalid, nearest
+from ..errors import invalid
 from ..request_target import RequestTarget
 from ..routing_json import RowsJson, rows_json
 from ..sampling import bus_sampling, check_stream_options, sampling_names
