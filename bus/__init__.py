@@ -44,7 +44,7 @@ from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult
 from .protocol.stream.token_masks import TokenMasks
 from .protocol.telemetry.expert_answers import ExpertAnswers
-from .protocol.telemetry.request_trace import RequestTrace, WorkerTimeline
+from .protocol.telemetry.request_trace import RequestList, RequestTrace, WorkerTimeline
 from .queue.streams import QueueDepth
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "RawTensor",
     "RequestError",
     "RequestFailed",
+    "RequestList",
     "RequestRejected",
     "RequestTimeout",
     "RequestTrace",

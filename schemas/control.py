@@ -16,6 +16,7 @@ from . import limits
 from .acks import Ack, AckError, AckStatus
 from .checks import check_float, check_int, check_matches, check_name, check_request_id, check_subject_token
 from .errors import InvalidRequest
+from .telemetry import RequestKind
 from .weights import Canary, Digest, Verified, WeightSource
 
 __all__ = [
@@ -287,19 +288,26 @@ class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="
 
 
 class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="read_request"):
-    """Ask for the history of a request at the worker.
+    """Ask for the history of a request at the worker, or for a list of its requests.
 
     Only workers with `Capabilities.telemetry_reads` support this command.
     """
 
-    request_id: str
-    """Id of the request, chosen by its client."""
+    request_id: str | None = None
+    """Id of the request, chosen by its client; None: the requests of the list `show`."""
+    show: RequestKind | None = None
+    """List of requests instead of one. Only workers with `Capabilities.request_lists` decode the last three fields."""
+    client: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    """Only requests of this client; None: of all clients. Without a control subject, the sender itself."""
+    limit: Annotated[int, Meta(ge=1, le=limits.MAX_TIMELINES)] = limits.MAX_TIMELINES
+    """Maximum number of requests in the list."""
     timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        """Check the request id in addition to the common fields."""
+        """Check in addition to the common fields that either a request or a list is named."""
         Command.__post_init__(self)
-        check_request_id("request_id", self.request_id)
+        if self.show is None or self.request_id is not None:
+            check_request_id("request_id", self.request_id)
 
 
 class Fence(Command, frozen=True, kw_only=True, tag_field="command", tag="fence"):

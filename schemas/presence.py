@@ -141,6 +141,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if the worker decodes `by`, `transfer` and `cancel_weight_update`. Workers of earlier releases do not."""
     base_adapters: bool = False
     """True if the worker decodes `for_base` of `load_lora`. Workers of earlier releases do not."""
+    request_lists: bool = False
+    """True if the worker decodes `show` of `read_request` and receives reads on `read.<client>.<worker>`."""
 
 
 class WorkerState(enum.StrEnum):

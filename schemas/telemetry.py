@@ -16,6 +16,8 @@ __all__ = [
     "ExpertCounts",
     "ExpertLoad",
     "LostAttempt",
+    "RequestKind",
+    "RequestProgress",
     "RequestTimeline",
     "TimelineEvent",
     "TimelineEventName",
@@ -116,6 +118,23 @@ class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     With `held`: the cause of the pause, which is `pause`, `weights` or `lora`."""
 
 
+RequestKind = Literal["running", "slowest", "failed", "resumed"]
+"""`running`: in flight, the longest time without a token first. `slowest`: in flight or ended, the longest first.
+`failed`: ended with an error that the client does not retry, the last first. `resumed`: continued after the loss of an
+attempt, the last first."""
+
+
+class RequestProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The progress of a request in flight."""
+
+    seconds: Seconds
+    """Seconds since the first event."""
+    idle_s: Seconds = 0.0
+    """Seconds since the last token, or since the offer before the first token."""
+    tokens: Count = 0
+    """Tokens generated so far."""
+
+
 class LostAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An attempt that the client has lost, as it tells the worker of the next attempt."""
 
@@ -158,3 +177,5 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Phase of the attempt at this worker; None: this worker serves the whole attempt."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
     """Attempts of this sample that the client has lost before this one, oldest first."""
+    progress: RequestProgress | None = None
+    """Progress of a request in flight; None: it has ended, or the worker runs an earlier release."""

@@ -6,13 +6,14 @@ from datetime import datetime
 from typing import Any, Final, Literal, Unpack
 
 from ...schemas import control, limits
-from ...schemas.checks import check_float, check_int, check_name
+from ...schemas.checks import check_float, check_int, check_name, check_subject_token
 from ...schemas.control import PauseMode
 from ...schemas.presence import WorkerPresence
 from ...schemas.request_ids import check_given_id, wire_id
+from ...schemas.telemetry import RequestKind
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.telemetry.expert_answers import ExpertAnswers, merge_answers
-from ..protocol.telemetry.request_trace import RequestTrace, merge_timelines
+from ..protocol.telemetry.request_trace import RequestList, RequestTrace, merge_list, merge_timelines
 from .expert_reads import experts_command, read_experts
 from .fleet_options import DrainOptions, SendOptions, unique_names
 from .fleet_state import FleetState, read_fleet_state
@@ -205,6 +206,39 @@ class Fleet(WeightCommands):
         name = wire_id(check_given_id("request_id", request_id))
         command = control.ReadRequest(request_id=name, model=model, timeout_s=timeout_s)
         return merge_timelines(request_id, await self._thread.run(self._runtime.controller.read(command)))
+
+    async def requests(
+        self,
+        show: RequestKind = "running",
+        *,
+        client: str | None = None,
+        model: str | None = None,
+        workers: Iterable[str] | None = None,
+        limit: int = 20,
+    ) -> RequestList:
+        """Ask the workers for a list of requests of all clients. For administrators and frontends.
+
+        Requests that wait in the queue are at no worker and in no list. The histories are as in `timelines`.
+
+        Args:
+            show: `running`: in flight, the longest time without a token first. `slowest`: in flight or ended, the
+                longest first. `failed` or `resumed`: the last first.
+            client: name of a client; None: requests of all clients.
+            model: name of a model; None: requests for all models.
+            workers: ids of workers; None: requests at all workers.
+            limit: maximum number of requests, 1 to 256.
+
+        Raises:
+            As `timelines`.
+        """
+        command = control.ReadRequest(
+            show=show,
+            client=None if client is None else check_subject_token("client", client),
+            model=model,
+            workers=None if workers is None else unique_names("workers", workers),
+            limit=check_int("limit", limit, 1, limits.MAX_TIMELINES),
+        )
+        return merge_list(show, limit, await self._thread.run(self._runtime.controller.read(command)))
 
     async def experts(
         self,

@@ -158,7 +158,9 @@ class Controller:
         """
         command = check_command(command)
         everyone = [worker for workers in (await self.roster(command)).values() for worker in workers]
-        able = [worker for worker in everyone if worker.capabilities and worker.capabilities.telemetry_reads]
+        is_list = isinstance(command, ReadRequest) and command.show is not None
+        needed = "request_lists" if is_list else "telemetry_reads"
+        able = [worker for worker in everyone if getattr(worker.capabilities, needed, False)]
         missing = dict.fromkeys((worker.worker for worker in everyone), TELLS_NOTHING)
         for worker in able:
             del missing[worker.worker]

@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 
-from ...bus.protocol.telemetry.request_trace import Phases, RequestTrace, WorkerTimeline, clock_skews, phases_of
+from ...bus.protocol.telemetry.request_trace import (
+    Phases,
+    RequestList,
+    RequestTrace,
+    WorkerTimeline,
+    clock_skews,
+    phases_of,
+)
 from ...schemas.telemetry import TimelineEvent
-from .console import write
-from .tables import print_table, print_text, printable
+from .tables import lay_out, printable, wrapped
 
-__all__ = ["attempt_rows", "event_rows", "notes", "phase_rows", "print_trace"]
+__all__ = ["attempt_rows", "event_rows", "notes", "phase_rows", "silent_lines", "trace_lines"]
 
 ATTEMPTS = ("attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end")
 SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", "tokens/s")
@@ -18,19 +24,20 @@ MAX_SHOWN = 16
 the events of all timelines."""
 
 
-def print_trace(trace: RequestTrace) -> None:
-    """Print a trace that has a timeline."""
+def trace_lines(trace: RequestTrace, width: int) -> list[str]:
+    """Return the tables of a trace that has a timeline."""
     clients = ", ".join(dict.fromkeys(printable(timeline.client) for timeline in trace.timelines))
     models = ", ".join(dict.fromkeys(map(_model, trace.timelines)))
-    print_text(f"request {trace.request_id} of client {clients} to {models}")
-    write()
-    print_table(ATTEMPTS, list(attempt_rows(trace)))
-    write("\nseconds in each phase\n")
-    print_table(SECONDS, list(phase_rows(trace)))
-    write("\nseconds since the first event, and since the previous event\n")
-    print_table(EVENTS, list(event_rows(trace)))
-    for note in notes(trace):
-        print_text(note)
+    return [
+        *wrapped(f"request {trace.request_id} of client {clients} to {models}", width),
+        "",
+        *lay_out(ATTEMPTS, list(attempt_rows(trace)), width).lines,
+        *("", "seconds in each phase", ""),
+        *lay_out(SECONDS, list(phase_rows(trace)), width).lines,
+        *("", "seconds since the first event, and since the previous event", ""),
+        *lay_out(EVENTS, list(event_rows(trace)), width).lines,
+        *(line for note in notes(trace) for line in wrapped(note, width)),
+    ]
 
 
 def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
@@ -88,7 +95,12 @@ def notes(trace: RequestTrace) -> Iterator[str]:
         side = "ahead of" if seconds > 0 else "behind"
         clock = f"The clock of {worker} is at least {abs(seconds):.3f} s {side} the server's"
         yield f"{clock}: compare times across machines with that in mind."
-    for worker, why in trace.silent.items():
+    yield from silent_lines(trace)
+
+
+def silent_lines(answers: RequestList) -> Iterator[str]:
+    """Yield a line for each worker without an answer."""
+    for worker, why in answers.silent.items():
         yield f"No answer from {worker}: {printable(why)}."
 
 

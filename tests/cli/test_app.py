@@ -17,7 +17,7 @@ from tests.cli.support import ROOT, rollbus
 COMMANDS = (
     *("abort", "auth", "bench", "cancel-transfer", "completion", "demo", "doctor", "drain", "experts", "flush-cache"),
     *("forget-model", "frontend"),
-    *("generate", "init", "load-lora", "make-queue", "nats", "pause", "publish-weights", "record"),
+    *("generate", "init", "load-lora", "make-queue", "nats", "pause", "publish-weights", "record", "requests"),
     *("reset", "resume"),
     *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
     *("update-weights", "wake", "weights", "worker"),

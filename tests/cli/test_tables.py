@@ -1,6 +1,7 @@
 """Every table of the command line fits 80, 100 and 160 columns, and cuts no word of names of 64 and 256 characters."""
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,25 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus import FleetState, QueueDepth, RequestTrace
+from rollbus import FleetState, QueueDepth, RequestList, RequestTrace
 from rollbus.bus.protocol.telemetry.fleet_rates import FleetRates
 from rollbus.frontend.cli.commands.doctor import _show
+from rollbus.frontend.cli.console import write
 from rollbus.frontend.cli.control import show_ledger
 from rollbus.frontend.cli.doctor.findings import fail, ok
 from rollbus.frontend.cli.expert_counts import COLUMNS as EXPERT_COLUMNS
 from rollbus.frontend.cli.expert_counts import expert_rows
 from rollbus.frontend.cli.expert_map import VERSION_COLUMNS
+from rollbus.frontend.cli.request_tables import list_notes, list_table
 from rollbus.frontend.cli.status_display import print_state
 from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
 from rollbus.frontend.cli.top.options import TopOptions
 from rollbus.frontend.cli.top.plain import print_top
 from rollbus.frontend.cli.top.screen import TopView, draw
-from rollbus.frontend.cli.trace_tables import print_trace
+from rollbus.frontend.cli.trace_tables import trace_lines
 from rollbus.frontend.cli.weights_tables import COLUMNS as WEIGHTS_COLUMNS
 from rollbus.frontend.cli.weights_tables import ModelWeights, head_line, weights_rows
 from rollbus.schemas.chain import ChainRecord
 from rollbus.schemas.manifest import Link
 from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerState
+from rollbus.schemas.telemetry import RequestProgress
 from rollbus.schemas.weights import Staging
 from tests.cli.test_fleet_tables import DESIRED, PAUSED, STARTING
 from tests.cli.test_ledger import MIXED
@@ -69,7 +73,15 @@ def show_top(worker: str, model: str) -> None:
 
 def show_trace(worker: str, model: str) -> None:
     """Print the tables of `trace`."""
-    print_trace(RequestTrace(request_id="r", timelines=(timeline(*LIFE, worker=worker, model=model, prompt_tokens=9),)))
+    one = timeline(*LIFE, worker=worker, model=model, prompt_tokens=9)
+    write("\n".join(trace_lines(RequestTrace(request_id="r", timelines=(one,)), int(os.environ["COLUMNS"]))))
+
+
+def show_requests(worker: str, model: str) -> None:
+    """Print the table of `requests`."""
+    running = timeline(*LIFE[:6], worker=worker, model=model, progress=RequestProgress(seconds=9.5, idle_s=2, tokens=7))
+    found, width = RequestList(timelines=(running,), workers_answered=1), int(os.environ["COLUMNS"])
+    write("\n".join([*list_notes("running", found, width), *list_table(found, width).lines]))
 
 
 def show_doctor(worker: str, model: str) -> None:
@@ -102,7 +114,7 @@ def show_experts(worker: str, model: str) -> None:
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("length", [8, 64, 256])
 @pytest.mark.parametrize(
-    "show", [show_status, show_top, show_trace, show_doctor, show_weights, show_command, show_experts]
+    "show", [show_status, show_top, show_trace, show_requests, show_doctor, show_weights, show_command, show_experts]
 )
 def test_each_command_fits_and_cuts_no_name(
     show: Callable[[str, str], None],

@@ -32,7 +32,14 @@ from rollbus.schemas.control import (
 )
 from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
-from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline, TimelineEvent, TokenTally
+from rollbus.schemas.telemetry import (
+    ExpertCounts,
+    ExpertLoad,
+    RequestProgress,
+    RequestTimeline,
+    TimelineEvent,
+    TokenTally,
+)
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, WeightSource
 
 __all__ = ["CONTROL_VECTORS"]
@@ -86,6 +93,7 @@ TIMELINE = RequestTimeline(
         TimelineEvent(at=3.0, event="ended", tokens=4, reason="stop"),
     ),
 )
+PROGRESS = RequestProgress(seconds=2.5, idle_s=1.5)
 RESUME_ONE = Resume(id="r-2", model="org/model-1.5", workers=("w1",), epoch=42)
 
 CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
@@ -105,6 +113,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_state": State(id="st-1"),
     "command_read_experts": ReadExperts(id="re-1", since=7),
     "command_read_request": ReadRequest(id="rr-1", request_id="r-1"),
+    "command_read_request_list": ReadRequest(id="rr-2", show="running", client="trainer-0", limit=20),
     "command_fence": Fence(id="fe-1", workers=("w0",), reason="its canary differs"),
     "command_init_weight_transfer": InitWeightTransfer(id="i-1", info={"master_port": 29500, "ranks": [0, 1]}),
     "command_start_weight_update": StartWeightUpdate(id="sw-1", mode="wait"),
@@ -151,6 +160,11 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "ack_timelines": Ack(
         id="rr-1", command="read_request", worker="w0", incarnation="i0", model="org/model-1.5",
         status=AckStatus.APPLIED, weight_version=7, timelines=(TIMELINE,),
+    ),
+    "ack_request_list": Ack(
+        id="rr-2", command="read_request", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.APPLIED, weight_version=7, timelines_left_out=2,
+        timelines=(structs.replace(TIMELINE, events=TIMELINE.events[:2], progress=PROGRESS),),
     ),
     "ack_unsupported": Ack(
         id="s-1", command="sleep", worker="w0", incarnation="i0", model="org/model-1.5",

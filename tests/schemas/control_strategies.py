@@ -63,6 +63,11 @@ commands: st.SearchStrategy[Command] = st.one_of(
     command(control.State),
     command(control.ReadExperts, since=VERSION, window=st.sampled_from(["recent", "versions"])),
     command(control.ReadRequest, request_id=request_ids),
+    command(
+        control.ReadRequest,
+        show=st.sampled_from(["running", "slowest", "failed", "resumed"]),
+        limit=st.integers(1, 256),
+    ),
     command(control.Fence, reason=texts),
     command(control.InitWeightTransfer, info=maps),
     command(control.StartWeightUpdate, mode=modes),

@@ -308,6 +308,7 @@ capabilities = st.builds(
     group_backlog=st.booleans(),
     transfer_leases=st.booleans(),
     base_adapters=st.booleans(),
+    request_lists=st.booleans(),
 )
 transfers = st.builds(
     OpenTransfer,

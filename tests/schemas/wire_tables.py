@@ -49,7 +49,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
     *(weights.Staging, weights.OpenTransfer, weights.PublishedVersion, weights.UpdateTiming),
     *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
-    *(telemetry.RequestTimeline, telemetry.LostAttempt, telemetry.TimelineEvent),
+    *(telemetry.RequestTimeline, telemetry.RequestProgress, telemetry.LostAttempt, telemetry.TimelineEvent),
     *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
     certificate.Certificate,
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.timeline import TimelineBook
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.control import AckStatus, ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
@@ -11,6 +10,7 @@ from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline,
 from rollbus.workers.control.ack_publisher import cut_ack
 from rollbus.workers.control.reads import READS_PER_S, TelemetryReads
 from rollbus.workers.requests.expert_counter import ExpertCounter
+from rollbus.workers.requests.worker_requests import WorkerRequestTable
 from tests.support.requests import endless
 from tests.workers.support import StartControlled
 
@@ -51,7 +51,7 @@ async def test_a_read_for_another_worker_is_not_answered(controlled_worker: Star
 def test_reads_above_the_rate_limit_fail_with_the_limit() -> None:
     """The number of reads per second is limited. The error of the next read has the limit, and later reads succeed."""
     now = 10.0
-    reads = TelemetryReads(ExpertCounter(), TimelineBook(), lambda: now)
+    reads = TelemetryReads(ExpertCounter(), WorkerRequestTable(), lambda: now)
 
     for _ in range(READS_PER_S):
         assert reads.answer(ReadRequest(request_id="r")) == {"timelines": (), "timelines_left_out": 0}

@@ -74,6 +74,6 @@ def make_control(
         reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
     )
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
-    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests.timelines)
+    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
     one_off = OneOffCommands(lifecycle, in_flight, reconciler, reads)
     return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from ...bus.protocol.telemetry.timeline import TimelineBook
 from ...schemas.control import ReadExperts, ReadRequest
 from ...schemas.errors import ControlCode, ControlError
 from ..requests.expert_counter import ExpertCounter
+from ..requests.worker_requests import WorkerRequestTable
 
 __all__ = ["Read", "TelemetryReads"]
 
@@ -22,15 +22,15 @@ class TelemetryReads:
 
     Args:
         experts: counts the chosen experts.
-        timelines: timelines of the worker's requests.
+        requests: requests of the worker, with their timelines.
         clock: returns monotonic seconds.
     """
 
     def __init__(
-        self, experts: ExpertCounter, timelines: TimelineBook, clock: Callable[[], float] = time.monotonic
+        self, experts: ExpertCounter, requests: WorkerRequestTable, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._experts = experts
-        self._timelines = timelines
+        self._requests = requests
         self._clock = clock
         self._second_ends = clock()
         self._num_answered = 0
@@ -46,7 +46,7 @@ class TelemetryReads:
             case ReadExperts():
                 return {"experts": self._experts.load(command.since, command.window, self._clock())}
             case ReadRequest():
-                found, num_left_out = self._timelines.find(command.request_id)
+                found, num_left_out = self._requests.read_timelines(command, self._clock())
                 return {"timelines": tuple(found), "timelines_left_out": num_left_out}
 
     def _check_rate(self) -> None:

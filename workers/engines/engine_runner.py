@@ -92,7 +92,14 @@ class EngineRunner:
             EngineDead: the engine did not start.
         """
         await self.engine.start()
-        able = ("request_groups", "group_backlog", "telemetry_reads", "transfer_leases", "base_adapters")
+        able = (
+            "request_groups",
+            "group_backlog",
+            "telemetry_reads",
+            "transfer_leases",
+            "base_adapters",
+            "request_lists",
+        )
         self.capabilities = replace(self.engine.capabilities, **dict.fromkeys(able, True))
 
     async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:

@@ -10,10 +10,11 @@ from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep
 from ...bus.protocol.telemetry.timeline import RETURNED, OpenTimeline, TimelineBook
 from ...bus.queue.puller import QueuedRequest
+from ...schemas.control import ReadRequest
 from ...schemas.errors import ErrorCode
 from ...schemas.messages import RequestKey
 from ...schemas.request_ids import wire_id
-from ...schemas.telemetry import LostAttempt
+from ...schemas.telemetry import LostAttempt, RequestProgress, RequestTimeline
 from .outbound import Outbound
 
 __all__ = ["Instructions", "RequestOrigin", "WorkerRequest", "WorkerRequestTable"]
@@ -268,6 +269,21 @@ class WorkerRequestTable:
         requests.pop(origin.key, None)
         if not requests:
             self._by_client.pop(client, None)
+
+    def read_timelines(self, command: ReadRequest, now: float) -> tuple[list[RequestTimeline], int]:
+        """Return the timelines that a command asks for, and the number of those left out, as `TimelineBook` does."""
+        requests = {request.timeline: request for request in self._by_name.values()}
+
+        def progress_of(timeline: OpenTimeline) -> RequestProgress | None:
+            request = requests.get(timeline)
+            if request is None:
+                return None
+            idle_s = max(now - request.last_at, 0.0)
+            return RequestProgress(seconds=timeline.seconds, idle_s=idle_s, tokens=request.writer.taken_tokens)
+
+        if command.show is not None:
+            return self.timelines.list_of(command.show, command.client, command.limit, progress_of)
+        return self.timelines.find(command.request_id or "", command.client, progress_of)
 
     def clear(self) -> list[str]:
         """Remove all requests because this worker lost its lease. Return the engine names of the open requests."""

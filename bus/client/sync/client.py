@@ -101,6 +101,7 @@ class BlockingFleet:
     wait_for_workers = _blocking(Fleet.wait_for_workers)
     send = _blocking(Fleet.send)
     timelines = _blocking(Fleet.timelines)
+    requests = _blocking(Fleet.requests)
     experts = _blocking(Fleet.experts)
     pause = _blocking(Fleet.pause)
     resume = _blocking(Fleet.resume)

@@ -1,17 +1,28 @@
 """Merges the timelines of one request from several workers. Plain values, no I/O."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from ....schemas import limits
 from ....schemas.acks import Ack
-from ....schemas.telemetry import RequestTimeline, TimelineEvent
+from ....schemas.telemetry import RequestKind, RequestTimeline, TimelineEvent
 from ..fleet.command_result import CommandResult
 
-__all__ = ["Phases", "RequestPause", "RequestTrace", "WorkerTimeline", "clock_skews", "merge_timelines", "phases_of"]
+__all__ = [
+    "Phases",
+    "RequestList",
+    "RequestPause",
+    "RequestTrace",
+    "WorkerTimeline",
+    "clock_skews",
+    "merge_list",
+    "merge_timelines",
+    "phases_of",
+    "seconds_of",
+]
 
 MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
 """The maximum number of timelines of a request. Workers without a fault never report more."""
@@ -38,13 +49,12 @@ class WorkerTimeline(RequestTimeline, frozen=True, kw_only=True, omit_defaults=F
     Publications that no worker accepted do not count."""
 
 
-class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """The history of a request, as far as the workers that answered remember it."""
+class RequestList(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of a list, as far as the workers that answered remember them."""
 
-    request_id: str
-    """The request id that its client set."""
     timelines: tuple[WorkerTimeline, ...] = ()
-    """The attempts, sorted by client, sample and attempt. Empty: no worker remembers the request."""
+    """The attempts in the order of the list. In a `RequestTrace`, they are sorted by client, sample and attempt; none:
+    no worker remembers the request."""
     workers_asked: int = 0
     """Live workers that support the command."""
     workers_answered: int = 0
@@ -52,7 +62,37 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     silent: dict[str, str] = {}
     """Live workers without an answer, each with the reason. Their part in the request is not known."""
     left_out: int = 0
-    """Earlier timelines that did not fit into the answers."""
+    """Timelines that did not fit into the answers."""
+
+
+class RequestTrace(RequestList, frozen=True, kw_only=True):
+    """The history of a request, as far as the workers that answered remember it."""
+
+    request_id: str
+    """The request id that its client set."""
+
+
+def merge_list(show: RequestKind, limit: int, result: CommandResult) -> RequestList:
+    """Merge the answers of the workers to the `read_request` of a list."""
+    reported = [each for ack in result.applied.values() for each in _of_worker(ack)]
+    return RequestList(**_merged(sorted(reported, key=lambda each: _rank(show, each)), limit, result))
+
+
+def _rank(show: RequestKind, timeline: WorkerTimeline) -> tuple[float, str, str]:
+    if show == "running":
+        first = -timeline.progress.idle_s if timeline.progress else 0.0
+    elif show == "slowest":
+        first = -(seconds_of(timeline) or 0.0)
+    else:
+        first = -timeline.events[-1].at if timeline.events else 0.0
+    return first, timeline.worker, timeline.request_id
+
+
+def seconds_of(timeline: RequestTimeline) -> float | None:
+    """Return the seconds of an attempt from its first event to its end, or until now. None: they are not known."""
+    if timeline.progress is not None:
+        return timeline.progress.seconds
+    return max(timeline.events[-1].at - timeline.events[0].at, 0.0) if timeline.events else None
 
 
 def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
@@ -61,19 +101,21 @@ def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
     Args:
         result: result of the command; it may have no answers.
     """
-    acks = result.applied.values()
-    reported = [each for ack in acks for each in _of_worker(ack)]
+    reported = [each for ack in result.applied.values() for each in _of_worker(ack)]
     found = sorted([*reported, *_lost_attempts(reported)], key=_order)
+    return RequestTrace(request_id=request_id, **_merged(found, MAX_MERGED, result))
+
+
+def _merged(found: Sequence[WorkerTimeline], limit: int, result: CommandResult) -> dict[str, Any]:
     refused = [*result.failed.items(), *result.unsupported.items(), *result.stale.items(), *result.late.items()]
     silent = {worker: _why(ack) for worker, ack in refused} | result.missing
-    return RequestTrace(
-        request_id=request_id,
-        timelines=tuple(found[:MAX_MERGED]),
-        workers_asked=len(result.applied) + len(silent),
-        workers_answered=len(result.applied),
-        silent=dict(sorted(silent.items())),
-        left_out=sum(ack.timelines_left_out for ack in acks) + len(found[MAX_MERGED:]),
-    )
+    return {
+        "timelines": tuple(found[:limit]),
+        "workers_asked": len(result.applied) + len(silent),
+        "workers_answered": len(result.applied),
+        "silent": dict(sorted(silent.items())),
+        "left_out": sum(ack.timelines_left_out for ack in result.applied.values()) + len(found[limit:]),
+    }
 
 
 def _why(ack: Ack) -> str:

@@ -10,13 +10,22 @@ timelines, and as many of requests that were never offered. The oldest are remov
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
+from ....schemas.chunk import FinishReason
 from ....schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from ....schemas.messages import RequestKey
 from ....schemas.request_ids import wire_id
-from ....schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent, TimelineEventName
+from ....schemas.telemetry import (
+    LostAttempt,
+    RequestKind,
+    RequestProgress,
+    RequestTimeline,
+    TimelineEvent,
+    TimelineEventName,
+)
+from ..attempt.states import PASSED_ON, RETRIED
 
 __all__ = ["MAX_ENDED", "RETURNED", "OpenTimeline", "TimelineBook"]
 
@@ -24,6 +33,8 @@ MAX_ENDED: Final = 1000
 """Ended requests that a worker remembers: those of the last minutes, as a worker ends a few per second."""
 RETURNED: Final = "returned"
 """The end reason of a timeline if the worker has returned the request to the queue."""
+_NOT_FAILED: Final = frozenset({RETURNED, *PASSED_ON, *RETRIED, *FinishReason} - {FinishReason.ERROR})
+"""End reasons of a request that finished, or that the client or the queue sends to a worker again."""
 _NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
 """Number of first events that are always kept. Of the later events, only the last are kept."""
 
@@ -113,7 +124,22 @@ class OpenTimeline:
             del self.events[_NUM_FIRST]
         self.events.append(event)
 
-    def export(self) -> RequestTimeline:
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first event to the end, or until now."""
+        return max(self._ended_at() - self.events[0].at, 0.0) if self.events else 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the request ended with an error that its client does not retry."""
+        last = self.events[-1] if self.events else None
+        return last is not None and last.event == "ended" and last.reason not in _NOT_FAILED
+
+    def _ended_at(self) -> float:
+        last = self.events[-1]
+        return last.at if last.event == "ended" else self._now()
+
+    def export(self, progress: RequestProgress | None = None) -> RequestTimeline:
         """Return the events so far in wire format."""
         return RequestTimeline(
             request_id=self.request_id,
@@ -128,7 +154,12 @@ class OpenTimeline:
             events=tuple(self.events),
             phase=self.phase,
             lost=self.lost,
+            progress=progress,
         )
+
+
+ProgressOf = Callable[[OpenTimeline], RequestProgress | None]
+"""Returns the progress of a timeline in flight; None: it has ended."""
 
 
 class TimelineBook:
@@ -204,13 +235,50 @@ class TimelineBook:
         if self.on_ended is not None:
             self.on_ended(timeline.export())
 
-    def find(self, request_id: str) -> tuple[list[RequestTimeline], int]:
-        """Return the timelines of a request, of any client and by either of its ids, in the order in which they began.
+    def find(
+        self, request_id: str, client: str | None = None, progress_of: ProgressOf = lambda _: None
+    ) -> tuple[list[RequestTimeline], int]:
+        """Return the timelines of a request, by either of its ids, in the order in which they began.
 
         At most the latest `MAX_TIMELINES` are returned, with the number of earlier ones that were left out.
+
+        Args:
+            client: name of its client; None: of any client.
+            progress_of: returns the progress of a timeline in flight.
         """
         everything = (*self._refused.values(), *self._ended, *self._in_flight)
-        found = [timeline for timeline in everything if request_id in (timeline.request_id, timeline.alias)]
-        found.sort(key=lambda timeline: timeline.serial)
-        shown = found[-MAX_TIMELINES:]
-        return [timeline.export() for timeline in shown], len(found) - len(shown)
+        found = [each for each in everything if request_id in (each.request_id, each.alias)]
+        return _best(found, lambda each: each.serial, client, MAX_TIMELINES, progress_of)
+
+    def list_of(
+        self, show: RequestKind, client: str | None, limit: int, progress_of: ProgressOf
+    ) -> tuple[list[RequestTimeline], int]:
+        """Return the first `limit` timelines of a list, the first one last, and the number of those left out.
+
+        Args:
+            client: only requests of this client; None: of any client.
+            progress_of: as in `find`.
+        """
+        ended, in_flight = self._ended, self._in_flight
+        found: Iterable[OpenTimeline]
+        if show == "running":
+            idle_s = {each: progress.idle_s for each in in_flight if (progress := progress_of(each)) is not None}
+            return _best(idle_s, idle_s.__getitem__, client, limit, progress_of)
+        if show == "slowest":
+            return _best((*ended, *in_flight), lambda each: each.seconds, client, limit, progress_of)
+        if show == "failed":
+            found = (each for each in (*self._refused.values(), *ended) if each.has_failed)
+        else:
+            found = (each for each in (*ended, *in_flight) if each.lost)
+        return _best(found, lambda each: each.events[-1].at, client, limit, progress_of)
+
+
+def _best(
+    timelines: Iterable[OpenTimeline],
+    rank: Callable[[OpenTimeline], float],
+    client: str | None,
+    limit: int,
+    progress_of: ProgressOf,
+) -> tuple[list[RequestTimeline], int]:
+    found = sorted((each for each in timelines if client in (None, each.client)), key=rank)
+    return [each.export(progress_of(each)) for each in found[-limit:]], max(len(found) - limit, 0)

@@ -6,6 +6,7 @@ exits with 1. If some workers do not answer, it exits with 3.
 """
 
 import argparse
+import shutil
 
 from ....schemas.option_types import duration
 from ..exits import CommandFailed, ExitCode
@@ -36,8 +37,8 @@ async def run(args: argparse.Namespace) -> int:
     """Ask the workers and print the history."""
     from .... import bus
     from ...request_traces import answer_of, find_timelines, unknown_request
-    from ..console import print_json
-    from ..trace_tables import print_trace
+    from ..console import print_json, write
+    from ..trace_tables import trace_lines
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         trace = await find_timelines(rb.fleet, args.request_id, model=args.model, timeout_s=args.timeout_s)
@@ -46,5 +47,5 @@ async def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(answer_of(trace))
     else:
-        print_trace(trace)
+        write("\n".join(trace_lines(trace, shutil.get_terminal_size().columns)))
     return ExitCode.PARTIAL if trace.silent else ExitCode.OK

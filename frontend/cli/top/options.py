@@ -11,7 +11,7 @@ Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "n
 """Sort key of the workers. Names ascend, numbers descend, and the worst states come first."""
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 """Sort keys in the order in which the key `s` selects them."""
-Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end"]
+Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end", "open", "back"]
 _KEYS: Final[dict[bytes, Key]] = {
     b"q": "quit",
     b"Q": "quit",
@@ -20,6 +20,12 @@ _KEYS: Final[dict[bytes, Key]] = {
     b"k": "up",
     b"j": "down",
     b" ": "page_down",
+    b"\r": "open",
+    b"\n": "open",
+    b"b": "back",
+    b"\x7f": "back",
+    b"\x1b[D": "back",
+    b"\x1bOD": "back",
     b"\x1b[A": "up",
     b"\x1bOA": "up",
     b"\x1b[B": "down",
@@ -82,7 +88,7 @@ def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> To
             number = choices.index(options.model) if options.model in choices else 0
             return replace(options, model=choices[(number + 1) % len(choices)], first=0)
     steps = {"up": -1, "down": 1, "page_up": -rows, "page_down": rows, "home": -options.first, "end": _BEYOND}
-    return replace(options, first=max(options.first + steps[key], 0))
+    return replace(options, first=max(options.first + steps.get(key, 0), 0))
 
 
 _BEYOND: Final = 1_000_000

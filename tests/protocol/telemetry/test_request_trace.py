@@ -110,7 +110,7 @@ def test_all_fields_of_a_timeline_are_in_its_json() -> None:
         "request_id": "r", "given_id": "", "client": "alice", "attempt": 0, "child": 0, "lane": None, "lora": None,
         "prompt_tokens": 0,
         "traceparent": None, "events": [{"at": 1.5, "event": "offered"}], "worker": "a", "incarnation": "1",
-        "model": "m", "phase": None, "lost": [], "number": 1,
+        "model": "m", "phase": None, "lost": [], "number": 1, "progress": None,
     }  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """A worker's book of timelines: the content of each timeline, and the limits of the book."""
 
+from typing import Any
+
 import pytest
 
 from rollbus.bus.protocol.telemetry.timeline import MAX_ENDED, RETURNED, OpenTimeline, TimelineBook
 from rollbus.schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from rollbus.schemas.messages import RequestKey
-from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
+from rollbus.schemas.telemetry import LostAttempt, RequestKind, RequestProgress, RequestTimeline, TimelineEvent
 
 WALL = 1_700_000_000.0
 
@@ -200,3 +202,53 @@ def test_a_request_id_finds_only_its_own_timelines(book: TimelineBook, name: str
     offered(book, "other")
 
     assert [timeline.request_id for timeline in book.find(name)[0]] == [name]
+
+
+def progress(timeline: OpenTimeline) -> RequestProgress | None:
+    """Return a progress whose time without a token is the number of the request, or None after its end."""
+    last = timeline.events[-1]
+    if last.event == "ended":
+        return None
+    return RequestProgress(seconds=timeline.seconds, idle_s=float(timeline.request_id[1:]), tokens=1)
+
+
+def listed(book: TimelineBook, show: RequestKind, **fields: Any) -> tuple[list[str], int]:
+    """Return the ids of a list, the first one last, and the number of requests that were left out."""
+    found, left_out = book.list_of(show, fields.get("client"), fields.get("limit", 9), progress)
+    return [each.request_id for each in found], left_out
+
+
+def test_lists_have_their_requests_in_order(book: TimelineBook, clock: Clock) -> None:
+    """Each list has its requests in its order. The first ones stay if there are too many, or of one client only."""
+    for name in ("r5", "r7", "r6"):
+        clock.now += 1
+        offered(book, name)
+    for name, reason in (("e1", "stop"), ("e2", "invalid_request"), ("e3", "worker_fenced"), ("e4", "expired")):
+        ended = offered(book, name)
+        ended.lost = (LostAttempt(worker="gone"),) if name == "e1" else ()
+        clock.now += 10 if name == "e3" else 1
+        book.end(ended, reason, 1)
+    for name, reason in (("e5", RETURNED), ("e6", "queue_full"), ("e7", "unsupported")):
+        clock.now += 1
+        book.end(book.begin("bob", RequestKey(name, 0, 0)), reason, 0)
+
+    assert listed(book, "running") == (["r5", "r6", "r7"], 0)
+    assert listed(book, "running", limit=1) == (["r7"], 2)
+    assert listed(book, "failed") == (["e2", "e4", "e7"], 0)
+    assert listed(book, "failed", client="bob") == (["e7"], 0)
+    assert listed(book, "resumed") == (["e1"], 0)
+    slowest, left_out = listed(book, "slowest", limit=4)
+    assert (slowest[0], sorted(slowest[1:]), left_out) == ("e4", ["r5", "r6", "r7"], 3)
+
+
+def test_a_timeline_in_flight_has_its_progress(book: TimelineBook, clock: Clock) -> None:
+    """A timeline in flight has its progress, in a list and alone, and an ended timeline has none."""
+    timeline = offered(book, "r3")
+    clock.now += 2
+    [[in_list], _] = book.list_of("running", None, 1, progress)
+    [[alone], _] = book.find("r3", progress_of=progress)
+    book.end(timeline, "stop", 1)
+
+    assert in_list.progress == alone.progress == RequestProgress(seconds=4.0, idle_s=3.0, tokens=1)
+    assert book.find("r3", "alice", progress)[0][0].progress is None
+    assert book.find("r3", "bob", progress) == ([], 0)
