@@ -20,7 +20,7 @@ COMMANDS = (
     *("generate", "init", "load-lora", "make-queue", "nats", "pause", "publish-weights", "record", "requests"),
     *("reset", "resume"),
     *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
-    *("update-weights", "wake", "weights", "worker"),
+    *("update-weights", "wake", "weights", "why", "worker"),
 )
 NEEDED = {
     "abort": ["id"],

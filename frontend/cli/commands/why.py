@@ -1,0 +1,78 @@
+"""Show what keeps a step from ending: stops and their authors, locks, late workers, and requests without a token.
+
+Each cause has the next command to run. The command reads the state of the fleet and asks the workers for their requests
+in flight. Users that may not read requests see the other causes.
+"""
+
+import argparse
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+from ..arguments import without_password
+from ..exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from ....bus import FleetState, RequestList
+
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+
+HELP = "show why requests do not end, and the next command to run"
+EXAMPLES = (
+    "rollbus why",
+    "rollbus why --json",
+)
+
+
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """Add the command's options: it has none of its own."""
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Read the fleet and print the causes."""
+    from dataclasses import asdict
+
+    from .... import bus
+    from ....schemas.errors import ControlCode, ControlError, NoWorkers
+    from ..causes import COLUMNS, cause_rows, find_causes
+    from ..console import print_json, write
+    from ..tables import lay_out, wrapped
+
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        state = await rb.fleet.state()
+        running, unknown = None, ""
+        try:
+            running = await rb.fleet.requests()
+        except NoWorkers as exc:
+            unknown = str(exc)
+        except ControlError as exc:
+            if exc.code is not ControlCode.NOT_ALLOWED:
+                raise
+            unknown = f"requests are not shown: {exc}"
+    causes = find_causes(state, running, time.time())
+    if args.json:
+        print_json({"fleet": args.fleet, "causes": [asdict(cause) for cause in causes], "unknown": unknown})
+    else:
+        width = shutil.get_terminal_size().columns
+        lines = [*_summary(state, running, is_blocked=bool(causes)), *([unknown] if unknown and state.workers else [])]
+        table = lay_out(COLUMNS, cause_rows(causes), width).lines if causes else []
+        write("\n".join([*(part for line in lines for part in wrapped(line, width)), *([""] if table else []), *table]))
+    if not state.workers:
+        where = f"fleet {args.fleet!r} at {without_password(args.nats)}"
+        raise CommandFailed(
+            f"no live workers in {where}; start some with `rollbus up` or `rollbus worker`", ExitCode.NO_WORKERS
+        )
+    return ExitCode.OK
+
+
+def _summary(state: "FleetState", running: "RequestList | None", *, is_blocked: bool) -> list[str]:
+    serving = sum(worker.state == "serving" for worker in state.workers)
+    in_flight, waiting = sum(worker.in_flight for worker in state.workers), sum(depth.waiting for depth in state.queues)
+    line = f"{serving} of {len(state.workers)} workers serve; {in_flight:,} requests in flight, {waiting:,} wait"
+    if is_blocked or not state.workers:
+        return [line]
+    idle_s = (
+        max((each.progress.idle_s for each in running.timelines if each.progress), default=None) if running else None
+    )
+    tokens = "" if idle_s is None else f" Each request has made a token in the last {idle_s:.1f} s."
+    return [line, f"Nothing stops them.{tokens} If a step is slow: rollbus requests slowest"]

@@ -1,0 +1,110 @@
+"""`rollbus why`: each cause with its author, its time and the next command."""
+
+import asyncio
+import json
+
+import pytest
+from msgspec.structs import replace
+
+import rollbus
+from rollbus import FleetState, QueueDepth, RequestList
+from rollbus.frontend.cli.causes import MAX_REQUESTS, Cause, find_causes
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.frontend.cli.tables import table_text
+from rollbus.schemas.control import Pause, Sleep
+from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import OpenTransfer
+from tests.cli.support import run_rollbus
+from tests.cli.test_requests import SLOW, running
+from tests.support.fleet import synthetic_worker
+from tests.support.presences import presence
+from tests.support.requests import endless
+from tests.support.streams import start_stream
+from tests.support.waits import until
+
+SERVING = presence(worker="w", state=WorkerState.SERVING)
+FLEET = FleetState(fleet="f", workers=(SERVING,))
+
+
+def test_stops_name_their_author_and_their_end() -> None:
+    """A pause and a sleep have their author, their age and the command that ends them. Their workers are no cause."""
+    pause = Recorded(epoch=1, command=Pause(mode="wait"), by="http:ann", at=100.0)
+    asleep = Recorded(epoch=2, command=Sleep(), by="boss", at=130.0)
+    desired = DesiredState(model="m", epoch=2, registers={"pause": pause}, workers={"w": {"sleep": asleep}})
+    paused = replace(SERVING, state=WorkerState.PAUSED, pause_mode="wait")
+
+    assert find_causes(replace(FLEET, workers=(paused,), desired={"m": desired}), RequestList(), 160.0) == [
+        Cause("paused (wait)", "m", 60.0, "http:ann", "rollbus resume --model m"),
+        Cause("asleep", "w", 30.0, "boss", "rollbus wake --worker w"),
+    ]
+
+
+def test_workers_that_are_late_or_cannot_serve_are_causes() -> None:
+    """A starting, failed, late or silent worker and an open transfer are causes."""
+    transfer = OpenTransfer(id="t 1", by="carol", age_s=40.0, left_s=5.0, chunks=3)
+    workers = (
+        presence(worker="a", state=WorkerState.STARTING, uptime_s=12.0),
+        presence(worker="b", state=WorkerState.POISONED, last_error="bad bytes"),
+        replace(SERVING, worker="c", lease_age_s=4.0, transfer=transfer),
+    )
+    silent = RequestList(silent={"c": "it did not answer in time"})
+
+    assert find_causes(replace(FLEET, workers=workers), silent, 0.0) == [
+        Cause("a transfer of weights is open", "c", 40.0, "carol", "rollbus cancel-transfer --transfer 't 1'"),
+        Cause("is starting", "a", 12.0, next="rollbus status"),
+        Cause("is poisoned: bad bytes", "b", next="rollbus status"),
+        Cause("its presence is late", "c", 4.0, next="rollbus doctor"),
+        Cause("no answer: it did not answer in time", "c", next="rollbus doctor"),
+    ]
+
+
+def test_waiting_and_idle_requests_are_causes() -> None:
+    """Requests that wait for slots or workers, and requests without a token are causes. A shell reads the ids whole."""
+    queues = tuple(QueueDepth(model=model, lane="normal", waiting=7, in_hand=0) for model in ("m", "other"))
+    idle = [running(f"r{n}; reboot", 60.0 - n) for n in range(MAX_REQUESTS + 5)]
+    found = find_causes(replace(FLEET, queues=queues), RequestList(timelines=(*idle, running("busy", 0.5))), 0.0)
+
+    assert [cause.of for cause in found[:2]] == ["m", "other"]
+    assert found[1].cause == "7 requests wait, and no worker serves"
+    assert found[2] == Cause("no token (decode at a)", "r0; reboot", 60.0, "alice", "rollbus trace 'r0; reboot'")
+    assert len(found) == 2 + MAX_REQUESTS
+
+
+def test_a_fleet_without_problems_has_no_causes() -> None:
+    """Serving workers and requests that make tokens are no cause, also if the requests may not be read."""
+    assert find_causes(FLEET, RequestList(timelines=(running("r", 0.5),)), 0.0) == []
+    assert find_causes(FLEET, None, 0.0) == []
+    assert table_text(("cause",), []) == "cause"
+
+
+@pytest.mark.slow
+async def test_why_shows_a_pause_on_one_screen(nats_url: str, fleet: str) -> None:
+    """A healthy fleet has no cause. A pause is shown with its author and the request that it holds."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, client="alice") as rb,
+        synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW),
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers()
+        stream = await start_stream(tasks, rb, endless("r"))
+        well = await run_rollbus(nats_url, fleet, "why")
+        await rb.fleet.pause()
+
+        async def causes() -> list[str]:
+            told = json.loads((await run_rollbus(nats_url, fleet, "why", "--json")).stdout)
+            return [each["cause"] for each in told["causes"]]
+
+        await until(causes, ["paused (keep)", "no token (held by pause at w)"])
+        paused = await run_rollbus(nats_url, fleet, "why")
+        await rb.fleet.resume()
+        await rb.fleet.abort(["r"])
+        await stream.reading
+    alone = await run_rollbus(nats_url, fleet, "why")
+
+    assert (well.code, well.stderr) == (ExitCode.OK, "")
+    assert well.stdout.startswith("1 of 1 workers serve; 1 requests in flight, 0 wait\nNothing stops them.")
+    assert "alice" in paused.stdout
+    assert "rollbus resume --model synthetic" in paused.stdout
+    assert "rollbus trace r" in paused.stdout
+    assert alone.code == ExitCode.NO_WORKERS
