@@ -11,6 +11,7 @@
 | `presence.<worker>` | worker → clients, and other workers with the same id | JSON `WorkerPresence` |
 | `client.<client>` | client → workers | JSON `ClientPresence` |
 | `control.<controller>` | controller → workers | JSON command |
+| `read.<client>.<worker>` | client → worker: a read of its own requests, or of expert counts | JSON command |
 | `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |
 | `ping.<client>` | client → workers: request for immediate presence | empty |
 | `ping` | the same from a client that does not name itself | empty |
@@ -175,6 +176,14 @@ class Subjects:
     def controls(self) -> str:
         """The subject of the commands of every controller."""
         return f"{self._root}.control.*"
+
+    def read(self, client: str, worker: str) -> str:
+        """Return the subject on which `client` asks `worker` for its own requests, or for expert counts."""
+        return self._pair("read", client, worker)
+
+    def reads_to(self, worker: str) -> str:
+        """Return the subject of all such reads of `worker`, from any client."""
+        return f"{self._root}.read.*.{check_subject_token('worker', worker)}"
 
     def ack(self, controller: str, worker: str) -> str:
         """Return the subject on which `worker` publishes command acks for `controller`."""

@@ -136,7 +136,7 @@ class Worker:
             await self._inbox.subscribe(self._subjects.pings, self._on_ping, FloodMeter())
             await self._inbox.subscribe(self._subjects.clients, self._on_client_presence, FloodMeter())
             await subscribe(self._nats, self._subjects.presence(self._config.worker_id), self._id_guard.receive)
-            await self._control.subscribe()
+            await self._control.subscribe(self._inbox)
             await check_permitted(self._nats)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work, name=f"worker.{name}") for name, work in self._work().items()]

@@ -21,6 +21,7 @@ from .credentials import CLIENT_ROLES, Role, User
 __all__ = [
     "INBOX",
     "JETSTREAM_RULES",
+    "OWN_READERS",
     "REQUESTERS",
     "SUBJECT_RULES",
     "Permissions",
@@ -38,6 +39,8 @@ REQUESTERS: Final = frozenset({Role.TRAINER, Role.PUBLISHER, Role.FRONTEND})
 """Roles that may send requests."""
 _COMMANDERS: Final = frozenset({Role.ADMIN, Role.FRONTEND})
 _PUBLISHERS: Final = frozenset({Role.PUBLISHER})
+OWN_READERS: Final = frozenset({Role.TRAINER, Role.PUBLISHER, Role.VIEWER})
+"""Roles that read only their own requests, and counts of experts."""
 _WORKERS: Final = frozenset({Role.WORKER})
 _ADMINS: Final = frozenset({Role.ADMIN})
 _READERS: Final = _WORKERS | _PUBLISHERS | _ADMINS
@@ -81,6 +84,8 @@ SUBJECT_RULES: Final = (
     Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY, observe=_WORKERS, why="announce workers"),
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY, why="announce clients"),
     Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS, why="send commands"),
+    # Workers answer with the requests of the subject's client only. Admins and frontends read all by commands.
+    Rule("read.<client>.<worker>", publish=OWN_READERS, subscribe=_WORKERS, why="read telemetry"),
     Rule(
         "ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS, why="exchange acks"
     ),

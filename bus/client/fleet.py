@@ -189,7 +189,9 @@ class Fleet(WeightCommands):
     async def timelines(
         self, request_id: str, *, model: str | None = None, timeout_s: float = control.READ_TIMEOUT_S
     ) -> RequestTrace:
-        """Ask the workers for the timeline of a request of any client. For administrators and frontends.
+        """Ask the workers for the timeline of a request of any client.
+
+        Trainers and publishers read only their own requests, and viewers none.
 
         Each worker stores its requests in flight and its last 1,000 ended requests until the worker stops. The timeline
         of a request at a lost worker is lost. Only its later attempts appear.
@@ -216,7 +218,9 @@ class Fleet(WeightCommands):
         workers: Iterable[str] | None = None,
         limit: int = 20,
     ) -> RequestList:
-        """Ask the workers for a list of requests of all clients. For administrators and frontends.
+        """Ask the workers for a list of requests of all clients.
+
+        Trainers and publishers read only their own requests, and viewers none.
 
         Requests that wait in the queue are at no worker and in no list. The histories are as in `timelines`.
 
@@ -248,7 +252,7 @@ class Fleet(WeightCommands):
         last_s: float | None = 60.0,
         timeout_s: float = control.READ_TIMEOUT_S,
     ) -> ExpertAnswers:
-        """Ask the workers of a model how often their routers chose each expert. For administrators and frontends.
+        """Ask the workers of a model how often their routers chose each expert.
 
         Args:
             model: name of the model. It may be None if the fleet has only one model.

@@ -9,12 +9,12 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from msgspec.structs import replace
+from msgspec import structs
 from nats.aio.msg import Msg
 
 from ...schemas.control import Ack, AnyCommand
@@ -54,6 +54,8 @@ class CommandMessage:
 
     command: AnyCommand
     workers: frozenset[str]
+    is_own_read: bool = False
+    """True: publish a read to each worker on the subject for reads of own requests."""
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +150,7 @@ class AckCollector:
         """
         under_way = self._under_way[tracker.id]
         deadline = time.monotonic() + wait_s
-        await self._publish(message.command for message in messages)
+        await self._publish(messages)
         under_way.published_at = time.monotonic()
         while not tracker.is_settled and time.monotonic() < deadline:
             await _wait(under_way.changed, min(under_way.repeat_at, deadline))
@@ -163,16 +165,25 @@ class AckCollector:
             # The client would buffer the repeat and each later one until the reconnect.
             return
         owing = set(tracker.owing)
+        owed = ((message, message.workers & owing) for message in messages if message.workers & owing)
         await self._publish(
-            replace(message.command, workers=tuple(sorted(message.workers & owing)))
-            for message in messages
-            if message.workers & owing
+            replace(message, command=structs.replace(message.command, workers=tuple(sorted(rest))), workers=rest)
+            for message, rest in owed
         )
 
-    async def _publish(self, commands: Iterator[AnyCommand]) -> None:
-        for command in commands:
+    def _published(self, messages: Iterable[CommandMessage]) -> Iterator[tuple[str, AnyCommand]]:
+        """Yield the subject and the command of each publication."""
+        for message in messages:
+            if not message.is_own_read:
+                yield self._subjects.control(self._controller), message.command
+                continue
+            for worker in sorted(message.workers):
+                yield self._subjects.read(self._controller, worker), structs.replace(message.command, workers=(worker,))
+
+    async def _publish(self, messages: Iterable[CommandMessage]) -> None:
+        for subject, command in self._published(messages):
             try:
-                subject, data = self._subjects.control(self._controller), encode_json(command)
+                data = encode_json(command)
                 await publish_permitted(self._nats, subject, data, self._nats.signatures.headers(subject, data) or None)
             except PermissionDenied:
                 raise

@@ -37,6 +37,8 @@ from ...schemas.errors import (
 )
 from ...schemas.messages import decode_command, encode_json
 from ...schemas.presence import WorkerPresence
+from ..auth.credentials import Role
+from ..auth.permissions import OWN_READERS
 from ..nats.connection import Connection
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority
@@ -119,6 +121,7 @@ class Controller:
         self.store = DesiredStore(nats, subjects)
         self.name = controller
         self._own = nats.signatures.own
+        self._role = None if nats.user is None else nats.user.role
         self._watcher = watch
         self.collector = AckCollector(nats, subjects, controller)
 
@@ -152,14 +155,17 @@ class Controller:
         Workers that do not answer within `timeout_s` are `late` or `missing`. Workers of earlier releases do not know
         these commands: they receive none and are `missing`.
 
+        Admins and frontends read the requests of all clients. Trainers and publishers read their own, and viewers none.
+
         Raises:
             NoWorkers, InvalidRequest, BusBroken: as in `send`.
             ControlError: `not_allowed`: this user may not send the command.
         """
         command = check_command(command)
+        self._check_may_read(command)
         everyone = [worker for workers in (await self.roster(command)).values() for worker in workers]
         is_list = isinstance(command, ReadRequest) and command.show is not None
-        needed = "request_lists" if is_list else "telemetry_reads"
+        needed = "request_lists" if is_list or self._role in OWN_READERS else "telemetry_reads"
         able = [worker for worker in everyone if getattr(worker.capabilities, needed, False)]
         missing = dict.fromkeys((worker.worker for worker in everyone), TELLS_NOTHING)
         for worker in able:
@@ -171,9 +177,20 @@ class Controller:
         try:
             outcome = await self.execute(command, workers_that_must_ack(able, command), None)
         except PermissionDenied as exc:
-            problem = f"{exc}: only admins and frontends may read request traces and expert usage"
-            raise ControlError(ControlCode.NOT_ALLOWED, problem) from exc
+            remedy = "the server has the permissions of an earlier release: renew them with `rollbus auth init`"
+            raise ControlError(ControlCode.NOT_ALLOWED, f"{exc}; {remedy}") from exc
         return replace(outcome.result, missing=outcome.result.missing | missing)
+
+    def _check_may_read(self, command: ReadExperts | ReadRequest) -> None:
+        if not isinstance(command, ReadRequest) or self._role not in OWN_READERS:
+            return
+        who = f"user {self.name} (role {self._role})"
+        if self._role is Role.VIEWER:
+            problem = "may not read requests; roles that may: admin, frontend, and trainer and publisher their own"
+            raise ControlError(ControlCode.NOT_ALLOWED, f"{who} {problem}")
+        if command.client not in (None, self.name):
+            problem = f"may read only its own requests, not those of {command.client}; roles that may: admin, frontend"
+            raise ControlError(ControlCode.NOT_ALLOWED, f"{who} {problem}")
 
     async def roster(self, command: AnyCommand, *, is_fresh: bool = False) -> Roster:
         """Return the workers that must ack `command`. If a worker seems absent, ping all workers first.
@@ -234,7 +251,9 @@ class Controller:
             lost: workers of `roster` that have ended since it was made, with the reasons.
             quorum: workers to wait for; None: all.
         """
-        self.check_allowed(command, roster)
+        is_own_read = isinstance(command, READS) and self._role in OWN_READERS
+        if not is_own_read:
+            self.check_allowed(command, roster)
         everyone = [worker for workers in roster.values() for worker in workers]
         command = _decodable(command, everyone if command.register is None else await self._readers(roster))
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
@@ -243,7 +262,7 @@ class Controller:
                 tracker.mark_lost(LostWorker(worker.worker, worker.incarnation, worker.model, lost[worker.worker]))
         with self.collector.expecting(tracker):
             recordings: tuple[Recording, ...] = ()
-            messages = [CommandMessage(command, frozenset(worker.worker for worker in everyone))]
+            messages = [CommandMessage(command, frozenset(worker.worker for worker in everyone), is_own_read)]
             if command.register is not None:
                 recordings = await self._record(command, roster, revise)
                 messages = [CommandMessage(recording.command, recording.workers) for recording in recordings]

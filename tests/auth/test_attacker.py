@@ -55,6 +55,7 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "presence.<worker>": ({W}, EVERY_CLIENT | {W}),
     "client.<client>": (EVERY_CLIENT, EVERY_CLIENT | {W}),
     "control.<controller>": ({A, P, F}, {W}),
+    "read.<client>.<worker>": ({T, P, V}, {W}),
     "ack.<controller>.<worker>": ({W}, EVERY_CLIENT),
     "ping.<client>": (EVERY_CLIENT, {W}),
     "ping": (EVERY_CLIENT, {W}),

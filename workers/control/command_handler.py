@@ -19,6 +19,7 @@ from ...bus.control.store import DesiredStore
 from ...bus.logs import RejectionCount
 from ...bus.nats.connection import Connection, subscribe
 from ...bus.protocol.fleet.authority import check_age, check_authority
+from ...bus.protocol.fleet.flood import FloodMeter
 from ...bus.subjects import Subjects
 from ...schemas.control import (
     Abort,
@@ -42,6 +43,7 @@ from ...schemas.limits import MAX_SEEN_COMMANDS
 from ...schemas.messages import command_id_of, decode_command
 from ...schemas.presence import Staging
 from ..config import WorkerConfig
+from ..inbox import WorkerInbox
 from ..lifecycle.lifecycle import WorkerLifecycle
 from .ack_publisher import AckPublisher
 from .boundary import command_boundary
@@ -59,6 +61,8 @@ RECORD_RETRY_S: Final = 1.0
 """Seconds between attempts to record a command while JetStream is not available."""
 LATE_S: Final = 1.0
 """Seconds after its `timeout_s` at which a recorded command is answered even if its register still waits."""
+MAX_READ_BYTES: Final = 4096
+"""Maximum size of a read, before it is decoded. Names are its largest fields."""
 
 
 class CommandHandler:
@@ -95,14 +99,15 @@ class CommandHandler:
         """One line with the parts."""
         return f"<CommandHandler {self._log!r} {self.reader!r} {self.reconciler!r}>"
 
-    async def subscribe(self) -> None:
-        """Subscribe to commands and to changes of the desired state. Call this once.
+    async def subscribe(self, inbox: WorkerInbox) -> None:
+        """Subscribe to commands, to reads, and to changes of the desired state. Call this once.
 
         Raises:
             BusClosed: the connection is closed.
         """
         await subscribe(self._nats, self._subjects.controls, self._on_command)
         await subscribe(self._nats, self._store.subject(self._config.model), self._on_desired_state)
+        await inbox.subscribe(self._subjects.reads_to(self._config.worker_id), self._on_read, FloodMeter())
 
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
         """Return the coroutines that run until the worker stops, by name. They may raise `EngineDead`."""
@@ -144,6 +149,26 @@ class CommandHandler:
             if so_far := self.rejected.add():
                 logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
 
+    async def _on_read(self, message: Msg) -> None:
+        """Answer a read of the client that the subject names, which NATS permits only to that client. It is not signed.
+
+        Raises:
+            RemoteProtocolError: the message is no read.
+        """
+        if not self._lifecycle.may_publish():
+            return
+        client, data = message.subject.split(".")[-2], message.data
+        try:
+            # Raises `InvalidRequest` for a name that cannot be in a subject.
+            self._subjects.ack(client, self._config.worker_id)
+            command = decode_command(data) if len(data) <= MAX_READ_BYTES else None
+        except InvalidRequest as exc:
+            raise RemoteProtocolError(f"read: {exc.message}") from None
+        if not isinstance(command, ReadExperts | ReadRequest):
+            raise RemoteProtocolError(f"read: {len(data)} bytes that are no read; allowed: a read of {MAX_READ_BYTES}")
+        if command.model in (None, self._config.model):
+            self._answer(client, command, client)
+
     def _receive(self, controller: str, data: bytes, signed: Signed | None) -> None:
         try:
             command = decode_command(data)
@@ -183,10 +208,10 @@ class CommandHandler:
         self._acks.publish_ack(received, AckStatus.ACCEPTED)
         self._enqueue(received)
 
-    def _answer(self, controller: str, command: Read) -> None:
+    def _answer(self, controller: str, command: Read, client: str | None = None) -> None:
         outcome, answer = RegisterOutcome(), dict[str, Any]()
         try:
-            answer = self._one_off.reads.answer(command)
+            answer = self._one_off.reads.answer(command, client)
         except ControlError as exc:
             outcome = failure(exc)
         self._acks.publish_answer(controller, command, outcome, **answer)
