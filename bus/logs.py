@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TextIO
 
 __all__ = [
     "EVENT",
+    "LOG_VARIABLE",
     "TEXT",
     "JsonFormatter",
     "LineHandler",
@@ -35,6 +36,8 @@ LogFormat = Literal["text", "json"]
 
 EVENT: Final = re.compile(r"([\w%]+(?:\.[\w%]+)+)((?: \w+=%[-.\d]*[a-z])*)")
 """The form of a log message of the packages: the name of the event, and a placeholder for each field."""
+LOG_VARIABLE: Final = "ROLLBUS_LOG"
+"""Variable in which a supervisor names the log file that gets what its workers print."""
 MESSAGE: Final = "message"
 """The event of log lines from other packages, and the field with their text."""
 

@@ -282,6 +282,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the worker's machine; None: not announced."""
     pid: NotNegative | None = None
     """Process id on that machine; None: not announced."""
+    log: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    """Name of its log on that machine, a file or `journal`; None: unknown or not announced."""
     held_s: NotNegativeSeconds | None = None
     """Seconds since the server first confirmed a presence of this incarnation. Of two workers with one id, the worker
     with the larger value keeps the id. None: not announced."""

@@ -44,7 +44,7 @@ from .control.command_handler import CommandHandler
 from .engines.engine import Engine
 from .engines.engine_runner import EngineRunner
 from .inbox import WorkerInbox
-from .lifecycle.identity import HOST, IdGuard
+from .lifecycle.identity import HOST, IdGuard, log_name
 from .lifecycle.lifecycle import HEARTBEAT_S, WorkerLifecycle
 from .reach import wait_for_queue
 from .requests.in_flight import InFlightRequests
@@ -85,6 +85,7 @@ class Worker:
         self._engine = engine
         self._subjects = Subjects(config.fleet)
         self._started_at = time.monotonic()
+        self._log = log_name()
         self._last_error: str | None = None
         self._death: EngineDead | None = None
         self._stopping = asyncio.Event()
@@ -389,6 +390,7 @@ class Worker:
             start_left_s=max(self._config.start_timeout_s - uptime_s, 0) if state is WorkerState.STARTING else None,
             host=HOST,
             pid=os.getpid(),
+            log=self._log,
             held_s=round(self._lifecycle.held_s, 3),
             engine_stats=None if state is WorkerState.STARTING else self._engine.stats,
             staging=reconciler.stager.progress,

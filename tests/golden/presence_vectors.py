@@ -162,4 +162,18 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
         lease_s=10.0,
         transfer=OpenTransfer(id="sw-1", by="trainer-0", age_s=12.5, left_s=590.0, chunks=3),
     ),
+    "presence_log": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.STARTING,
+        weight_version=7,
+        in_flight=0,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        host="node-3",
+        pid=4711,
+        log="/var/log/rollbus/w0.log",
+    ),
 }

@@ -1,16 +1,19 @@
 """The lifecycle of a worker whose process was stopped for longer than its lease."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 import rollbus.workers.lifecycle.lifecycle
+from rollbus.bus.logs import LOG_VARIABLE
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.protocol.states import WorkerEvent
 from rollbus.schemas.messages import decode_presence
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.config import WorkerConfig
+from rollbus.workers.lifecycle.identity import log_name
 from rollbus.workers.lifecycle.lifecycle import WorkerLifecycle
 from tests.support.presences import presence
 
@@ -93,3 +96,16 @@ async def test_a_stopped_worker_yields_to_its_successor(clock: SimpleNamespace) 
         clock.now += 1
         heard.append(life.on_presence(other))
     assert heard == [False, False, True, True]
+
+
+def test_presence_names_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker names the file that its supervisor names, else the journal. A name without a file is not announced."""
+    log = tmp_path / "w0.log"
+    monkeypatch.setenv("JOURNAL_STREAM", "8:1")
+    monkeypatch.setenv(LOG_VARIABLE, str(log))
+    assert log_name() == "journal"
+    log.touch()
+    assert log_name() == str(log)
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "none"))
+    monkeypatch.delenv("JOURNAL_STREAM")
+    assert log_name() is None

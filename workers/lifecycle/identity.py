@@ -1,26 +1,36 @@
 """Receives presence under this worker's id, and ends this worker if another worker keeps the id."""
 
 import logging
+import os
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Final
 
 from nats.aio.msg import Msg
 
-from ...bus.logs import RejectionCount
+from ...bus.logs import LOG_VARIABLE, RejectionCount
 from ...schemas.errors import DuplicateWorker, RemoteProtocolError
 from ...schemas.limits import MAX_NAME_CHARS
 from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence
 from .lifecycle import WorkerLifecycle
 
-__all__ = ["HOST", "IdGuard"]
+__all__ = ["HOST", "IdGuard", "log_name"]
 
 logger = logging.getLogger(__name__)
 
 HOST: Final = socket.gethostname()[:MAX_NAME_CHARS]
 """Name of this machine in presence."""
+
+
+def log_name() -> str | None:
+    """Return the log that gets the lines of this process: a file, or `journal`; None if it is unknown."""
+    path = Path(os.environ.get(LOG_VARIABLE) or "/proc/self/fd/2").resolve()
+    if path.is_file():
+        return str(path)[-MAX_NAME_CHARS:]
+    return "journal" if "JOURNAL_STREAM" in os.environ else None
 
 
 class IdGuard:

@@ -172,6 +172,7 @@ async def _up(
     listening: socket.socket | None,
     worker_env: Mapping[str, Mapping[str, str]],
 ) -> int:
+    from ...bus.logs import LOG_VARIABLE
     from ..app import until_signalled
     from ..console import note
     from ..fleet_display import FleetDisplay
@@ -183,6 +184,8 @@ async def _up(
         display = FleetDisplay(names, log, shows_logs=shows_logs)
         # A second signal also cancels the orderly stop. Then all processes are killed.
         stack.enter_context(until_signalled(display.stop))
+        if log is not None:
+            worker_env = {name: {**worker_env.get(name, {}), LOG_VARIABLE: str(log.path)} for name in names}
         fleet = replace(await _prepare(args, port), worker_env=worker_env)
         note(f"starting NATS and {len(names)} worker{'s' * (len(names) > 1)}; Ctrl-C stops everything")
         if log is not None:
