@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...schemas.desired import DesiredState
-from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import Lane
+from ..control.revisions import StoredState
 from ..protocol.telemetry.command_book import CommandLine
 from ..queue.streams import QueueDepth, queue_clients
 from .call_registry import CallRegistry
@@ -129,21 +129,15 @@ class FleetWatch:
         """
         return await self._thread.run(self._runtime.controller.store.read_all())
 
-    async def recorded_at(self, model: str, epoch: int) -> float | None:
-        """Return the Unix time in seconds at which the command of `epoch` was recorded, or None if it is unknown.
+    async def history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
+        """Return the desired states of `model` that the store still has after a sequence number, oldest first.
 
         Raises:
+            BusBroken: JetStream or the connection failed.
+            PermissionDenied: this user may not read the history.
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._recorded_at(model, epoch))
-
-    async def _recorded_at(self, model: str, epoch: int) -> float | None:
-        try:
-            found = await self._runtime.controller.store.recorded_at(model, epoch)
-        except RollbusError:
-            # A user may lack the permission to read the history.
-            return None
-        return None if found is None else found.timestamp()
+        return await self._thread.run(self._runtime.controller.store.signed_history(model, after))
 
 
 def watch_fleet(client: Client) -> FleetWatch:

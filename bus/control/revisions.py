@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, RemoteProtocolError
@@ -22,7 +22,7 @@ from ..protocol.fleet.authority import check_limited_state
 from ..subjects import BUCKET, Subjects, encode_token
 from .retries import TRY_S
 
-__all__ = ["HISTORY", "STREAM", "Found", "Revisions"]
+__all__ = ["HISTORY", "STREAM", "Found", "Revisions", "StoredState"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,16 @@ class _Revision:
     stored_at: str = ""
     """Time at which the server stored it, by the server's clock. Empty: this program wrote it and has not read it
     back."""
+
+
+class StoredState(NamedTuple):
+    """A state in the bucket's history."""
+
+    sequence: int
+    """Its sequence number in the bucket."""
+    at: float
+    """Unix time at which the server stored it, by the server's clock."""
+    state: DesiredState
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +170,21 @@ class Revisions:
         """Return the states in the history, oldest first, for display only: authors of revisions are not checked."""
         return tuple([state async for state, _ in self._walk(model)])
 
-    async def _walk(self, model: str) -> AsyncIterator[tuple[DesiredState, _Revision]]:
-        """Yield each revision that can be decoded, oldest first."""
-        subject, start = self.subject(model), 1
+    async def signed_history(self, model: str, after: int) -> tuple[StoredState, ...]:
+        """Return the states in the history after a sequence number, oldest first, without those of invalid authors."""
+        found, subject = [], self.subject(model)
+        async for state, revision in self._walk(model, after + 1):
+            if self._signatures.are_demanded:
+                try:
+                    self._judge(subject, model, Found(), revision)
+                except RemoteProtocolError:
+                    continue
+            found.append(StoredState(revision.sequence, datetime.fromisoformat(revision.stored_at).timestamp(), state))
+        return tuple(found)
+
+    async def _walk(self, model: str, start: int = 1) -> AsyncIterator[tuple[DesiredState, _Revision]]:
+        """Yield each revision from the sequence number `start` on that can be decoded, oldest first."""
+        subject = self.subject(model)
         for _ in range(2 * HISTORY):  # other programs may write at the same time
             revision = await self._get({"seq": start, "next_by_subj": subject})
             if revision is None:

@@ -26,7 +26,7 @@ from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
 from .retries import TRY_S, Retries
-from .revisions import HISTORY, STREAM, Found, Revisions
+from .revisions import HISTORY, STREAM, Found, Revisions, StoredState
 
 __all__ = ["DesiredStore"]
 
@@ -107,6 +107,13 @@ class DesiredStore:
     async def history(self, model: str) -> tuple[DesiredState, ...]:
         """Return the states of `model` that the bucket still has, oldest first. Their authors are not checked."""
         return await self._revisions.history(model)
+
+    async def signed_history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
+        """Return the states of `model` after a sequence number that the bucket still has, oldest first.
+
+        In a fleet with users, states of invalid authors are left out.
+        """
+        return await self._revisions.signed_history(model, after)
 
     async def confirmed_s(self) -> float:
         """Return the seconds since a majority of the servers confirmed the answering server as the bucket's leader.

@@ -52,7 +52,7 @@ async def test_memory_does_not_grow_in_an_hour(num_workers: int) -> None:
             watch.now = second
             await heard.update(watch)
             rows = [worker_row(each, heard.rates, float(second)) for each in heard.workers.values()]
-            lines = tuple(model_lines([each.presence for each in heard.workers.values()], {}, lambda *_: None))
+            lines = tuple(model_lines([each.presence for each in heard.workers.values()], {}))
             viewer.offer("fleet", encode_event("fleet", {"workers": rows, "models": lines}))
             if second % STEP_S == 0:
                 history.add(second // STEP_S, *worker_points(heard, (), (math.nan, {})))

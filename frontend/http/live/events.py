@@ -6,14 +6,17 @@ import msgspec
 
 from ....bus.protocol.fleet.standing import RecordedStop
 from ....bus.protocol.telemetry.command_book import CommandLine
+from ....bus.protocol.telemetry.day_log import DayEvent
 from ....bus.protocol.telemetry.series import Series
 
 __all__ = [
+    "DAY",
     "EXPERTS",
     "HELLO",
     "PING",
     "SNAPSHOT",
     "Behind",
+    "DaySnapshot",
     "EventName",
     "FleetEvent",
     "HelloEvent",
@@ -26,8 +29,9 @@ __all__ = [
     "encode_event",
 ]
 
-EventName: TypeAlias = Literal["hello", "fleet", "experts", "ping"]
+EventName: TypeAlias = Literal["hello", "day", "fleet", "experts", "ping"]
 HELLO: Final = "hello"
+DAY: Final = "day"
 SNAPSHOT: Final = "fleet"
 EXPERTS: Final = "experts"
 PING: Final = b": ping\n\n"
@@ -100,6 +104,11 @@ class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
     uptime_s: float
     seen_s_ago: float
     """Seconds since the last presence of the worker."""
+    host: str | None
+    """Name of its machine; with `pid` and `log`, null if its release does not announce it."""
+    pid: int | None
+    log: str | None
+    """Name of its log on that machine: a file, or `journal`."""
 
 
 class QueueLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +153,8 @@ class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
     pause: str | None
     """`keep`, `wait`, `abort` or `drain`; None if all workers of the model should serve."""
     paused_since: float | None
-    """Unix time of the command that set `pause`; None if the model is not paused, or if the time is unknown."""
+    """Unix time of the command that set `pause`, by the clock of its author; None if the model is not paused, or if the
+    release of the author does not say."""
     weight_version: int | None
     """Target version of all workers of the model; None if no version is recorded."""
     label: str | None
@@ -173,6 +183,22 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The last twenty commands that the service received while there were viewers, newest first."""
     history_number: int
     """Number of the history's last point. `GET /v1/rl/history?since=` returns the points after a number."""
+
+
+class DaySnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The recorded commands of the last day, and the starts and losses of workers."""
+
+    commands: list[DayEvent]
+    """Oldest first, from the store of desired states, which keeps the last 64 commands of each model."""
+    commands_since: float
+    """Unix time before which commands are missing; 0: none is missing."""
+    workers: list[DayEvent]
+    """Oldest first."""
+    workers_since: float
+    """Unix time from which starts and losses are complete: this service started, or removed older events. Of the time
+    before, only the last start of each worker is known."""
+    problem: str | None
+    """Reason why the commands could not be read."""
 
 
 class HistoryAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import numpy as np
 from ....bus.protocol.telemetry.expert_answers import ExpertAnswers
 from ....bus.protocol.telemetry.expert_window import ExpertWindow, PlaneLoad, imbalance
 
-__all__ = ["ExpertsEvent", "ExpertsPoint", "experts_event", "experts_point"]
+__all__ = ["ExpertsEvent", "ExpertsPoint", "experts_event", "experts_point", "with_last_counts"]
 
 MAX_NAMED: Final = 5
 """Limit on workers whose problem the event names. It counts the others."""
@@ -33,6 +33,11 @@ class PlaneEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Entropy by layer. 1 means even."""
     unused: list[int] = msgspec.field()
     """By layer: number of experts that were never chosen."""
+    kept: str | None = None
+    """The last minute has no tokens, so these are earlier counts: `minute`, of the minute until `counted_at`, or
+    `version`, all of the newest weight version since the workers started. Absent: the counts are of the last minute."""
+    counted_at: float | None = None
+    """With `kept`: Unix time of the last counted minute; absent if unknown."""
 
 
 class VersionEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +97,7 @@ class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     top_k: int = 0
     planes: dict[str, PlaneEvent] | None = None
-    """`prompt` and `generated`; None if no worker answered."""
+    """`prompt` and `generated`; None if no worker has ever answered."""
     versions: tuple[VersionEvent, ...] = ()
     over_time: tuple[ExpertsPoint, ...] = ()
     """Points of up to the last hour, recorded only while there were viewers."""
@@ -146,6 +151,38 @@ def experts_event(
             for each in by_version
         ),
     )
+
+
+def with_last_counts(event: ExpertsEvent, versions: ExpertAnswers | None, before: ExpertsEvent | None) -> ExpertsEvent:
+    """Return the event with earlier counts for each plane without a token in the last minute.
+
+    Args:
+        versions: all counts by weight version; None if the workers were not asked yet.
+        before: the previous event, with the counts that it kept; None for the first one.
+    """
+    planes = dict(event.planes or {})
+    if before is not None and before.planes is not None:
+        if event.planes is None or _shape(event) == _shape(before):
+            for name, last in before.planes.items():
+                if last.seen and (name not in planes or not planes[name].seen):
+                    planes[name] = msgspec.structs.replace(
+                        last, kept=last.kept or "minute", counted_at=last.counted_at if last.kept else before.at
+                    )
+        if event.planes is None:
+            shape = dict(zip(("num_layers", "num_experts", "top_k"), _shape(before), strict=True))
+            event = msgspec.structs.replace(event, **shape, versions=event.versions or before.versions)
+    window = None if versions is None else versions.window
+    if window is not None and window.shape == _shape(event):
+        for name, plane in planes.items():
+            found = next((load for each in window.versions if (load := getattr(each, name)).seen), None)
+            if not plane.seen and found is not None:
+                counted = _plane(found, window.shape.top_k, has_counts=True)
+                planes[name] = msgspec.structs.replace(counted, kept="version")
+    return msgspec.structs.replace(event, planes=planes or None)
+
+
+def _shape(event: ExpertsEvent) -> tuple[int, int, int]:
+    return event.num_layers, event.num_experts, event.top_k
 
 
 def experts_point(window: ExpertWindow | None, at: float) -> ExpertsPoint | None:

@@ -13,7 +13,7 @@ from ....bus.protocol.telemetry.expert_answers import ExpertAnswers
 from ....schemas.errors import RollbusError
 from .boundary import contained
 from .events import EXPERTS, encode_event
-from .expert_event import ExpertsEvent, ExpertsPoint, experts_event, experts_point
+from .expert_event import ExpertsEvent, ExpertsPoint, experts_event, experts_point, with_last_counts
 from .viewers import Viewer
 
 __all__ = ["MAX_FEEDS", "ExpertFeeds"]
@@ -45,6 +45,8 @@ class _ExpertFeed:
         self._round = 0
         self._versions: ExpertAnswers | None = None
         self._over_time: deque[ExpertsPoint] = deque(maxlen=NUM_POINTS)
+        # The last event, with the last counts of each plane.
+        self._last: ExpertsEvent | None = None
 
     async def ask(self, rb: bus.Client) -> None:
         """Ask the workers and send the event to the viewers."""
@@ -58,7 +60,8 @@ class _ExpertFeed:
                     event = self.failed(str(error))
         finally:
             self.is_asking = False
-        self.latest = await asyncio.to_thread(encode_event, EXPERTS, event)
+        self._last = with_last_counts(event, self._versions, self._last)
+        self.latest = await asyncio.to_thread(encode_event, EXPERTS, self._last)
         for viewer in self.viewers:
             viewer.offer(EXPERTS, self.latest)
 

@@ -1,7 +1,7 @@
 """Parts of the `fleet` event, from presence, queues and desired states."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from ....bus import QueueDepth
@@ -19,7 +19,7 @@ from ....schemas.weights import OpenTransfer
 from .events import Behind, ModelLine, QueueLine, StagingCell, TransferLine, WorkerRow
 from .points import waiting_at
 
-__all__ = ["model_lines", "pause_epoch", "queue_lines", "worker_row"]
+__all__ = ["model_lines", "queue_lines", "worker_row"]
 
 PAUSE: Final = "pause"
 """Register that states whether workers should serve."""
@@ -58,6 +58,9 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         staging=_staging_cell(worker),
         uptime_s=round(worker.uptime_s, 1),
         seen_s_ago=round(max(now - heard.heard_at, 0.0), 1),
+        host=worker.host,
+        pid=worker.pid,
+        log=worker.log,
     )
 
 
@@ -95,29 +98,21 @@ def queue_lines(
         )
 
 
-def model_lines(
-    workers: Iterable[WorkerPresence],
-    desired: Mapping[str, DesiredState],
-    recorded_at: Callable[[str, int], float | None],
-) -> Iterator[ModelLine]:
-    """Yield a line for each model that has live workers or a desired state, sorted by name.
-
-    Args:
-        recorded_at: returns the Unix time at which a model's command of an epoch was recorded; None if unknown.
-    """
+def model_lines(workers: Iterable[WorkerPresence], desired: Mapping[str, DesiredState]) -> Iterator[ModelLine]:
+    """Yield a line for each model that has live workers or a desired state, sorted by name."""
     by_model: dict[str, list[WorkerPresence]] = {model: [] for model in desired}
     for worker in workers:
         by_model.setdefault(worker.model, []).append(worker)
     for model, its_workers in sorted(by_model.items()):
         state = desired.get(model, DesiredState(model=model))
-        paused = pause_epoch(state)
+        pause = _pause(state)
         version, label = _weights(state)
         behind = (Behind(each.worker, why) for each in its_workers if (why := why_behind(each, state)) is not None)
         yield ModelLine(
             model=model,
             epoch=state.epoch,
-            pause=_pause(state),
-            paused_since=None if paused is None else recorded_at(model, paused),
+            pause=pause,
+            paused_since=None if pause is None else state.registers[PAUSE].at or None,
             weight_version=version,
             label=label,
             behind=tuple(behind),
@@ -128,11 +123,6 @@ def model_lines(
 
 def _transfer_line(found: OpenTransfer, workers: list[str]) -> TransferLine:
     return TransferLine(by=found.by, age_s=found.age_s, left_s=found.left_s, chunks=found.chunks, workers=len(workers))
-
-
-def pause_epoch(state: DesiredState) -> int | None:
-    """Return the epoch of the command that paused or drained all workers of a model; None without such a command."""
-    return None if _pause(state) is None else state.registers[PAUSE].epoch
 
 
 def _pause(state: DesiredState) -> str | None:

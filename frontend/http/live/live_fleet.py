@@ -12,7 +12,8 @@ from ....bus.client.fleet_watch import FleetWatch, watch_fleet
 from ....bus.protocol.telemetry.series import STEP_S, History
 from ....schemas.errors import RollbusError
 from .boundary import contained
-from .events import HELLO, PING, SNAPSHOT, FleetEvent, HelloEvent, WorkerRow, encode_event
+from .day import FleetDay
+from .events import DAY, HELLO, PING, SNAPSHOT, DaySnapshot, FleetEvent, HelloEvent, WorkerRow, encode_event
 from .expert_feeds import ExpertFeeds
 from .fleet_event import model_lines, queue_lines, worker_row
 from .heard import Heard
@@ -57,6 +58,8 @@ class LiveFleet:
         self._heard = Heard()
         self._queue_waits = QueueWaits()
         self._recorded = RecordedReader()
+        self._day = FleetDay()
+        self._told_day: DaySnapshot | None = None
         # Cleared while `_recorded` is read.
         self._has_read = asyncio.Event()
         # The reason why commands are not received.
@@ -88,6 +91,15 @@ class LiveFleet:
             worker_fields=WorkerRow.__struct_fields__,
         )
         return encode_event(HELLO, hello)
+
+    def day(self) -> bytes:
+        """Return the event with the last day."""
+        return encode_event(DAY, self._day.snapshot())
+
+    def _tell_day(self) -> None:
+        if self.viewers and (day := self._day.snapshot()) != self._told_day:
+            self._told_day = day
+            self.viewers.offer(DAY, encode_event(DAY, day))
 
     async def run(self) -> None:
         """Record the history and send events to the viewers, until cancelled."""
@@ -122,6 +134,11 @@ class LiveFleet:
             # Without a connection, the last presence does not describe the present.
             return
         await self._heard.update(self._watch)
+        workers = tuple(self._heard.workers.values())
+        self._day.update_workers(workers)
+        if not self.viewers:
+            await self._day.read_announced(self._watch, workers)
+        self._tell_day()
         queues = self._recorded.latest.queues
         if not self.viewers:
             queues = ()
@@ -159,6 +176,8 @@ class LiveFleet:
             except RollbusError as error:
                 logger.warning("live.read_failed error=%r", error)
             self._has_read.set()
+            await self._day.read(self._watch, self._recorded.latest.desired)
+            self._tell_day()
             await asyncio.sleep(PERIOD_S)
 
     async def _listen(self) -> None:
@@ -189,7 +208,7 @@ class LiveFleet:
         heard, now = tuple(self._heard.workers.values()), time.monotonic()
         lost = watch.problem
         workers = [each.presence for each in heard]
-        models = model_lines(workers, recorded.desired, self._recorded.recorded_at)
+        models = model_lines(workers, recorded.desired)
         return FleetEvent(
             at=round(time.time(), 3),
             bus_up=lost is None,

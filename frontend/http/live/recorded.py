@@ -10,14 +10,11 @@ from ....bus.client.fleet_watch import FleetWatch
 from ....schemas.desired import DesiredState
 from ....schemas.errors import PermissionDenied, RollbusError
 from ....schemas.request import Lane
-from .fleet_event import pause_epoch
 
 __all__ = ["RecordedReader", "RecordedState"]
 
 logger = logging.getLogger(__name__)
 
-MAX_TIMES: Final = 256
-"""Limit on remembered times of pauses. Beyond this number of models, the times are read again."""
 CLIENTS_S: Final = 5.0
 """Seconds between two lists of queued requests by client. For each list, the server walks through the queue."""
 DENIED_S: Final = 300.0
@@ -40,7 +37,7 @@ class RecordedState:
 
 
 class RecordedReader:
-    """Reads the recorded state, and caches the times of pauses, which do not change.
+    """Reads the recorded state.
 
     Attributes:
         latest: the result of the last read.
@@ -49,16 +46,10 @@ class RecordedReader:
     def __init__(self) -> None:
         self.latest = RecordedState()
         self._list_at = 0.0
-        # Unix times of pauses by model and epoch.
-        self._times: dict[tuple[str, int], float | None] = {}
 
     def __repr__(self) -> str:
         """Return one line with the models."""
         return f"<RecordedReader {sorted(self.latest.desired)}>"
-
-    def recorded_at(self, model: str, epoch: int) -> float | None:
-        """Return the Unix time at which the pause of a model's epoch was recorded; None if unknown."""
-        return self._times.get((model, epoch))
 
     async def read(self, watch: FleetWatch) -> None:
         """Read the state and set `latest`.
@@ -72,11 +63,6 @@ class RecordedReader:
             desired = await watch.desired()
         except RollbusError as error:
             problem = f"cannot read the desired state: {error}"
-        for model, state in desired.items():
-            if (epoch := pause_epoch(state)) is not None and (model, epoch) not in self._times:
-                self._times[model, epoch] = await watch.recorded_at(model, epoch)
-        while len(self._times) > MAX_TIMES:
-            del self._times[next(iter(self._times))]
         clients = await self._clients(watch, {depth.model for depth in queues})
         self.latest = RecordedState(queues, queue_problems, desired, clients, problem)
 

@@ -15,7 +15,7 @@ from ..control.reading import read_query
 from ..errors import HttpError, invalid
 from ..service import HttpRoute, RouteTable, Service
 from ..status import json_response
-from .events import HELLO, HistoryAnswer
+from .events import DAY, HELLO, HistoryAnswer
 from .viewers import Viewer, ViewerStream
 
 __all__ = ["ROUTES"]
@@ -31,7 +31,7 @@ class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 async def events(service: Service, request: Request) -> Response:
-    """Stream the fleet as server-sent events once a second: `hello`, then `fleet` and `experts`. See docs/http.md.
+    """Stream the fleet as server-sent events: `hello`, `day`, then `fleet` and `experts`. See docs/http.md.
 
     A slow reader receives only the newest event of each name.
     """
@@ -44,6 +44,7 @@ async def events(service: Service, request: Request) -> Response:
     viewer = Viewer(connection.cut)
     is_admin = has_access(request, service.settings.admin_token)
     viewer.offer(HELLO, service.live.hello(may_act=is_admin))
+    viewer.offer(DAY, service.live.day())
     request.state.until_answered.enter_context(service.live.viewers.joined(viewer, is_admin=is_admin))
     if query.experts is not None:
         feed = service.live.experts.joined(viewer, query.experts, query.worker, is_admin=is_admin)

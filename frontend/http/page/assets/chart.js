@@ -83,13 +83,18 @@ export class TimeChart {
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     ctx.setLineDash([3, 3]);
+    let free = bbox.left;
     for (const { at, text } of this.marks) {
       const x = Math.round(chart.valToPos(at, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
+      // A text that would cover the one before it is left out; the view of the fleet lists all.
+      if (x < free) continue;
       ctx.fillText(text, x + 4, bbox.top + 11 * devicePixelRatio);
+      free = x + 12 + ctx.measureText(text).width;
     }
     ctx.restore();
   }

@@ -71,6 +71,14 @@ export function meter(parent) {
   };
 }
 
+/** Mark each table that has more to the right or below. */
+export function markScrolling() {
+  for (const node of document.querySelectorAll(".scroller, .scroll-x, .heat-scroll, .tabs")) {
+    node.classList.toggle("more-right", node.scrollLeft + node.clientWidth < node.scrollWidth - 1);
+    node.classList.toggle("more-below", node.scrollTop + node.clientHeight < node.scrollHeight - 1);
+  }
+}
+
 /** Show a time of this machine's clock, with UTC in its title. */
 export function timeOf(node, unix, words) {
   const iso = new Date(unix * 1000).toISOString();

@@ -1,4 +1,4 @@
-// The view of the experts: how often each expert was chosen in the last minute, layer by layer.
+// The view of the experts: how often each expert was chosen in the last minute, or before it, layer by layer.
 
 import { TimeChart } from "./chart.js";
 import { el, keyed, setAttr, setText } from "./dom.js";
@@ -72,10 +72,11 @@ function overTime() {
   };
 }
 
-/** Return the share of computed tokens that were counted, as text. */
-function seenWords({ computed, seen }) {
+/** Return of when the counts are, and the share of computed tokens that were counted. */
+function seenWords({ computed, seen, kept, counted_at: at }) {
   if (!computed) return "no tokens";
-  return `${percent(seen / computed)} of ${count(computed)} tokens seen`;
+  const when = kept === "version" ? "no tokens in the last minute; all of the newest weights: " : kept ? `no tokens since ${clock(at)}; the minute before: ` : "the last minute: ";
+  return `${when}${percent(seen / computed)} of ${count(computed)} tokens seen`;
 }
 
 /** Make the view. */
@@ -95,7 +96,7 @@ export function expertsView() {
   const [time, versions] = [overTime(), versionsPanel()];
   const help = el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below show the numbers." });
   const picture = el("section", { class: "panel", "aria-labelledby": "heat-title" },
-    el("div", { class: "panel-head" }, el("h2", { id: "heat-title", text: "Load of experts in the last minute" }), seen, source),
+    el("div", { class: "panel-head" }, el("h2", { id: "heat-title", text: "Load of experts" }), seen, source),
     el("div", { class: "panel-body" }, legend(), none, map.root, readout, summary, help));
   const root = el("div", { class: "view" }, el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Model" }), model), worker.root, planes), problem, picture, versions.root, el("div", { class: "charts two" }, ...time.nodes), tables.root);
   let shown = null;
@@ -155,7 +156,8 @@ export function expertsView() {
 
   function show() {
     const { params } = route();
-    const models = [...new Set((now.fleet?.workers ?? []).map((each) => each.model))].sort(compareNames);
+    // A model whose workers are gone keeps its counts.
+    const models = [...new Set([...(now.fleet?.models ?? []), ...(now.experts ? [now.experts] : [])].map((each) => each.model))].sort(compareNames);
     keyed(model, models, (name) => name, (name) => el("option", { value: name, text: name }), () => {});
     const wanted = models.includes(params.get("model")) ? params.get("model") : models[0];
     if (wanted && model.value !== wanted) model.value = wanted;

@@ -1,10 +1,13 @@
-// Commands and the ack of each worker, live, with the progress of staging and loading.
+// What happened: commands with the ack of each worker, live, and recorded commands and restarts of the last day.
 
+import { dayEvents, dayTimeline, eventWords, joinedEvents, kindOf as kindOfEvent, sinceWords } from "./day.js";
 import { el, keyed, meter, setAttr, setText, timeOf } from "./dom.js";
 import { bytes, clock, compareNames, count, duration, percent } from "./format.js";
 
 /** Limit on listed workers of one command. Workers that have applied it come last. */
 const MAX_LINES = 60;
+/** Limit on listed commands and restarts. */
+const MAX_EVENTS = 200;
 
 const FINAL = { applied: "good", failed: "bad", unsupported: "bad", missing: "bad", late: "bad", stale: "off" };
 const SIGNS = { bad: "✕", good: "✓", busy: "◐", off: "–" };
@@ -46,8 +49,19 @@ function fillLine(row, [worker, line]) {
   setText(error, line.error ?? "");
 }
 
+const makeHead = (tag) => el(tag, { class: "line" }, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("strong")), el("span", { class: "ledger-bar" }), el("span", { class: "hint" }), el("time", { class: "hint" }));
+
+function fillHead(head, kind, sign, name, by, at) {
+  const [state, , words, time] = head.children;
+  setAttr(state, "data-kind", kind);
+  setText(state.firstElementChild, sign);
+  setText(state.lastElementChild, name.replaceAll("_", " "));
+  setText(words, by);
+  timeOf(time, at, clock(at));
+}
+
 function makeLedger() {
-  const summary = el("summary", {}, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("strong")), el("span", { class: "ledger-bar" }), el("span", { class: "hint" }), el("time", { class: "hint" }));
+  const summary = makeHead("summary");
   const body = el("tbody");
   const more = el("p", { class: "hint" });
   const heads = ["Worker", "Ack", "Progress", "Took", "Error"];
@@ -79,13 +93,9 @@ function fillLedger(item, ledger) {
   for (const [status, number] of Object.entries(ledger.counts)) by[FINAL[status] ?? "busy"] += number;
   const total = by.good + by.busy + by.bad + by.off;
   const kind = by.bad ? "bad" : ledger.done ? "good" : "busy";
-  const [state, , words, time] = item.firstElementChild.firstElementChild.children;
   setAttr(item, "data-command", ledger.command);
   setAttr(item, "data-id", ledger.id);
   setAttr(item, "data-done", String(ledger.done));
-  setAttr(state, "data-kind", kind);
-  setText(state.firstElementChild, SIGNS[kind]);
-  setText(state.lastElementChild, ledger.command.replaceAll("_", " "));
   // `workers` does not list all workers that have applied the command.
   const underWay = lines.reduce((sum, line) => sum + (kindOf(line) === "good" ? 0 : shareOf(line)), 0);
   const share = total ? (by.good + underWay) / total : 0;
@@ -94,20 +104,33 @@ function fillLedger(item, ledger) {
   if (by.bad) answered.push(`${count(by.bad)} failed`);
   if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));
   meters.get(item)(share, answered.join(", "));
-  setText(words, `${ledger.done ? "" : "in progress, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`);
-  timeOf(time, ledger.at, clock(ledger.at));
+  fillHead(item.firstElementChild.firstElementChild, kind, SIGNS[kind], ledger.command, `${ledger.done ? "" : "in progress, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`, ledger.at);
   fillLines(item);
 }
 
-/** Make the panel with the last commands of all controllers. */
+function fillEvent(item, event) {
+  const { kind, sign } = kindOfEvent(event);
+  setAttr(item, "data-what", event.what);
+  setText(item.firstElementChild.children[1], eventWords(event));
+  fillHead(item.firstElementChild, kind, sign, event.what, event.epoch ? `${event.by ? `by ${event.by}, ` : ""}epoch ${event.epoch}` : "", event.at);
+}
+
+/** Make the panel with the last commands of all controllers, and the restarts of workers. */
 export function ledgersPanel() {
   const list = el("ol", { class: "ledgers" });
-  const none = el("p", { class: "empty", hidden: true, text: "No command has arrived since this page was opened." });
+  const none = el("p", { class: "empty", hidden: true, text: "Nothing happened in the last day, as far as is known." });
+  const timeline = dayTimeline();
+  const since = el("p", { class: "hint day-since", data: { testid: "day-since" } });
   return {
-    root: el("section", { class: "panel", "aria-labelledby": "commands-title", data: { testid: "commands" } }, el("div", { class: "panel-head" }, el("h2", { id: "commands-title", text: "Commands" })), list, none),
+    root: el("section", { class: "panel", "aria-labelledby": "commands-title", data: { testid: "commands" } }, el("div", { class: "panel-head" }, el("h2", { id: "commands-title", text: "Commands and restarts" })), timeline.root, list, none, since),
     update({ commands = [] }) {
-      none.hidden = commands.length > 0;
-      keyed(list, [...commands].sort((a, b) => b.at - a.at), ({ id }) => id, makeLedger, fillLedger);
+      const known = new Set(commands.map(({ id }) => id));
+      const events = joinedEvents(dayEvents().filter(({ id }) => !known.has(id)));
+      const all = [...commands, ...events].sort((a, b) => b.at - a.at).slice(0, MAX_EVENTS);
+      none.hidden = all.length > 0;
+      keyed(list, all, ({ id, controller, what, at, model, workers }) => (controller ? id : `${what} ${at} ${model} ${workers[0] ?? ""}`), (item) => (item.controller ? makeLedger() : el("li", { class: "ledger", data: { testid: "event" } }, makeHead("div"))), (node, item) => (item.controller ? fillLedger : fillEvent)(node, item));
+      timeline.update();
+      setText(since, sinceWords());
     },
   };
 }

@@ -1,6 +1,6 @@
 // Starts the page: the tabs, the event stream, and the banner for a lost stream.
 
-import { el, setAttr, setText } from "./dom.js";
+import { el, markScrolling, setAttr, setText } from "./dom.js";
 import { fleetView } from "./fleet.js";
 import { expertsView } from "./experts.js";
 import { clock, duration } from "./format.js";
@@ -103,7 +103,11 @@ on("hello", (hello) => {
   setText(document.getElementById("fleet-name"), hello.fleet);
   document.title = document.title.replace(/–.*$/, `– ${hello.fleet}`);
 });
-setInterval(showLink, 1000);
+setInterval(() => {
+  showLink();
+  markScrolling();
+}, 1000);
+document.addEventListener("scroll", markScrolling, { capture: true, passive: true });
 
 startTheme(document.getElementById("theme-button"));
 document.getElementById("token-button").addEventListener("click", () => askForToken("The token for requests shows the fleet. The admin token can also change it.", () => stream.restart()));

@@ -2,22 +2,26 @@
 
 import { el, setAttr, setText } from "./dom.js";
 
+/** Height of a row of one line. */
 const ROW_PX = 30;
 /** Number of rows beyond each edge, so that quick scrolling shows no gap. */
 const SPARE = 8;
+/** Space right of a text in a cell. */
+const PAD_PX = 10;
 /** Time between two sorts by a column with changing values. */
 const SORT_EVERY_MS = 5000;
 
-/** On a phone, the first column stays visible and is narrower, to leave room for the others. */
+/** On a phone, the first column stays visible and is narrower, to leave room for the others. Its texts are wrapped. */
 const narrow = matchMedia("(max-width: 640px)");
 
 /**
  * A column is `{id, title, hint, width, narrow, numeric, value(row), cell(td)}`. `value` returns the sort key. `cell`
- * prepares a cell and returns the function that fills it with a row.
+ * prepares a cell and returns the function that fills it with a row. A column becomes as wide as its widest text.
+ * `narrowPx(rows)` returns the height of the rows on a phone.
  */
 export class VirtualTable {
-  constructor({ columns, keyOf, label, testid, empty, sort, onSort }) {
-    Object.assign(this, { keyOf, empty, sort, onSort });
+  constructor({ columns, keyOf, label, testid, empty, sort, onSort, narrowPx }) {
+    Object.assign(this, { keyOf, empty, sort, onSort, narrowPx });
     this.all = columns;
     this.rows = [];
     this.order = [];
@@ -33,7 +37,10 @@ export class VirtualTable {
     this.scroller = el("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": label, on: { scroll: () => this.#soon() } }, this.table);
     this.root = el("div", { class: "table-frame" }, this.scroller, this.none);
     new ResizeObserver(() => this.#soon()).observe(this.scroller);
-    narrow.addEventListener("change", () => this.#setWidths());
+    narrow.addEventListener("change", () => {
+      this.#setWidths();
+      this.setRows(this.rows);
+    });
     this.showColumns(() => true);
   }
 
@@ -54,13 +61,28 @@ export class VirtualTable {
   }
 
   #setWidths() {
-    const widths = this.columns.map((column) => (narrow.matches && column.narrow) || column.width);
-    this.groups.replaceChildren(...widths.map((width) => {
-      const col = el("col");
-      col.style.width = `${width}px`;
-      return col;
-    }));
-    this.table.style.minWidth = `${widths.reduce((sum, width) => sum + width, 0)}px`;
+    this.widths = this.columns.map((column) => (narrow.matches && column.narrow) || column.width);
+    this.groups.replaceChildren(...this.columns.map(() => el("col")));
+    this.#applyWidths();
+  }
+
+  #applyWidths() {
+    this.widths.forEach((width, index) => (this.groups.children[index].style.width = `${width}px`));
+    this.table.style.minWidth = `${this.widths.reduce((sum, width) => sum + width, 0)}px`;
+  }
+
+  /** Widen columns whose texts are cut. Columns never become narrower, so that the table does not move. */
+  #widen() {
+    let changed = false;
+    this.columns.forEach(({ narrow: wraps }, index) => {
+      if (narrow.matches && wraps) return;
+      const cells = [this.headers[index], ...this.pool.map(({ tr }) => tr.children[index])];
+      const missing = Math.max(...cells.map((cell) => cell.scrollWidth - cell.clientWidth));
+      if (missing <= 0) return;
+      this.widths[index] = Math.max(this.widths[index], this.headers[index].clientWidth) + missing + PAD_PX;
+      changed = true;
+    });
+    if (changed) this.#applyWidths();
   }
 
   #header(column) {
@@ -129,8 +151,10 @@ export class VirtualTable {
 
   #draw() {
     if (!this.shown) return;
-    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW_PX) - SPARE);
-    const room = Math.ceil((this.scroller.clientHeight || 600) / ROW_PX) + 2 * SPARE;
+    const rowPx = narrow.matches ? this.narrowPx(this.rows) : ROW_PX;
+    this.table.style.setProperty("--row", `${rowPx}px`);
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / rowPx) - SPARE);
+    const room = Math.ceil((this.scroller.clientHeight || 600) / rowPx) + 2 * SPARE;
     const end = Math.min(this.shown.length, first + room);
     while (this.pool.length < end - first) this.#addRow();
     while (this.pool.length > Math.max(0, end - first)) this.pool.pop().tr.remove();
@@ -143,8 +167,9 @@ export class VirtualTable {
       tr.dataset.key = this.keyOf(row);
       for (const fill of fills) fill(row);
     }
-    this.top.firstElementChild.style.height = `${first * ROW_PX}px`;
-    this.bottom.firstElementChild.style.height = `${Math.max(0, this.shown.length - end) * ROW_PX}px`;
+    this.top.firstElementChild.style.height = `${first * rowPx}px`;
+    this.bottom.firstElementChild.style.height = `${Math.max(0, this.shown.length - end) * rowPx}px`;
+    if (this.scroller.clientWidth) this.#widen();
   }
 
   #addRow() {

@@ -1,8 +1,9 @@
 // The view of throughput: the last hour of the fleet, of each model, or of one worker.
 
 import { TimeChart, MAX_LINES } from "./chart.js";
+import { chartMarks } from "./day.js";
 import { el, keyed, setAttr, setText } from "./dom.js";
-import { compareNames, count, duration, plural, rate } from "./format.js";
+import { NONE, compareNames, count, duration, plural, rate } from "./format.js";
 import { History } from "./history.js";
 import { address, route, setParams } from "./router.js";
 import { now, on } from "./store.js";
@@ -43,9 +44,13 @@ export function throughputView() {
   const span = el("select", { id: "span", data: { testid: "span" }, on: { change: () => go({ span: span.value }) } }, el("option", { value: "", text: "all data" }), ...SPANS.map((minutes) => el("option", { value: minutes, text: `the last ${minutes} minutes` })));
   const choice = workerChoice("chart-worker", (worker) => go({ by: "", worker }));
   const note = el("p", { class: "hint", role: "status" });
+  const facts = el("p", { data: { testid: "worker-facts" } });
+  const failure = el("p", { class: "notice", hidden: true });
+  const requests = el("a", { text: "Its requests" });
   const back = el("a", { href: address("fleet"), text: "All workers" });
   const root = el("div", { class: "view" },
-    el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Show" }), by), choice.root, el("label", { class: "choice" }, el("span", { text: "Of" }), span), back, note),
+    el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Show" }), by), choice.root, el("label", { class: "choice" }, el("span", { text: "Of" }), span), back, requests, note),
+    facts, failure,
     el("div", { class: "charts" }, ...charts.map(({ chart }) => chart.root)));
 
   let askAgainAt = 0;
@@ -63,13 +68,18 @@ export function throughputView() {
     const known = SPANS.find((minutes) => history.length * history.step <= minutes * 60) ?? SPANS.at(-1);
     const seconds = 60 * (Number(params.get("span")) || known);
     span.value = params.get("span") ?? "";
+    const marks = chartMarks(worker);
     for (const { key, chart } of charts) {
       const shown = lines.filter(([, series]) => series[key]?.some((value) => value !== null));
       chart.seconds = seconds;
-      chart.setData(times, shown.map(([, series]) => series[key]), shown.map(([name]) => name));
+      chart.setData(times, shown.map(([, series]) => series[key]), shown.map(([name]) => name), marks);
       chart.root.classList.toggle("without", !shown.length);
     }
-    const isThere = !worker || now.fleet?.workers.some((each) => each.worker === worker);
+    const row = worker && now.fleet?.workers.find((each) => each.worker === worker);
+    setText(facts, row ? [row.state.replaceAll("_", " "), `incarnation ${row.incarnation}, up ${duration(row.uptime_s)}`, row.host && `host ${row.host}, process ${row.pid ?? NONE}`, row.log ? `log ${row.log}` : "no log file is known"].filter(Boolean).join(" · ") : "");
+    setText(failure, row?.last_error ?? "");
+    failure.hidden = !row?.last_error;
+    const isThere = !worker || Boolean(row);
     const more = lines.length > MAX_LINES ? `${plural(lines.length - MAX_LINES, "model")} more are not shown.` : "";
     setText(note, !isThere ? `There is no worker ${worker} now.` : worker && !history.workers[worker] && history.number !== null ? "The service has no history of this worker." : more);
   }
@@ -90,7 +100,8 @@ export function throughputView() {
     by.value = worker || params.get("by") === "worker" ? "worker" : params.get("by") === "model" ? "model" : "";
     choice.root.hidden = by.value !== "worker";
     choice.input.value = worker ?? "";
-    setAttr(back, "hidden", worker ? null : "");
+    for (const node of [back, requests]) setAttr(node, "hidden", worker ? null : "");
+    setAttr(requests, "href", address("request", { worker }));
     if (worker !== history.worker) {
       history.clear(worker);
       askAgainAt = 0;

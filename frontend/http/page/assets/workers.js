@@ -8,6 +8,11 @@ import { VirtualTable, textCell } from "./table.js";
 
 /** Age of the last presence from which the table shows it. Workers publish presence about every second. */
 const LATE_S = 5;
+/** On a phone: characters of a name in a line, and height of a line. An error has two lines below the name. */
+const [LINE_CHARS, LINE_PX, PAD_PX] = [14, 16, 14];
+
+/** Height of the rows on a phone: names and states are wrapped, and the last error is below. */
+const narrowPx = (rows) => PAD_PX + LINE_PX * (Math.max(1, ...rows.map(({ worker, state }) => Math.ceil(Math.max(worker.length, state.length) / LINE_CHARS))) + (rows.some((row) => row.last_error) ? 2 : 0));
 
 /** Return the progress of the weights that a worker stages or loads: a short text, a long text, and a share. */
 export function stagingOf(staging) {
@@ -21,12 +26,14 @@ export function stagingOf(staging) {
 function nameCell(td) {
   const link = el("a", { class: "name" });
   const role = el("span", { class: "role" });
-  td.append(link, role);
+  const error = el("span", { class: "error below" });
+  td.append(link, role, error);
   return (row) => {
     setText(link, row.worker);
     setAttr(link, "href", address("throughput", { worker: row.worker }));
     setAttr(link, "title", `${row.worker}, incarnation ${row.incarnation}, up ${duration(row.uptime_s)}`);
     setText(role, row.role && row.role !== "both" ? row.role : "");
+    setText(error, row.last_error ? `△ ${row.last_error}` : "");
   };
 }
 
@@ -65,13 +72,13 @@ const lately = (row) => (row.seen_s_ago > LATE_S ? `${duration(Math.round(row.se
 
 const COLUMNS = [
   { id: "worker", title: "Worker", width: 176, narrow: 124, value: (row) => row.worker, compare: (a, b) => compareNames(a.worker, b.worker), cell: nameCell },
+  { id: "state", title: "State", width: 112, narrow: 104, value: (row) => row.state, compare: (a, b) => stateOrder(a.state) - stateOrder(b.state), cell: stateCell },
+  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens per second", width: 78, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
   { id: "model", title: "Model", width: 132, value: (row) => row.model, cell: textCell((row) => row.model, (row) => row.model) },
-  { id: "state", title: "State", width: 112, value: (row) => row.state, compare: (a, b) => stateOrder(a.state) - stateOrder(b.state), cell: stateCell },
   { id: "weight_version", title: "Weights", hint: "Weight version", width: 70, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
   { id: "in_flight", title: "In flight", hint: "Requests in flight, and slots of the engine", width: 112, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
   { id: "waiting", title: "Waiting", hint: "Accepted requests that the engine has not started", width: 72, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
   { id: "kv_use", title: "KV use", hint: "Used share of the KV cache", width: 104, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
-  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens per second", width: 78, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
   { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 86, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
   { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 76, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
   { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that the prefix cache had", width: 86, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
@@ -93,6 +100,7 @@ export function workersTable() {
   const table = new VirtualTable({
     columns: COLUMNS,
     keyOf: (row) => row.worker,
+    narrowPx,
     label: "Workers",
     testid: "workers",
     empty: () => (all.length ? "No worker matches the filter." : "There are no workers."),
