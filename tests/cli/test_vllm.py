@@ -132,12 +132,13 @@ def test_the_readme_runs(up: Up) -> None:
     assert re.search(r"^\(\d+, 4, 4\) (length|stop)$", done.stdout, re.MULTILINE)
 
 
-def test_the_demo_shows_experts_pause_new_weights_and_an_empty_cache(
+def test_the_demo_shows_experts_pause_new_weights_an_empty_cache_and_a_killed_worker(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo shows an answer token by token with its experts, completes all questions, and has a row per layer.
 
-    Requests wait while the fleet is paused, an answer continues with new weights, and the flushed cache is empty.
+    Requests wait while the fleet is paused, an answer continues with new weights, the flushed cache is empty, and the
+    requests of a killed worker move to its next process and are whole.
     """
     prompts = list(read_prompts(open_input(str(QUESTIONS)), Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
@@ -164,7 +165,14 @@ def test_the_demo_shows_experts_pause_new_weights_and_an_empty_cache(
     assert set(versions) == {"1", "2"}
     [cached] = re.findall(r"sent again: (\d+) tokens are in the cache", out)
     assert int(cached) > 0
-    assert out.rstrip().endswith("sent after the flush: 0 tokens are in the cache")
+    assert "sent after the flush: 0 tokens are in the cache" in out
+    killed = re.search(
+        r"kill -9 \d+: worker local-0 is dead, after \d+ tokens\n +(\d+) requests moved to its next", out
+    )
+    assert killed is not None
+    assert 1 <= int(killed[1]) <= 8
+    num = min(len(prompts), 8)
+    assert re.search(rf"all {num} answers are whole: \d+ tokens and .*; \d of {num} equal those of a run without", out)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

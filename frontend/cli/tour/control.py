@@ -1,7 +1,9 @@
-"""Steps of the tour with commands: pause and resume, new weights during an answer, and a flush of the prefix cache."""
+"""Steps of the tour with commands: pause and resume, new weights during an answer, a flush, and a killed worker."""
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -9,11 +11,14 @@ from pathlib import Path
 
 from .... import bus
 from ....bus import GenerateRequest, Generation
+from ....bus.client.client import registry_of
+from ..console import waiting
 from ..exits import CommandFailed
 from ..results import first_error
 from .guide import Guide, quoted, require, took
+from .requests import check_rows
 
-__all__ = ["FIRST_VERSION", "flush_cache", "pause_and_resume", "update_weights"]
+__all__ = ["FIRST_VERSION", "flush_cache", "kill_worker", "pause_and_resume", "update_weights"]
 
 FIRST_VERSION = 1
 """Version of the weights with which the worker starts."""
@@ -23,10 +28,16 @@ NUM_PAUSED = 8
 """Maximum number of requests that are sent to a paused worker."""
 SEEN_WITHIN_S = 30.0
 """Seconds for the requests to appear in the queue. A machine that is not overloaded needs half a second."""
+POLL_S = 0.01
+"""Seconds between two looks at the number of received tokens."""
+MAX_POLLS = 6000
+"""A minute: enough for the first tokens on a busy machine."""
 NUM_SHOWN = 4
 """Number of tokens that are printed at the beginning of the answer, and before and after the change of weights."""
 NUM_COMPARED = 6
 """Number of tokens of the answers before and after the update."""
+KILLED_TOKENS = 256
+"""Token limit of the answers during which the worker is killed: a second of work or more."""
 MAX_TOKENS = 8192
 """Token limit of the answer during which the weights change. The tour ends it as soon as it has both versions."""
 
@@ -101,6 +112,48 @@ async def flush_cache(guide: Guide) -> None:
     guide.write(f"      sent after the flush: {left} tokens are in the cache")
     require(left == 0, "the flushed cache is not empty")
     guide.report["flush"] = {"cached_before": cached, "cached_after": left}
+
+
+async def kill_worker(guide: Guide) -> None:
+    """Kill the only worker while it answers. Its next process continues the answers, and none lacks a token."""
+    guide.write("A worker is killed while it answers")
+    room = min(KILLED_TOKENS, *(guide.max_model_len - guide.request(prompt).prompt_len for prompt in guide.prompts))
+    requests = [
+        guide.request(prompt, max_tokens=room, temperature=0.0, ignore_eos=True)
+        for prompt in guide.prompts[:NUM_PAUSED]
+    ]
+    undisturbed = {generation.request_id: generation for generation in await _complete(guide.rb, requests)}
+    (worker,) = (await guide.rb.fleet.state()).workers
+    if worker.pid is None:
+        raise CommandFailed(f"worker {worker.worker} reports no process id")
+    async with asyncio.TaskGroup() as tasks:
+        answering = tasks.create_task(_complete(guide.rb, requests), name="requests of the killed worker")
+        registry = registry_of(guide.rb)
+        for _ in range(MAX_POLLS):
+            if registry.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
+                break
+            await asyncio.sleep(POLL_S)
+        received = registry.num_tokens
+        os.kill(worker.pid, signal.SIGKILL)
+        started = time.monotonic()
+        guide.write(f"      kill -9 {worker.pid}: worker {worker.worker} is dead, after {received} tokens")
+        with waiting("its next process starts"):
+            generations = await answering
+    moved = sum(generation.attempts > 1 for generation in generations)
+    require(moved > 0, "no request was in flight when the worker was killed")
+    for generation in generations:
+        require(len(generation.token_ids) == room, f"request {generation.request_id} lacks tokens")
+        check_rows(generation)
+    equal = sum(
+        generation.token_ids.tolist() == undisturbed[generation.request_id].token_ids.tolist()
+        for generation in generations
+    )
+    guide.write(f"      {moved} requests moved to its next process, and ended {took(started)} after the kill")
+    guide.write(
+        f"      all {len(generations)} answers are whole: {room * len(generations)} tokens and their routed experts; "
+        f"{equal} of {len(generations)} equal those of a run without a kill"
+    )
+    guide.report["kill"] = {"worker": worker.worker, "moved": moved, "whole": len(generations), "equal": equal}
 
 
 async def _cached_tokens(guide: Guide, request: GenerateRequest) -> int:

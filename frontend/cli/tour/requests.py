@@ -14,7 +14,7 @@ from ..results import first_error
 from ..tables import print_table
 from .guide import Guide, quoted
 
-__all__ = ["complete_all", "stream_one"]
+__all__ = ["check_rows", "complete_all", "stream_one"]
 
 NUM_STREAMED = 16
 """Number of tokens of the streamed answer. Each token is a line."""
@@ -55,7 +55,7 @@ async def complete_all(guide: Guide, source: Path, out: IO[str]) -> None:
             advance()
     seconds = time.monotonic() - started
     for generation in generations:
-        _check_rows(generation)
+        check_rows(generation)
     _summarize(guide, generations, seconds, out)
 
 
@@ -88,7 +88,12 @@ def _summarize(guide: Guide, generations: Sequence[Generation], seconds: float, 
     print_table(COLUMNS, expert_rows(counts), out=out)
 
 
-def _check_rows(generation: Generation) -> None:
+def check_rows(generation: Generation) -> None:
+    """Check that a result has the routed experts of each position.
+
+    Raises:
+        CommandFailed: rows are missing.
+    """
     expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
     found = None if generation.routed_experts is None else len(generation.routed_experts)
     if found != expected:

@@ -18,13 +18,14 @@ from ..exits import CommandFailed, ExitCode
 from ..fleet_display import FleetObserver
 from ..local_fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
 from ..prompts import PromptLine
-from .control import FIRST_VERSION, flush_cache, pause_and_resume, update_weights
+from ..restarts import RestartRule
+from .control import FIRST_VERSION, flush_cache, kill_worker, pause_and_resume, update_weights
 from .guide import Guide, took
 from .requests import complete_all, stream_one
 
 __all__ = ["Tour"]
 
-NUM_STEPS: Final = 7
+NUM_STEPS: Final = 8
 NEXT_SEED: Final = 1
 """Seed of the weights that replace the first weights, whose seed is 0."""
 
@@ -70,7 +71,13 @@ class Tour:
         self._write("A NATS server and one vLLM worker; a cold start takes about ten seconds")
         flags = ("--served-model-name", TINY_MOE, "--weight-version", str(FIRST_VERSION))
         roots = ("--weight-root", str(self.state_dir))
-        local = LocalFleet(fleet=self.fleet, model=model, served_model=TINY_MOE, worker_flags=(*flags, *roots))
+        local = LocalFleet(
+            fleet=self.fleet,
+            model=model,
+            served_model=TINY_MOE,
+            worker_flags=(*flags, *roots),
+            restarts=RestartRule(),
+        )
         async with AsyncExitStack() as stack:
             with waiting("starting"):
                 server = await stack.enter_async_context(run_fleet(local, FleetObserver(shows_logs=self.is_verbose)))
@@ -108,6 +115,8 @@ class Tour:
             await update_weights(guide, next_weights)
             self._begin(7)
             await flush_cache(guide)
+            self._begin(8)
+            await kill_worker(guide)
         if self.as_json:
             print_json(guide.report)
 
