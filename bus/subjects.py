@@ -29,6 +29,7 @@ from ..schemas.checks import check_subject_token
 from ..schemas.request import Lane
 
 __all__ = [
+    "ALL_PRESENCES",
     "BUCKET",
     "LANES",
     "PREFIX",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 PREFIX = "rb.v1"
+ALL_PRESENCES: Final = f"{PREFIX}.*.presence.*"
+"""The subjects of the presence of the workers of all fleets, which only a server without users lets a client read."""
 BUCKET: Final = "rollbus"
 """The bucket that all fleets of a server share. Each fleet has its own keys."""
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 
 from ..schemas.errors import InvalidRequest, RollbusError
 from ..schemas.foreign_code import ForeignError, foreign_code
+from ..schemas.install import pip_install
 
 __all__ = ["Encoder", "Tokenizer", "TokenizerUnavailable", "load_tokenizer", "token_text"]
 
@@ -219,9 +220,7 @@ def _load(folder: Path) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise TokenizerUnavailable(
-            "a tokenizer needs the package transformers: pip install 'rollbus[frontend]'"
-        ) from None
+        raise TokenizerUnavailable(f"a tokenizer needs the package transformers: {pip_install('frontend')}") from None
     return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 

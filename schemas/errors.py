@@ -20,10 +20,12 @@ RollbusError
 """
 
 import enum
+import errno
 from typing import Final, NamedTuple
 
 __all__ = [
     "ERRORS",
+    "FREE_SPACE",
     "BusBroken",
     "BusClosed",
     "ControlCode",
@@ -44,6 +46,7 @@ __all__ = [
     "RollbusError",
     "ServerUnreachable",
     "TlsFailed",
+    "is_disk_full",
     "request_error",
 ]
 
@@ -185,6 +188,20 @@ class ControlCode(enum.StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> "ControlCode":
         return cls.UNKNOWN
+
+
+FREE_SPACE: Final = "free space, then the same command continues"
+"""Advice for a full disk."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return True if a full disk, or a limit of disk space, caused the error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
 
 
 class RollbusError(Exception):

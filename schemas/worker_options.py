@@ -158,7 +158,7 @@ def add_otel(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--otel",
         action="store_true",
-        help="export spans of requests, configured by the variables OTEL_*; needs rollbus[otel]",
+        help="export spans of requests, configured by the variables OTEL_*; needs the extra otel",
     )
 
 

@@ -96,11 +96,10 @@ def _real_model(model: str | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it stops. Return the exit code."""
-    arguments = parser()
-    args = arguments.parse_args(argv)
+    args = parser().parse_args(argv)
     set_up(args.log_level.upper(), args.log_format)
     if args.model is None and args.engine != "synthetic":
-        arguments.error(f"--model is required for the engine {args.engine}")
+        return _failed(RollbusError(f"--model is required for the engine {args.engine}"), 2)
     try:
         server = Server.named(args.nats, args.creds)
         fleet, worker_id = worker_identity(server.credentials, fleet=args.fleet, worker=args.worker_id)
@@ -131,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tracing = check_tracing(bool(args.otel), "--otel")
         probed = None if args.probe is None else listen(args.probe)
     except InvalidRequest as exc:
-        arguments.error(exc.message)
+        return _failed(RollbusError(exc.message), 2)
     except RollbusError as exc:
         return _failed(exc)
     try:

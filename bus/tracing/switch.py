@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ...schemas.checks import describe
 from ...schemas.errors import InvalidRequest
+from ...schemas.install import pip_install
 from .spans import Tracer
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ else:
     Tracing = object
 
 __all__ = ["Tracing", "check_tracing", "make_tracer"]
-
-INSTALL = "pip install 'rollbus[otel]'"
 
 
 def check_tracing(tracing: Tracing, field: str = "tracing") -> Tracing:
@@ -30,7 +29,7 @@ def check_tracing(tracing: Tracing, field: str = "tracing") -> Tracing:
         from . import otel
     except ImportError as exc:
         problem = f"needs {exc.name}, which is not installed"
-        raise InvalidRequest(field=field, problem=problem, allowed=f"False, or {INSTALL}") from exc
+        raise InvalidRequest(field=field, problem=problem, allowed=f"False, or {pip_install('otel')}") from exc
     if tracing is not True and not otel.is_provider(tracing):
         allowed = "True, False or a TracerProvider of opentelemetry.sdk.trace"
         raise InvalidRequest(field=field, problem=f"is {describe(tracing)}", allowed=allowed)

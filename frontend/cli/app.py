@@ -15,11 +15,19 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from ... import __version__
-from ...schemas.errors import InvalidRequest, PermissionDenied, RollbusError
+from ...schemas.errors import (
+    FREE_SPACE,
+    InvalidRequest,
+    NoWorkers,
+    PermissionDenied,
+    RollbusError,
+    is_disk_full,
+)
 from . import commands
+from .arguments import START_SOME, no_workers
 from .console import log_notes, note
 from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
 from .parser import CliParser, as_section, option_names
@@ -27,6 +35,7 @@ from .parser import CliParser, as_section, option_names
 __all__ = ["EXAMPLES", "CliCommand", "build_parser", "common_options", "main", "run_async", "until_signalled"]
 
 logger = logging.getLogger("rollbus")
+Outcome = TypeVar("Outcome")
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 DEFAULT_FLEET = "default"
@@ -128,7 +137,7 @@ def _fleet_of(credentials: str | None) -> str:
     return load_credentials(credentials).fleet
 
 
-def run_async(coroutine: Coroutine[object, object, int]) -> int:
+def run_async(coroutine: Coroutine[object, object, Outcome]) -> Outcome:
     """Run the coroutine of a command to its end. Ctrl-C cancels it and raises `KeyboardInterrupt`."""
     import asyncio
 
@@ -250,14 +259,38 @@ def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse
         return code
     if args.verbose:
         traceback.print_exception(raised)
-    text = (
-        f"{cause.field} {cause.problem}; allowed: {cause.allowed}" if isinstance(cause, InvalidRequest) else str(cause)
-    )
-    note(f"rollbus: {args.with_option_names(text)}")
+    text = args.with_option_names(_text_of(cause))
+    if isinstance(cause, NoWorkers):
+        text = _with_fleets(text, args)
+    note(f"rollbus: {text}")
     if not args.verbose and not isinstance(raised, PermissionDenied):
         for more in getattr(raised, "__notes__", ()):
             note(more)
     return code
+
+
+def _text_of(cause: RollbusError | OSError) -> str:
+    if isinstance(cause, InvalidRequest):
+        return f"{cause.field} {cause.problem}; allowed: {cause.allowed}"
+    if isinstance(cause, OSError) and cause.filename and cause.strerror:
+        text = f"{cause.filename}: {cause.strerror}"
+    else:
+        text = str(cause)
+    return f"{text}; {FREE_SPACE}" if is_disk_full(cause) else text
+
+
+def _with_fleets(text: str, args: argparse.Namespace) -> str:
+    """Return an error text with the fleets that have workers, or `text` if the fleet of the command has some."""
+    from .serving import fleets_with_workers
+
+    try:
+        fleets = run_async(fleets_with_workers(args.nats, args.fleet))
+    except (RollbusError, OSError):
+        return text
+    if args.fleet in fleets:
+        return text
+    text = no_workers(args.nats, args.fleet)
+    return f"{text}; fleets with workers there: {', '.join(sorted(fleets))}" if fleets else f"{text}; {START_SOME}"
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

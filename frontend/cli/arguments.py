@@ -8,11 +8,22 @@ from pathlib import Path
 from .exits import CommandFailed, ExitCode
 
 __all__ = [
+    "START_SOME",
     "add_tokenizer",
+    "check_writable",
     "host_name",
+    "no_workers",
     "refuse_options",
     "without_password",
 ]
+
+
+START_SOME = "start some with `rollbus up` or `rollbus worker`"
+
+
+def no_workers(nats_url: str, fleet: str) -> str:
+    """Return the error text for a fleet without live workers."""
+    return f"fleet {fleet} has no workers at {without_password(nats_url)}"
 
 
 def host_name(text: str) -> str:
@@ -30,6 +41,22 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of the tokenizer (default: model folder of a worker on this machine)",
     )
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Check that files can be written into a directory. Create the directory if it is missing.
+
+    Raises:
+        CommandFailed: no file can be written.
+    """
+    from tempfile import TemporaryFile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        raise CommandFailed(f"{option} {folder} cannot be written: {exc.strerror}", ExitCode.USAGE) from exc
 
 
 def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...schemas.install import pip_install
 from ...schemas.limits import MAX_TIMEOUT_S
 from ...schemas.option_types import duration, positive_int
 from ..http.settings import LOOPBACK, Settings
@@ -202,7 +203,7 @@ def check_installed() -> None:
     try:
         from ..http import server  # noqa: F401 - this only checks that the import works
     except ImportError as exc:
-        raise CommandFailed(f"{exc.name} is not installed: pip install 'rollbus[frontend]'") from exc
+        raise CommandFailed(f"{exc.name} is not installed: {pip_install('frontend')}") from exc
 
 
 def bind_address(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from ...schemas.install import pip_install
 from .console import note
 from .exits import CommandFailed, ExitCode
 
@@ -17,6 +18,8 @@ __all__ = ["fetch_model", "is_hub_id", "use_model"]
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 """Pattern of OWNER/NAME. A path that begins with `/`, `.` or `~`, and a single word, are not model ids."""
+CONFIGS: Final = ("config.json", "params.json")
+"""Files of which vLLM needs one in the folder of a model. Models in Mistral's format have the second."""
 OTHER_WEIGHTS: Final = (
     "*.bin",
     "*.pt",
@@ -53,9 +56,15 @@ def use_model(args: argparse.Namespace) -> None:
     """Replace a model id in `args.model` by its folder. The id becomes the served name unless the user chose one.
 
     Raises:
-        CommandFailed: `args.model` is neither a folder nor a model id, or the download failed.
+        CommandFailed: `args.model` is neither a folder nor a model id, the folder has no checkpoint for the engine, or
+            the download failed.
     """
-    if args.model is None or not is_hub_id(args.model):
+    if args.model is None:
+        return
+    if not is_hub_id(args.model):
+        if args.engine == "vllm" and not any((Path(args.model) / name).is_file() for name in CONFIGS):
+            problem = f"--model {args.model}: the folder has no config.json; expected a folder of save_pretrained()"
+            raise CommandFailed(problem, ExitCode.USAGE)
         return
     if args.served_model_name is None:
         args.served_model_name = args.model
@@ -73,7 +82,7 @@ def fetch_model(hub_id: str) -> Path:
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as exc:
         raise CommandFailed(
-            f"--model {hub_id} is not a folder, and {exc.name} is not installed: pip install 'rollbus[worker]', or "
+            f"--model {hub_id} is not a folder, and {exc.name} is not installed: {pip_install('worker')}, or "
             "name the folder of the model"
         ) from exc
     if not sys.stderr.isatty():

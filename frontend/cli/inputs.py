@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from ...schemas.foreign_code import ForeignError, foreign_code
+from ...schemas.install import pip_install
 from .exits import CommandFailed, ExitCode
 
 __all__ = ["NUM_CHECKED", "Input", "NumberedRow", "Row", "import_data_package", "open_input"]
@@ -121,7 +122,7 @@ def import_data_package(name: str, what: str) -> Any:
         return import_module(name)
     except ImportError:
         raise CommandFailed(
-            f"{what} needs the package {name.partition('.')[0]}: pip install 'rollbus[data]'", ExitCode.USAGE
+            f"{what} needs the package {name.partition('.')[0]}: {pip_install('data')}", ExitCode.USAGE
         ) from None
 
 

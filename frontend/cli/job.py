@@ -132,6 +132,12 @@ class GenerateRun:
         done = len(self.results.finished) + self.counts.done
         return count_text(done, self.counts.failed, self.summary.num_prompts)
 
+    @property
+    def num_left(self) -> int:
+        """Number of prompts without a result; 0 if it is unknown."""
+        ended = len(self.results.finished) + self.counts.done + self.counts.failed
+        return max((self.summary.num_prompts or 0) - ended, 0)
+
     async def _generate(self, rb: bus.Client) -> None:
         started = time.monotonic()
         times = bus.BatchTimes()

@@ -14,6 +14,7 @@ from ...bus.auth.tls import TLS_VARIABLES
 from ...bus.control.provision import provision
 from ...bus.nats.embedded import EmbeddedServer
 from ...bus.nats.server import CREDENTIALS_VARIABLE, Server
+from ...schemas.install import pip_install
 from ...schemas.presence import WorkerPresence
 from .exits import CommandFailed
 from .fleet_display import FleetObserver
@@ -169,7 +170,7 @@ def check_vllm() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandFailed(
-            "vLLM is not installed: pip install 'rollbus[worker]' with a GPU; on a CPU run `make` in a checkout, "
+            f"vLLM is not installed: {pip_install('worker')} with a GPU; on a CPU run `make` in a checkout, "
             "or see CONTRIBUTING.md"
         )
 

@@ -38,13 +38,16 @@ class CliParser(argparse.ArgumentParser):
 
     def with_option_names(self, text: str) -> str:
         """Return an error text with options in place of the Python arguments that they set: `--allow-rollback`."""
-        names = {action.dest.removeprefix("only_"): action.option_strings[-1:] for action in self._actions}
+        names = {
+            action.dest.removeprefix("only_"): action.option_strings[-1:] or [str(action.metavar)]
+            for action in self._actions
+        }
         names["workers"] = names.get("workers") or names.get("worker", [])
         first, _, rest = text.partition(" ")
         if names.get(first):
             text = f"{names[first][0]} {rest}"
         return re.sub(
-            r"(?<![\w-])[a-z]+(?:_[a-z]+)+(?![\w-])", lambda match: (names.get(match[0]) or [match[0]])[0], text
+            r"(?<![\w.-])[a-z]+(?:_[a-z]+)+(?![\w-])", lambda match: (names.get(match[0]) or [match[0]])[0], text
         )
 
     def error(self, message: str) -> NoReturn:

@@ -73,11 +73,21 @@ class ResultsFile:
         self.model = next(iter(models)) if len(models) == 1 else None
         """Model that generated all of these results. None if there are none, or if there are several models."""
         self._file = file
+        self._num_lines = self._num_bytes = 0
+
+    @property
+    def mean_bytes(self) -> int:
+        """Mean size of the results of this run, with their routed experts; 0 without any."""
+        added = 0 if self.rows is None else self.rows.num_bytes
+        return (self._num_bytes + added) // max(self._num_lines, 1)
 
     def append(self, line: Mapping[str, object]) -> None:
         """Append a line. After the return, the line survives a crash of this process."""
         # Rows of data sets have values of other types, such as dates.
-        self._file.write(msgspec.json.encode(line, enc_hook=str) + b"\n")
+        raw = msgspec.json.encode(line, enc_hook=str) + b"\n"
+        self._num_lines += 1
+        self._num_bytes += len(raw)
+        self._file.write(raw)
         self._file.flush()
 
 

@@ -33,6 +33,8 @@ class RowsFile:
         self._folder = path.with_name(path.name + ".partial")
         self._saved = _saved_names(path)
         self._folder.mkdir(exist_ok=True)
+        self.num_bytes = 0
+        """Bytes of the arrays that were added."""
 
     def __repr__(self) -> str:
         """Return one line with counts."""
@@ -57,6 +59,7 @@ class RowsFile:
 
     def append(self, key: str, rows: Rows) -> None:
         """Add an array, u1 or <u2, of three dimensions. After the return, it survives a crash of this process."""
+        self.num_bytes += rows.nbytes
         draft = self._folder / "draft"
         with draft.open("wb") as file:
             np.save(file, rows, allow_pickle=False)
@@ -66,11 +69,16 @@ class RowsFile:
         draft = self.path.with_name(self.path.name + ".tmp")
         # A prompt whose line was lost was computed again. An archive must not have two members of the same name.
         kept = self._saved - {file.name for file in added}
-        with zipfile.ZipFile(draft, "w") as archive:
-            if kept:
-                _copy_members(self.path, archive, kept)
-            for file in added:
-                archive.write(file, file.name)
+        try:
+            with zipfile.ZipFile(draft, "w") as archive:
+                if kept:
+                    _copy_members(self.path, archive, kept)
+                for file in added:
+                    archive.write(file, file.name)
+        except OSError:
+            # On a full disk, the draft must not take the space of the arrays, which the next run merges.
+            draft.unlink(missing_ok=True)
+            raise
         with draft.open("rb") as written:
             os.fsync(written.fileno())
         draft.replace(self.path)

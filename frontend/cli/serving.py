@@ -1,28 +1,73 @@
 """Finds the workers that serve, for commands that need at least one serving worker."""
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
+from typing import Final
 
-from ...bus import Client, FleetState
+from nats.aio.msg import Msg
+
+from ...bus import Client, FleetState, InvalidRequest, NoWorkers
+from ...bus.nats.connection import connected, subscribe
+from ...bus.nats.server import Server
 from ...bus.protocol.fleet.fleet_snapshot import FleetSnapshot, accepts_whole_requests
+from ...bus.subjects import ALL_PRESENCES, Subjects
 from ...schemas.presence import WorkerPresence, WorkerState
 from .arguments import without_password
 from .console import note, program
 from .exits import CommandFailed, ExitCode
 
-__all__ = ["serving_workers", "warn_of_wait"]
+__all__ = ["fleets_with_workers", "serving_workers", "warn_of_wait"]
+
+HEAR_S: Final = 2.0
+"""Seconds to listen for presence, which workers publish each second."""
+MAX_FLEETS: Final = 16
+"""Fleets that an error message names."""
+
+
+async def fleets_with_workers(nats_url: str, fleet: str) -> set[str]:
+    """Return the fleets with live workers at the server, at most `MAX_FLEETS`. Stop when `fleet` is found.
+
+    A user with credentials may read only its own fleet.
+
+    Raises:
+        BusBroken: the server cannot be reached.
+    """
+    server = Server.named(nats_url)
+    found: set[str] = set()
+    is_own = asyncio.Event()
+
+    async def receive(message: Msg) -> None:
+        name = message.subject.split(".")[2]
+        with contextlib.suppress(InvalidRequest):
+            Subjects(name)
+            if len(found) < MAX_FLEETS:
+                found.add(name)
+        if name == fleet:
+            is_own.set()
+
+    async with connected(server, name="rollbus") as nats:
+        await subscribe(nats, ALL_PRESENCES if server.credentials is None else Subjects(fleet).presences, receive)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEAR_S):
+                await is_own.wait()
+    return found | {fleet} if is_own.is_set() else found
 
 
 def serving_workers(workers: Sequence[WorkerPresence], *, nats_url: str, fleet: str) -> list[WorkerPresence]:
     """Return the workers in `workers` that accept requests now.
 
     Raises:
+        NoWorkers: no worker is live.
         CommandFailed: no worker accepts requests. The message has the state of each worker.
     """
+    if not workers:
+        raise NoWorkers(message="no worker is live")
     serving = [worker for worker in workers if worker.state is WorkerState.SERVING and accepts_whole_requests(worker)]
     if not serving:
         raise CommandFailed(
             f"no worker serves in fleet {fleet!r} at {without_password(nats_url)}"
-            f"{_others(workers) or ' (no worker is live)'}; start one with `rollbus up` or `rollbus worker`",
+            f"{_others(workers)}; start one with `rollbus up` or `rollbus worker`",
             ExitCode.NO_WORKERS,
         )
     return serving
@@ -32,6 +77,7 @@ async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
     """Print on stderr why requests must wait. Print nothing if a worker serves.
 
     Raises:
+        NoWorkers: no worker is live.
         CommandFailed: no worker serves, and requests cannot wait because no worker is paused, updates or starts.
     """
     present = [worker for worker in state.workers if worker.state.is_present and accepts_whole_requests(worker)]

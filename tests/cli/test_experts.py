@@ -10,6 +10,7 @@ import pytest
 from rollbus.frontend.cli import main
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.expert_map import LEGEND, map_lines
+from rollbus.schemas.install import pip_install
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.expert_counts import asked_until, planes_of
@@ -107,4 +108,4 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert main(["experts", "--png", "map.png"]) == ExitCode.FAILED
-    assert "--png requires matplotlib, which is not installed: pip install 'rollbus[rl]'" in capsys.readouterr().err
+    assert f"--png requires matplotlib, which is not installed: {pip_install('rl')}" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`rollbus generate` with data as it is, on a fleet with a synthetic engine."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -195,6 +196,31 @@ def test_a_full_disk_is_found_first(
 
     assert main(["generate", "--input", source, "--output", str(tmp_path / "out.jsonl")]) == ExitCode.FAILED
     assert "5,000 results need at least 0.002 GB, and the disk has 0.001 GB free" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_disk_that_becomes_full_is_named_and_the_same_command_continues(nats: str, tmp_path: Path) -> None:
+    """The error has the file, and the size of the missing results. With free space, the same command completes them."""
+    source = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [1]} for _ in range(30)))
+    words = ["generate", "--input", source, "--output", str(tmp_path / "out.jsonl"), "--json"]
+    # The limit of 4 KiB a file stands for a full disk.
+    full = subprocess.run(
+        ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *command(*words)],
+        env={**ENV, "ROLLBUS_NATS": nats},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    again = rollbus(*words, nats=nats)
+
+    assert full.returncode == ExitCode.FAILED
+    assert re.fullmatch(
+        rf"rollbus: {tmp_path}/out.jsonl: File too large; [\d,]+ more results need about \d+ KiB, and the disk has .* "
+        r"free; free space, then the same command continues\n",
+        full.stderr,
+    )
+    assert json.loads(again.stdout)["resumed"] > 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 30
 
 
 def test_the_bar_says_what_the_requests_wait_for() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from rollbus import RunRecorder
 from rollbus.frontend.cli.app import main
+from rollbus.schemas.install import pip_install
 from tests.bus.record.test_rows import generation
 
 
@@ -51,6 +52,4 @@ def test_what_is_missing_is_named(
     assert "--svg requires matplotlib, which is not installed" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert main(["record", str(tmp_path)]) == 2
-    assert (
-        "record needs pyarrow, which is not installed; allowed: pip install 'rollbus[data]'" in capsys.readouterr().err
-    )
+    assert f"record needs pyarrow, which is not installed; allowed: {pip_install('data')}" in capsys.readouterr().err

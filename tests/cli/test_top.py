@@ -178,7 +178,7 @@ async def test_without_workers_top_exits_with_code_5(nats_url: str, fleet: str) 
     wrong = await run_rollbus(nats_url, fleet, "top", "--interval", "0")
 
     assert (done.code, done.stdout) == (ExitCode.NO_WORKERS, "")
-    assert "no live workers" in done.stderr
+    assert f"rollbus: fleet {fleet} has no workers at {nats_url}; " in done.stderr
     assert wrong.code == ExitCode.USAGE
 
 

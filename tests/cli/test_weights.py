@@ -108,6 +108,37 @@ async def test_an_unknown_model_is_named_with_the_known_ones(nats_url: str, flee
     assert ended.stderr == f"rollbus: --model: fleet {fleet} has no model nope; allowed: m\n"
 
 
+async def test_a_fleet_without_workers_is_named_with_those_that_have_some(nats_url: str, fleet: str) -> None:
+    """A command for a fleet without workers names it, the server, and the fleets that have workers there."""
+    async with synthetic_worker(nats_url, fleet, model="m"), rollbus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        for command in ("pause", "status"):
+            ended = await run_rollbus(nats_url, f"{fleet}-2", command)
+            begin, _, fleets = ended.stderr.strip().partition("; fleets with workers there: ")
+
+            assert (ended.code, begin) == (
+                ExitCode.NO_WORKERS,
+                f"rollbus: fleet {fleet}-2 has no workers at {nats_url}",
+            )
+            assert fleet in fleets.split(", ")
+
+
+async def test_the_only_worker_that_refuses_is_named_with_its_reason(nats_url: str, fleet: str) -> None:
+    """`update-weights` of a missing path says that it does not exist on the machine of the only worker."""
+    async with (
+        synthetic_worker(nats_url, fleet, model="m", worker_id="a"),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        missing = await run_rollbus(nats_url, fleet, "update-weights", "/nope", "--version", "1")
+        outside = await run_rollbus(nats_url, fleet, "update-weights", "/proc", "--version", "1")
+
+    refused = "rollbus: update_weights was not started: the only worker, a, refused: "
+    assert missing.stderr.startswith(f"{refused}bad_source: /nope does not exist on the worker's machine.")
+    assert outside.stderr.startswith(f"{refused}path_refused: /proc is outside the worker's directories of weights")
+    assert "start the worker with --weight-root DIR" in outside.stderr
+
+
 async def test_an_unknown_worker_is_named_with_the_live_ones(nats_url: str, fleet: str) -> None:
     """`pause --worker` with an unknown id names the option and the live workers, and exits with 2."""
     async with (
@@ -116,6 +147,8 @@ async def test_an_unknown_worker_is_named_with_the_live_ones(nats_url: str, flee
     ):
         await rb.fleet.wait_for_workers()
         ended = await run_rollbus(nats_url, fleet, "pause", "--worker", "nope")
+        drained = await run_rollbus(nats_url, fleet, "drain", "nope")
 
     assert ended.code == ExitCode.USAGE
     assert ended.stderr == "rollbus: --worker names no live worker: nope; allowed: a (m)\n"
+    assert drained.stderr == "rollbus: WORKER names no live worker: nope; allowed: a (m)\n"

@@ -69,10 +69,9 @@ def test_the_error_names_the_missing_extra(capsys: pytest.CaptureFixture[str]) -
 
     Without tracing there is no error.
     """
-    with pytest.raises(InvalidRequest, match=r"tracing needs opentelemetry, which is not installed.*rollbus\[otel\]"):
+    with pytest.raises(InvalidRequest, match=r"tracing needs opentelemetry, which is not installed.*\[otel\]"):
         rollbus.connect(tracing=True)
-    with pytest.raises(SystemExit, match="2"):
-        main(["--engine", "synthetic", "--otel"])
+    assert main(["--engine", "synthetic", "--otel"]) == 2
     assert "--otel needs opentelemetry" in capsys.readouterr().err
     assert repr(rollbus.connect(tracing=False))
 

@@ -80,7 +80,7 @@ async def test_a_path_that_leads_out_of_the_roots_is_refused(tmp_path: Path, pat
     error = await refusal(sources(tmp_path), path.format(tmp=tmp_path))
 
     assert error.code is ControlCode.PATH_REFUSED
-    assert error.message.startswith(f"{path.format(tmp=tmp_path)} is below no allowed folder")
+    assert error.message.startswith(f"{path.format(tmp=tmp_path)} is outside the worker's directories of weights")
     assert f"allowed: {tmp_path}/root;" in error.message
     assert "--weight-root" in error.message
 
@@ -190,7 +190,7 @@ INDEX = "model.safetensors.index.json"
         (delete(INDEX), f"has 2 safetensors files and no {INDEX}"),
         (replace(SHARD, os.mkfifo), f"{SHARD} is no regular file"),
         (replace(SHARD, os.mkdir), f"{SHARD} is no regular file"),
-        (replace(SHARD, lambda path: path.symlink_to("gone")), f"{SHARD} cannot be read: No such file"),
+        (replace(SHARD, lambda path: path.symlink_to("gone")), f"{SHARD} does not exist"),
         (replace("config.json", os.mkfifo), "config.json is no regular file"),
     ],
 )
@@ -275,8 +275,9 @@ async def test_a_file_or_a_missing_folder_is_rejected_by_name(tmp_path: Path) ->
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     checked = sources(tmp_path)
 
-    assert "is no folder" in (await refusal(checked, folder / "config.json")).message
-    assert "cannot be read: No such file" in (await refusal(checked, tmp_path / "root" / "step-9")).message
+    assert "is not a directory" in (await refusal(checked, folder / "config.json")).message
+    assert "step-9 does not exist on the worker's machine" in (await refusal(checked, tmp_path / "root/step-9")).message
+    assert (await refusal(checked, "/nope")).message == "/nope does not exist on the worker's machine"
     (folder / "model.safetensors").unlink()
     assert "has no safetensors file" in (await refusal(checked, folder)).message
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Final, NamedTuple
 
 from ...bus.objects import FolderReader, ObjectReader
 from ...bus.objects.layout import decode_digest
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import FREE_SPACE, ControlCode, ControlError, is_disk_full
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion
 from .adapter import published_content
@@ -32,7 +31,6 @@ _UPLOAD: Final = "upload"
 MAX_LOOKS: Final = 4
 """Attempts to use or build a folder. A folder is damaged at most once, unless its disk is damaged, and other processes
 rarely delete it."""
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Checks(NamedTuple):
@@ -91,6 +89,7 @@ class Fetcher:
                 hold = await self._find_or_build(folder, manifest, checks, progress)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
+            where += f"; {FREE_SPACE}" if is_disk_full(error) else ""
             raise ControlError(
                 ControlCode.STORAGE, f"objects:{objects} cannot be staged: {error.strerror or error}{where}"
             ) from error
@@ -181,7 +180,8 @@ async def _building(partial: PartialFolder, progress: Progress) -> AsyncIterator
         is_complete = True
     except (ControlError, OSError) as error:
         is_bad = isinstance(error, ControlError) and error.code is ControlCode.BAD_SOURCE
-        is_useless = is_bad or _is_full(error)
+        # A partial folder that stayed would keep the disk full.
+        is_useless = is_bad or is_disk_full(error)
         raise
     finally:
         progress.on_move = None
@@ -189,12 +189,3 @@ async def _building(partial: PartialFolder, progress: Progress) -> AsyncIterator
             await asyncio.to_thread(partial.leave, discard=True)
         elif not is_complete:
             partial.leave(discard=False)
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Return True if the disk is full: a partial folder that stayed would keep it full."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        error = error.__cause__
-    return False

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import FREE_SPACE, ControlCode, ControlError
 from .locks import BUILDER, LockWatch, try_lock
 from .stamps import boot_id, files_stamp
 
@@ -326,7 +326,10 @@ class FolderStore:
             )
         free = shutil.disk_usage(self.root).free
         if needed - has > free:
-            return f"{needed - has} bytes do not fit on the disk of {self.root}: it has {free} free, with {used} in use"
+            return (
+                f"{needed - has} bytes do not fit on the disk of {self.root}: it has {free} free, with {used} in use; "
+                f"{FREE_SPACE}"
+            )
         return None
 
     def _lock(self, digest: str, *, is_exclusive: bool) -> int | None:

@@ -27,19 +27,20 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
         ControlError: `path_refused`: the real path of the folder, or of a file in it, is below no root; `bad_source`:
             `path` is no folder, or contains an entry that is neither a regular file nor a folder.
     """
-    if not roots:
-        raise ControlError(
-            ControlCode.PATH_REFUSED,
-            f"{path[:1000]} is refused: the worker was started without --weight-root DIR, so it refuses every path",
-        )
     if not path.startswith("/") or "\0" in path:
         raise ControlError(ControlCode.PATH_REFUSED, f"{path[:1000]!r} is refused; allowed: an absolute path")
+    # Beyond the first directory, clients must not learn what exists outside the roots.
+    if not os.path.lexists("/" + path.lstrip("/").partition("/")[0]):
+        raise bad_source(f"{path[:1000]} does not exist on the worker's machine")
     folder = Path(os.path.realpath(path))
     _check_allowed(folder, roots, path)
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
-            raise bad_source(f"{path} is no folder")
+            raise bad_source(f"{path} is not a directory")
         _check_entries(folder, path, roots)
+    except FileNotFoundError as error:
+        shown = _shown(error.filename, folder, path)
+        raise bad_source(f"{shown} does not exist on the worker's machine") from error
     except OSError as error:
         shown = _shown(error.filename, folder, path)
         raise bad_source(f"{shown} cannot be read: {error.strerror or error}") from error
@@ -75,11 +76,11 @@ def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
     """
     if any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         return
-    allowed = ", ".join(map(str, roots[:_MAX_SHOWN]))
+    allowed = ", ".join(map(str, roots[:_MAX_SHOWN])) or "none"
     raise ControlError(
         ControlCode.PATH_REFUSED,
-        f"{shown} is below no allowed folder, or a symlink leads out of it; allowed: {allowed}; --weight-root DIR "
-        "allows another",
+        f"{shown[:1000]} is outside the worker's directories of weights, or a symlink leads out of them; allowed: "
+        f"{allowed}; for another, start the worker with --weight-root DIR",
     )
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import ErrorCode, InvalidRequest, RequestError, request_error
+from ....schemas.install import pip_install
 from ....schemas.messages import encode_json
 from ....schemas.request import GenerateRequest
 from ....schemas.sampling import SamplingParams
@@ -98,7 +99,7 @@ def import_pyarrow() -> Any:
         import pyarrow
     except ImportError as exc:
         problem = f"needs {exc.name}, which is not installed"
-        raise InvalidRequest(field="record", problem=problem, allowed="pip install 'rollbus[data]'") from exc
+        raise InvalidRequest(field="record", problem=problem, allowed=pip_install("data")) from exc
     return pyarrow
 
 

@@ -154,6 +154,11 @@ class CommandIncomplete(RollbusError):
         text = f"{ledger.command} was applied by {of_all}"
         if self.check_of is not None:
             text = f"{self.check_of} was not started: {of_all} passed its check"
+        if len(reasons) == len(ledger.failed) == 1 and not ledger.applied:
+            ((worker, ack),) = ledger.failed.items()
+            reasons = [_reason_of(ack)]
+            what = f"{ledger.command} was not applied" if self.check_of is None else f"{self.check_of} was not started"
+            text = f"{what}: the only worker, {worker}, refused"
         if ledger.has_found_nothing:
             text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
             text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Coroutine
 from pathlib import Path
 
+from ....schemas.install import pip_install
 from ....schemas.option_types import positive_int
-from ..arguments import refuse_options
+from ..arguments import check_writable, refuse_options
 from ..exits import CommandFailed, ExitCode
 from ..package import EXAMPLES_DIR
 
@@ -71,11 +72,13 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     if not prompts:
         raise CommandFailed(f"{path} contains no prompts", ExitCode.USAGE)
     check_vllm()
+    state_dir = args.state_dir or default_state_dir()
+    check_writable("--state-dir", state_dir)
     tour = Tour(
         prompts=prompts,
         source=path,
         fleet=args.fleet,
-        state_dir=args.state_dir or default_state_dir(),
+        state_dir=state_dir,
         as_json=args.json,
         is_verbose=args.verbose,
     )
@@ -90,5 +93,5 @@ def _learn() -> int:
     check_vllm()
     missing = [name for name in RL_LOOP_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise CommandFailed(f"{', '.join(missing)} not installed: pip install 'rollbus[rl]'")
+        raise CommandFailed(f"{', '.join(missing)} not installed: {pip_install('rl')}")
     return subprocess.run([sys.executable, "-P", str(RL_LOOP)], env=python_env(), check=False).returncode

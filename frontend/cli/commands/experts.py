@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ....schemas.install import pip_install
 from ....schemas.option_types import duration
 from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
@@ -98,7 +99,7 @@ def _check_drawable() -> None:
     try:
         import matplotlib  # noqa: F401 - checks that it is installed
     except ImportError as exc:
-        raise CommandFailed(f"--png requires {exc.name}, which is not installed: pip install 'rollbus[rl]'") from exc
+        raise CommandFailed(f"--png requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
 
 
 def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:

@@ -16,18 +16,21 @@ Without a model, the model that answered the first prompt answers all.
 import argparse
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....schemas.errors import FREE_SPACE, is_disk_full
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ....schemas.option_types import duration, non_negative_int, positive_int
-from ..arguments import add_tokenizer
-from ..exits import CommandFailed, ExitCode
+from ..arguments import add_tokenizer, check_writable
+from ..byte_counts import size
+from ..exits import CommandFailed, ExitCode, cause_of
 
 if TYPE_CHECKING:
+    from ..job import GenerateRun
     from ..results import ResultsFile
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
@@ -121,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
     options = _result_options(args)
     bar = GenerateBar(is_shown=not args.json and args.log_format == "text")
     with ExitStack() as stack:
+        runs: list[GenerateRun] = []
+        stack.enter_context(_full_disk_as_failure(args.output, runs))
         stack.enter_context(bar)
         bar.show("opening the input")
         first = read_first_run(args.output)
@@ -148,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
             changes=changes,
             bar=bar,
         )
+        runs.append(job)
         if summary.num_prompts is None or len(results.finished) < summary.num_prompts:
             try:
                 run_async(job.run(args.nats, args.fleet))
@@ -181,6 +187,8 @@ def _check_paths(args: argparse.Namespace) -> Path | None:
     rows_path: Path | None = args.output.with_suffix(".npz") if args.routed_experts == "npz" else None
     if rows_path == args.output:
         raise CommandFailed("--output must not end with .npz: routed experts go to a file of that name", ExitCode.USAGE)
+    if args.record is not None:
+        check_writable("--record", args.record)
     source = Path(args.input)
     for path in (args.output, rows_path):
         if path is not None and path.exists() and source.exists() and path.samefile(source):
@@ -214,6 +222,28 @@ def _check_disk(output: Path, num_prompts: int) -> None:
             f"--output {output}: {num_prompts:,} results need at least {needed / 1e9:.3g} GB, and the disk has "
             f"{free / 1e9:.3g} GB free"
         )
+
+
+@contextmanager
+def _full_disk_as_failure(output: Path, runs: "Sequence[GenerateRun]") -> Iterator[None]:
+    """Turn the error of a full disk into one that names the file and the bytes that the other results need.
+
+    Raises:
+        CommandFailed: the disk is full.
+    """
+    try:
+        yield
+    except (OSError, BaseExceptionGroup) as exc:
+        cause = cause_of(exc) if isinstance(exc, BaseExceptionGroup) else exc
+        if not runs or not isinstance(cause, OSError) or not is_disk_full(cause):
+            raise
+        run = runs[0]
+        each, left = run.results.mean_bytes or MIN_RESULT_BYTES, run.num_left
+        needed = f"{left:,} more results need about {size(left * each)}" if left else "the results do not fit"
+        free = shutil.disk_usage(output.absolute().parent).free
+        raise CommandFailed(
+            f"{output}: {cause.strerror}; {needed}, and the disk has {size(free)} free; {FREE_SPACE}"
+        ) from exc
 
 
 def _result_options(args: argparse.Namespace) -> dict[str, object]:

@@ -8,6 +8,7 @@ or that still runs, is readable too: the command prints what is missing.
 import argparse
 from pathlib import Path
 
+from ....schemas.install import pip_install
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
@@ -64,4 +65,4 @@ def _check_drawable() -> None:
     try:
         import matplotlib  # noqa: F401 - checks that it is installed
     except ImportError as exc:
-        raise CommandFailed(f"--svg requires {exc.name}, which is not installed: pip install 'rollbus[rl]'") from exc
+        raise CommandFailed(f"--svg requires {exc.name}, which is not installed: {pip_install('rl')}") from exc

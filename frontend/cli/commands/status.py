@@ -6,8 +6,8 @@ exit code 0.
 
 import argparse
 
-from ..arguments import without_password
-from ..exits import CommandFailed, ExitCode
+from ..arguments import START_SOME, no_workers
+from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -54,7 +54,7 @@ async def _print(args: argparse.Namespace) -> int:
     elif state.workers:
         print_state(state)
     if not state.workers:
-        raise CommandFailed(_nothing(args), ExitCode.NO_WORKERS)
+        raise bus.NoWorkers(message="no worker is live")
     return ExitCode.OK
 
 
@@ -63,12 +63,5 @@ async def _watch(args: argparse.Namespace) -> int:
     from ..status_display import watch_state
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
-        await watch_state(rb, nothing=_nothing(args), as_json=args.json)
+        await watch_state(rb, nothing=f"{no_workers(args.nats, args.fleet)}; {START_SOME}", as_json=args.json)
     return ExitCode.OK
-
-
-def _nothing(args: argparse.Namespace) -> str:
-    return (
-        f"no live workers in fleet {args.fleet!r} at {without_password(args.nats)}; "
-        "start some with `rollbus up` or `rollbus worker`"
-    )

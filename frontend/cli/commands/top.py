@@ -9,8 +9,8 @@ use the command. It omits data that the user may not read.
 import argparse
 
 from ....schemas.option_types import duration
-from ..arguments import refuse_options, without_password
-from ..exits import CommandFailed, ExitCode
+from ..arguments import refuse_options
+from ..exits import ExitCode
 from ..top.options import SORTS
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -67,9 +67,5 @@ async def run(args: argparse.Namespace) -> int:
     elif view.state.workers:
         print_top(view, options)
     if not view.state.workers:
-        raise CommandFailed(
-            f"no live workers in fleet {args.fleet!r} at {without_password(args.nats)}; "
-            "start some with `rollbus up` or `rollbus worker`",
-            ExitCode.NO_WORKERS,
-        )
+        raise bus.NoWorkers(message="no worker is live")
     return ExitCode.OK

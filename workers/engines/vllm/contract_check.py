@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from ....schemas.errors import EngineDead
+from ....schemas.install import pip_install
 from .contract import CONTRACT
 from .contract_loaded import check_loaded
 from .contract_need import FIRST, PAST, Need
@@ -65,7 +66,7 @@ def check() -> None:
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise EngineDead("vLLM is not installed; install rollbus[worker]")
+        raise EngineDead(f"vLLM is not installed: {pip_install('worker')}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     release = release_in(folder)
     if _numbers(release) < FIRST:

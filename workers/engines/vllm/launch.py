@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ....bus.logs import is_json
 from ....schemas.errors import EngineDead
 from ....schemas.foreign_code import ForeignError, foreign_code
+from ....schemas.install import pip_install
 from . import plugin
 from .contract_check import check as check_contract
 from .cores import compute_in_core
@@ -96,7 +97,7 @@ class Launch:
             with foreign_code(EngineDead, ImportError):
                 self._start()
         except ImportError as exc:
-            raise EngineDead(f"vLLM cannot be imported ({exc}); install rollbus[worker]") from exc
+            raise EngineDead(f"vLLM cannot be imported ({exc}); {pip_install('worker')}") from exc
         except ForeignError as exc:
             self._check_not_cancelled()
             # For the worker, every error of vLLM, of torch or of a broken checkpoint means the same: the start failed.
