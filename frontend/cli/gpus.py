@@ -18,7 +18,16 @@ from typing import Final
 from .console import note
 from .exits import CommandFailed, ExitCode
 
-__all__ = ["VISIBLE_DEVICES", "Gpus", "computes_on_cpu", "divide_gpus", "find_gpus", "gpu_shares", "gpus_per_engine"]
+__all__ = [
+    "VISIBLE_DEVICES",
+    "Gpus",
+    "check_device",
+    "computes_on_cpu",
+    "divide_gpus",
+    "find_gpus",
+    "gpu_shares",
+    "gpus_per_engine",
+]
 
 VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 DEVICE_ORDER: Final = "CUDA_DEVICE_ORDER"
@@ -31,6 +40,9 @@ DRIVER_TIMEOUT_S: Final = 30.0
 """Seconds to wait for the driver. It first initializes GPUs that no process uses: some seconds for eight GPUs."""
 SIZES: Final = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Engine arguments of vLLM. The product of their values is the number of GPUs of an engine."""
+GPU_ONLY: Final = ("enable_sleep_mode",)
+"""Engine arguments with which vLLM does not start on a CPU."""
+ON_CPU: Final = "the installed vLLM computes only on the CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,18 @@ def computes_on_cpu() -> bool:
         return True
 
 
+def check_device(engine_args: str | None) -> None:
+    """Check that the installed vLLM can do what the engine arguments ask for, before a worker loads it.
+
+    Raises:
+        CommandFailed: vLLM computes on the CPU, and an argument needs a GPU.
+    """
+    given = json.loads(engine_args or "{}")
+    for name in GPU_ONLY:
+        if given.get(name) and computes_on_cpu():
+            raise CommandFailed(f"--engine-args: {name} needs a GPU, and {ON_CPU}; leave it out", ExitCode.USAGE)
+
+
 def gpus_per_engine(engine_args: str | None) -> int:
     """Return the number of GPUs that an engine with these arguments uses.
 
@@ -168,7 +192,7 @@ def divide_gpus(args: argparse.Namespace, workers: Sequence[str]) -> dict[str, d
     if each == 0 or (each is None and not needs_gpus):
         return {}
     if args.engine == "vllm" and not needs_gpus:
-        raise CommandFailed(f"--gpus-per-worker {each}: the installed vLLM computes only on the CPU", ExitCode.USAGE)
+        raise CommandFailed(f"--gpus-per-worker {each}: {ON_CPU}", ExitCode.USAGE)
     gpus = find_gpus(os.environ)
     if each is None and not gpus.devices:
         return {}

@@ -3,6 +3,7 @@
 import socket
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from rollbus.frontend.cli.commands.up import nats_port
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.worker_options import python_env, worker_flags
 from rollbus.schemas.option_types import duration, size
+from rollbus.workers.__main__ import main as worker_main
 from rollbus.workers.__main__ import parser as process_parser
 from rollbus.workers.engines import ENGINES
 from tests.cli.support import ROOT
@@ -113,3 +115,61 @@ def test_pythonpath_of_workers_starts_with_the_rollbus_folder(monkeypatch: pytes
     assert python_env()["PYTHONPATH"] == f"/theirs:{source}"
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     assert python_env()["PYTHONPATH"] == f"{source}:/theirs"
+
+
+@pytest.mark.parametrize("command", ["up", "worker"])
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--model", "{dir}"], "--model {dir}: the folder has no config.json; expected a folder of save_pretrained()"),
+        (["--model", "{model}", "--cache-dir", "{file}"], "--cache-dir {file} cannot be written: File exists"),
+        (
+            ["--model", "{model}", "--engine-args", '{{"enable_sleep_mode": true}}'],
+            "--engine-args: enable_sleep_mode needs a GPU, and the installed vLLM computes only on the CPU",
+        ),
+    ],
+)
+def test_a_start_that_must_fail_is_refused_before_any_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    options: list[str],
+    problem: str,
+) -> None:
+    """A wrong model, an option that the device cannot do and a place that cannot be written are usage errors."""
+    names = {"dir": tmp_path, "model": tmp_path / "model", "file": tmp_path / "file"}
+    names["model"].mkdir()
+    (names["model"] / "config.json").write_text("{}")
+    names["file"].write_text("")
+    monkeypatch.setattr("rollbus.frontend.cli.gpus.computes_on_cpu", lambda: True)
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("rollbus.frontend.cli.commands.up._up", lambda *_: pytest.fail("the fleet was started"))
+
+    assert main([command, "--nats", "nats://127.0.0.1:0", *(text.format(**names) for text in options)]) == 2
+    assert capsys.readouterr().err.startswith(f"rollbus: {problem.format(**names)}")
+
+
+def test_a_state_directory_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`up` names --state-dir, `demo` too, and `generate` --record, before they start or connect."""
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "state")
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [1]}')
+    for words in (
+        ["up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0", "--state-dir", place],
+        ["demo", "--state-dir", place],
+        ["generate", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--record", place],
+    ):
+        assert main(words) == ExitCode.USAGE
+        assert capsys.readouterr().err == f"rollbus: {words[-2]} {place} cannot be written: Not a directory\n"
+
+
+def test_a_wrong_option_of_a_worker_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The worker process prints the error without its usage, because `up` shows its last lines."""
+    assert worker_main(["--engine", "synthetic", "--engine-args", '{"nope": 1}']) == ExitCode.USAGE
+    assert worker_main(["--engine", "vllm"]) == ExitCode.USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("rollbus worker: ")
+    assert second == "rollbus worker: --model is required for the engine vllm"

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from ....schemas.option_types import non_negative_int, positive_int
 from ....schemas.worker_options import add_engine_options
-from ..arguments import without_password
+from ..arguments import check_writable, without_password
 from ..exits import CommandFailed, ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
@@ -110,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run until a signal arrives."""
     from ..app import run_async
-    from ..gpus import divide_gpus
-    from ..local_fleet import check_vllm, worker_names
+    from ..gpus import check_device, divide_gpus
+    from ..local_fleet import check_vllm, default_state_dir, worker_names
 
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
@@ -122,6 +122,12 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "vllm":
         check_vllm()
     use_model(args)
+    if args.engine == "vllm":
+        check_device(args.engine_args)
+    if args.state_dir is not None or (args.model is None and args.engine == "vllm"):
+        check_writable("--state-dir", args.state_dir or default_state_dir())
+    if args.cache_dir is not None:
+        check_writable("--cache-dir", Path(args.cache_dir))
     worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
     # Bind the address before any process starts, so that an error is reported immediately.
     with ExitStack() as stack:
