@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome
@@ -30,7 +31,11 @@ async def test_a_page_opened_later_shows_commands_and_the_last_starts(
 ) -> None:
     """A service that starts after an incident shows the recorded commands, with mode, version, author and time."""
     one, two = folders(tmp_path)
-    fields = {"model_path": str(one), "weight_roots": (str(tmp_path),), "cache_dir": str(tmp_path / "cache")}
+    fields: dict[str, Any] = {
+        "model_path": str(one),
+        "weight_roots": (str(tmp_path),),
+        "cache_dir": str(tmp_path / "cache"),
+    }
     async with synthetic_worker(nats_url, fleet, worker_id="w0", weight_version=1, **fields):
         async with rollbus.connect(nats_url, fleet=fleet, client="operator") as rb:
             await rb.fleet.wait_for_workers()

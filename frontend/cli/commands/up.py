@@ -178,7 +178,7 @@ async def _up(
     listening: socket.socket | None,
     worker_env: Mapping[str, Mapping[str, str]],
 ) -> int:
-    from ...bus.logs import LOG_VARIABLE
+    from ....bus.logs import LOG_VARIABLE
     from ..app import until_signalled
     from ..console import note
     from ..fleet_display import FleetDisplay

@@ -8,10 +8,11 @@ from rollbus.bus.protocol.telemetry.day_log import DAY_S, DayEvent, DayLog, Work
 from rollbus.schemas.control import Pause, Resume, UpdateWeights
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.presence import WorkerPresence
+from rollbus.schemas.weights import WeightSource
 from tests.support.presences import presence
 
 T = 1_000_000.0
-FOLDER = "file:///weights"
+FOLDER = WeightSource(path="/weights")
 
 
 def whats(day: WorkerDay) -> list[tuple[str, str | None, float]]:
