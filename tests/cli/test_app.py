@@ -379,6 +379,6 @@ def test_errors_name_options_and_not_python_arguments() -> None:
     args = build_parser().parse_args(["update-weights", "/x", "--version", "1"])
 
     assert args.with_option_names("workers names nobody") == "--worker names nobody"
-    assert args.with_option_names("set allow_rollback, not my-allow_rollback or weight_version") == (
-        "set --allow-rollback, not my-allow_rollback or weight_version"
+    assert args.with_option_names("set allow_rollback, not my-allow_rollback or sampling.allow_rollback") == (
+        "set --allow-rollback, not my-allow_rollback or sampling.allow_rollback"
     )

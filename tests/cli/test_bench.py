@@ -251,7 +251,7 @@ PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
 @pytest.mark.parametrize(
     ("workers", "model", "error", "words"),
     [
-        ([], None, CommandFailed, r"in fleet 'f' at nats://h \(no worker is live\); start one"),
+        ([], None, NoWorkers, "no worker is live"),
         ([PAUSED, PREFILL], None, CommandFailed, r"\(w is paused; u is serving prefill phases only\)"),
         ([SERVES], "n", InvalidRequest, "model is 'n'; allowed: one of m"),
         ([SERVES, replace(SERVES, model="n")], None, InvalidRequest, "model is missing; allowed: one of m, n"),

@@ -133,7 +133,7 @@ def test_an_empty_fleet_gives_exit_code_5(nats: str, json_option: tuple[str, ...
 
     assert (status.returncode, code) == (ExitCode.NO_WORKERS, ExitCode.NO_WORKERS)
     for line in (status.stderr, stderr):
-        assert "'nobody'" in line
+        assert "fleet nobody " in line
         assert nats in line
         assert line.count("\n") == 1
     if json_option:
