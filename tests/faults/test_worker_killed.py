@@ -57,7 +57,7 @@ async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: s
 @pytest.mark.proves("P2")
 async def test_another_worker_finishes_the_requests_of_a_killed_worker(nats_url: str, fleet: str) -> None:
     """If one of two workers is killed under load, every request completes once and equals the undisturbed one."""
-    load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
+    load = await Load.lasting(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
         observing(nats_url, fleet) as observer,
         rollbus.connect(nats_url, fleet=fleet) as rb,

@@ -6,7 +6,10 @@ import pytest
 
 import rollbus
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.chaos.workload import make_requests
 from tests.support.disagg import check_legs, until_paired
 from tests.support.fleet_states import until_worker
 from tests.support.invariants import observing
@@ -26,7 +29,7 @@ async def test_a_frozen_worker_gets_a_new_incarnation(nats_url: str, fleet: str)
 
     Every result is right.
     """
-    load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
+    load = await Load.lasting(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
         observing(nats_url, fleet) as observer,
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -61,9 +64,13 @@ async def test_a_frozen_prefill_worker_gets_a_new_incarnation(nats_url: str, fle
 
     A decode worker restarts its requests alone, and later phases go to it again.
     """
-    load = await Load.mixed(60, SyntheticConfig.from_args(ENGINE_ARGS))
-    # Slow, so that the worker has phases when it is frozen.
-    prefill = {**ENGINE_ARGS, "role": "prefill", "step_s": 0.1, "max_num_seqs": 4}
+    # The phase of the first request takes 100 steps of 0.1 s, so that the worker still has it when it is frozen.
+    lasting = GenerateRequest(
+        request_id="lasting", prompt_token_ids=[7] * 20_000, sampling=SamplingParams(max_tokens=5, temperature=0)
+    )
+    mixed = make_requests(60, seed=0)
+    load = await Load.of([lasting, *mixed], SyntheticConfig.from_args(ENGINE_ARGS))
+    prefill = {**ENGINE_ARGS, "role": "prefill", "step_s": 0.1, "max_num_seqs": 4, "prefill_step_tokens": 200}
     decode = {**ENGINE_ARGS, "role": "decode"}
     async with (
         observing(nats_url, fleet) as observer,
@@ -84,6 +91,6 @@ async def test_a_frozen_prefill_worker_gets_a_new_incarnation(nats_url: str, fle
         p.send_signal(signal.SIGCONT)
         await until_worker(rb, "p", lambda worker: worker.incarnation != life and worker.state is WorkerState.SERVING)
         await observer.check_at_rest()
-        again = await load.run(rb, legs=2)
+        again = await Load(mixed, load.expected).run(rb, legs=2)
         check_legs(again, "disaggregated")
         await observer.check_at_rest()

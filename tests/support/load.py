@@ -8,6 +8,7 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, check_results
+from tests.support.requests import greedy
 
 __all__ = ["VOCAB_SIZE", "Load"]
 
@@ -25,6 +26,16 @@ class Load:
     async def mixed(cls, count: int, config: SyntheticConfig, *, seed: int = 0) -> "Load":
         """Make requests of all kinds; `config` needs the vocabulary size `VOCAB_SIZE`."""
         return await cls.of(make_requests(count, seed), config)
+
+    @classmethod
+    async def lasting(cls, count: int, config: SyntheticConfig) -> "Load":
+        """Make mixed requests and, before them, eight of 2,000 tokens, which run when the first mixed ones have ended.
+
+        A fault after the first results then hits requests that run, also if the results reach the client late.
+        """
+        return await cls.of(
+            [*(greedy(i, 2000, request_id=f"lasting-{i}") for i in range(8)), *make_requests(count, 0)], config
+        )
 
     @classmethod
     async def of(cls, requests: Sequence[GenerateRequest], config: SyntheticConfig) -> "Load":
