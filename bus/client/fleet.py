@@ -233,7 +233,7 @@ class Fleet(WeightCommands):
             limit: maximum number of requests, 1 to 256.
 
         Raises:
-            As `timelines`.
+            ControlError, NoWorkers, InvalidRequest, BusBroken, BusClosed: as for `timelines`.
         """
         command = control.ReadRequest(
             show=show,

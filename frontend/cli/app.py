@@ -260,7 +260,8 @@ def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse
     if args.verbose:
         traceback.print_exception(raised)
     text = args.with_option_names(_text_of(cause))
-    if isinstance(cause, NoWorkers):
+    # Its cause is a `NoWorkers` if the text says more, for example that a version is stored.
+    if isinstance(cause, NoWorkers) and not isinstance(cause.__cause__, NoWorkers):
         text = _with_fleets(text, args)
     note(f"rollbus: {text}")
     if not args.verbose and not isinstance(raised, PermissionDenied):

@@ -53,4 +53,4 @@ async def test_a_model_is_forgotten(nats_url: str, fleet: str) -> None:
     assert (forgotten.code, forgotten.stdout) == (0, "forgot the model a\n")
     assert (again.code, json.loads(again.stdout)) == (0, {"model": "a", "was_known": False})
     assert refused.code != 0
-    assert "model 'b' has workers" in refused.stderr
+    assert "MODEL 'b' has workers: " in refused.stderr

@@ -241,7 +241,7 @@ async def test_an_unknown_request_gives_exit_code_1(one_worker: StartServed, nat
         "1,000 that ended, until the worker exits"
     )
     assert (wrong.code, wrong.stdout) == (ExitCode.USAGE, "")
-    assert "request_id is 'a '" in wrong.stderr
+    assert "REQUEST is 'a '" in wrong.stderr
     assert (alone.code, alone.stdout) == (ExitCode.NO_WORKERS, "")
 
 

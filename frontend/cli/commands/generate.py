@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....schemas.errors import FREE_SPACE, is_disk_full
+from ....schemas.errors import is_disk_full
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ....schemas.option_types import duration, non_negative_int, positive_int
 from ..arguments import add_tokenizer, check_writable
@@ -241,9 +241,8 @@ def _full_disk_as_failure(output: Path, runs: "Sequence[GenerateRun]") -> Iterat
         each, left = run.results.mean_bytes or MIN_RESULT_BYTES, run.num_left
         needed = f"{left:,} more results need about {size(left * each)}" if left else "the results do not fit"
         free = shutil.disk_usage(output.absolute().parent).free
-        raise CommandFailed(
-            f"{output}: {cause.strerror}; {needed}, and the disk has {size(free)} free; {FREE_SPACE}"
-        ) from exc
+        # `app` adds the advice for a full disk.
+        raise CommandFailed(f"{output}: {cause.strerror}; {needed}, and the disk has {size(free)} free") from cause
 
 
 def _result_options(args: argparse.Namespace) -> dict[str, object]:

@@ -9,8 +9,8 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from ..arguments import without_password
-from ..exits import CommandFailed, ExitCode
+from ....schemas.errors import NoWorkers
+from ..exits import ExitCode
 
 if TYPE_CHECKING:
     from ....bus import FleetState, RequestList
@@ -33,7 +33,7 @@ async def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from .... import bus
-    from ....schemas.errors import ControlCode, ControlError, NoWorkers
+    from ....schemas.errors import ControlCode, ControlError
     from ..causes import COLUMNS, cause_rows, find_causes
     from ..console import print_json, write
     from ..tables import lay_out, wrapped
@@ -58,10 +58,7 @@ async def run(args: argparse.Namespace) -> int:
         table = lay_out(COLUMNS, cause_rows(causes), width).lines if causes else []
         write("\n".join([*(part for line in lines for part in wrapped(line, width)), *([""] if table else []), *table]))
     if not state.workers:
-        where = f"fleet {args.fleet!r} at {without_password(args.nats)}"
-        raise CommandFailed(
-            f"no live workers in {where}; start some with `rollbus up` or `rollbus worker`", ExitCode.NO_WORKERS
-        )
+        raise NoWorkers(message="no worker is live")
     return ExitCode.OK
 
 
