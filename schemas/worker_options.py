@@ -1,21 +1,33 @@
-"""The options of a worker process. `rollbus worker` and `rollbus up` have them too, and pass them on."""
+"""The options of a worker process, which `rollbus worker` and `rollbus up` have too and pass on, and their checks."""
 
 import argparse
+import json
+import os
+import re
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Final, get_args
 
+from .errors import InvalidRequest
 from .option_types import duration, duration_or_zero, json_object, non_negative_int, size
 from .presence import Role
+from .writable import check_writable
 
 __all__ = [
     "DEFAULT_ENGINE_TIMEOUT_S",
     "DEFAULT_IDLE_S",
     "DEFAULT_LEASE_S",
     "DEFAULT_START_TIMEOUT_S",
+    "HUB_ID",
+    "ON_CPU",
     "add_engine_options",
     "add_otel",
     "add_process_options",
+    "check_start",
+    "computes_on_cpu",
     "flags_of",
+    "is_hub_id",
 ]
 
 DEFAULT_LEASE_S: Final = 5.0
@@ -26,6 +38,13 @@ DEFAULT_IDLE_S: Final = 600.0
 """Seconds without a command after which a transfer ends. A debugger may stop a trainer for minutes."""
 DEFAULT_START_TIMEOUT_S: Final = 1800.0
 """A large model on a slow disk needs many minutes to load."""
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""Pattern of OWNER/NAME. A path that begins with `/`, `.` or `~`, and a single word, are not model ids."""
+CONFIGS: Final = ("config.json", "params.json")
+"""Files of which vLLM needs one in the folder of a model. Models in Mistral's format have the second."""
+GPU_ONLY: Final = ("enable_sleep_mode",)
+"""Engine arguments with which vLLM does not start on a CPU."""
+ON_CPU: Final = "the installed vLLM computes only on the CPU"
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -180,3 +199,52 @@ def flags_of(args: argparse.Namespace, *added: Callable[[argparse.ArgumentParser
         else:
             flags += [text for each in (value if isinstance(value, list) else [value]) for text in (name, str(each))]
     return flags
+
+
+def check_start(args: argparse.Namespace) -> None:
+    """Check everything that would end a worker after its engine has loaded for minutes.
+
+    Args:
+        args: the options of `add_engine_options`, and `model`.
+
+    Raises:
+        InvalidRequest: the model is neither a folder with a configuration nor a model id, an argument of the engine
+            needs a GPU and there is none, or no file can be written into `--cache-dir`.
+    """
+    if args.engine == "vllm":
+        is_folder = args.model is not None and not is_hub_id(args.model)
+        if is_folder and not any((Path(args.model) / name).is_file() for name in CONFIGS):
+            allowed = "a folder of save_pretrained()"
+            raise InvalidRequest(field=f"--model {args.model}", problem="has no config.json", allowed=allowed)
+        given = json.loads(args.engine_args or "{}")
+        for name in GPU_ONLY:
+            if given.get(name) and computes_on_cpu():
+                problem = f"has {name}, which needs a GPU, and {ON_CPU}"
+                raise InvalidRequest(field="--engine-args", problem=problem, allowed="arguments without it")
+    if args.cache_dir is not None:
+        check_writable("--cache-dir", Path(args.cache_dir))
+
+
+def is_hub_id(model: str) -> bool:
+    """True if `--model` is a model id and not a folder. A folder takes precedence.
+
+    Raises:
+        InvalidRequest: `model` is neither a folder nor a model id.
+    """
+    if model and Path(model).is_dir():
+        return False
+    if HUB_ID.fullmatch(model):
+        return True
+    allowed = "a folder, or a Hugging Face model id such as Qwen/Qwen3-0.6B"
+    raise InvalidRequest(field=f"--model {model}", problem="is not a folder", allowed=allowed)
+
+
+def computes_on_cpu() -> bool:
+    """Return True if the installed vLLM is a build for CPUs, which uses no GPU."""
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        return True
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        # Then vLLM comes from a package with another name, and only builds for CPUs have another name.
+        return True

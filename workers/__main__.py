@@ -26,7 +26,7 @@ from ..bus.nats.server import Server, default_url
 from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
 from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
 from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
-from ..schemas.worker_options import add_engine_options, add_process_options
+from ..schemas.worker_options import add_engine_options, add_process_options, check_start
 from .config import WorkerConfig, default_cache_dir, default_worker_id
 from .engines import make_engine
 from .engines.engine import Engine
@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args.engine != "synthetic":
         return _failed(RollbusError(f"--model is required for the engine {args.engine}"), 2)
     try:
+        check_start(args)
         server = Server.named(args.nats, args.creds)
         fleet, worker_id = worker_identity(server.credentials, fleet=args.fleet, worker=args.worker_id)
         config = WorkerConfig(

@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 
 from ...schemas.errors import BusBroken, InvalidRequest
+from ...schemas.writable import check_writable
 from . import nkeys
 from .accounts import account_of, accounts
 from .credentials import CLIENT_ROLES, Credentials, Role, User, load_credentials
@@ -196,7 +197,7 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder against other programs; create the folder if it is missing."""
-    folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    check_writable("the directory", folder, _FOLDER_MODE)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

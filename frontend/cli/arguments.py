@@ -4,13 +4,17 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from ...bus import FleetState
 
 __all__ = [
     "START_SOME",
     "add_tokenizer",
-    "check_writable",
+    "check_known_model",
     "host_name",
     "no_workers",
     "refuse_options",
@@ -24,6 +28,18 @@ START_SOME = "start some with `rollbus up` or `rollbus worker`"
 def no_workers(nats_url: str, fleet: str) -> str:
     """Return the error text for a fleet without live workers."""
     return f"fleet {fleet} has no workers at {without_password(nats_url)}"
+
+
+def check_known_model(state: "FleetState", model: str) -> None:
+    """Check that a worker of the fleet serves this model, or has served it.
+
+    Raises:
+        CommandFailed: none has.
+    """
+    known = {worker.model for worker in state.workers} | state.desired.keys()
+    if model not in known:
+        allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
+        raise CommandFailed(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}", ExitCode.USAGE)
 
 
 def host_name(text: str) -> str:
@@ -41,22 +57,6 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of the tokenizer (default: model folder of a worker on this machine)",
     )
-
-
-def check_writable(option: str, folder: Path) -> None:
-    """Check that files can be written into a directory. Create the directory if it is missing.
-
-    Raises:
-        CommandFailed: no file can be written.
-    """
-    from tempfile import TemporaryFile
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as exc:
-        raise CommandFailed(f"{option} {folder} cannot be written: {exc.strerror}", ExitCode.USAGE) from exc
 
 
 def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:

@@ -11,18 +11,16 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Final
 
+from ...schemas.worker_options import ON_CPU, computes_on_cpu
 from .console import note
 from .exits import CommandFailed, ExitCode
 
 __all__ = [
     "VISIBLE_DEVICES",
     "Gpus",
-    "check_device",
-    "computes_on_cpu",
     "divide_gpus",
     "find_gpus",
     "gpu_shares",
@@ -40,9 +38,6 @@ DRIVER_TIMEOUT_S: Final = 30.0
 """Seconds to wait for the driver. It first initializes GPUs that no process uses: some seconds for eight GPUs."""
 SIZES: Final = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Engine arguments of vLLM. The product of their values is the number of GPUs of an engine."""
-GPU_ONLY: Final = ("enable_sleep_mode",)
-"""Engine arguments with which vLLM does not start on a CPU."""
-ON_CPU: Final = "the installed vLLM computes only on the CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +106,6 @@ def find_gpus(environment: Mapping[str, str]) -> Gpus:
             f"`nvidia-smi -L` failed: {str(said).strip()}; set ${VISIBLE_DEVICES}, empty for no GPU"
         ) from exc
     return Gpus.from_driver(done.stdout)
-
-
-def computes_on_cpu() -> bool:
-    """Return True if the installed vLLM is a build for CPUs, which uses no GPU."""
-    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
-        return True
-    try:
-        return "cpu" in version("vllm")
-    except PackageNotFoundError:
-        # Then vLLM comes from a package with another name, and only builds for CPUs have another name.
-        return True
-
-
-def check_device(engine_args: str | None) -> None:
-    """Check that the installed vLLM can do what the engine arguments ask for, before a worker loads it.
-
-    Raises:
-        CommandFailed: vLLM computes on the CPU, and an argument needs a GPU.
-    """
-    given = json.loads(engine_args or "{}")
-    for name in GPU_ONLY:
-        if given.get(name) and computes_on_cpu():
-            raise CommandFailed(f"--engine-args: {name} needs a GPU, and {ON_CPU}; leave it out", ExitCode.USAGE)
 
 
 def gpus_per_engine(engine_args: str | None) -> int:

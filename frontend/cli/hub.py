@@ -5,21 +5,17 @@ worker.
 """
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Final
 
 from ...schemas.install import pip_install
+from ...schemas.worker_options import is_hub_id
 from .console import note
-from .exits import CommandFailed, ExitCode
+from .exits import CommandFailed
 
-__all__ = ["fetch_model", "is_hub_id", "use_model"]
+__all__ = ["fetch_model", "use_model"]
 
-HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-"""Pattern of OWNER/NAME. A path that begins with `/`, `.` or `~`, and a single word, are not model ids."""
-CONFIGS: Final = ("config.json", "params.json")
-"""Files of which vLLM needs one in the folder of a model. Models in Mistral's format have the second."""
 OTHER_WEIGHTS: Final = (
     "*.bin",
     "*.pt",
@@ -36,35 +32,14 @@ OTHER_WEIGHTS: Final = (
 OTHER_FOLDERS: Final = ("original/*", "onnx/*", "openvino/*", "coreml/*")
 
 
-def is_hub_id(model: str) -> bool:
-    """True if --model is a model id and not a folder. A folder takes precedence.
-
-    Raises:
-        CommandFailed: `model` is neither a folder nor a model id.
-    """
-    if model and Path(model).is_dir():
-        return False
-    if HUB_ID.fullmatch(model):
-        return True
-    raise CommandFailed(
-        f"--model {model} is not a folder; allowed: a folder, or a Hugging Face model id such as Qwen/Qwen3-0.6B",
-        ExitCode.USAGE,
-    )
-
-
 def use_model(args: argparse.Namespace) -> None:
     """Replace a model id in `args.model` by its folder. The id becomes the served name unless the user chose one.
 
     Raises:
-        CommandFailed: `args.model` is neither a folder nor a model id, the folder has no checkpoint for the engine, or
-            the download failed.
+        InvalidRequest: `args.model` is neither a folder nor a model id.
+        CommandFailed: the download failed.
     """
-    if args.model is None:
-        return
-    if not is_hub_id(args.model):
-        if args.engine == "vllm" and not any((Path(args.model) / name).is_file() for name in CONFIGS):
-            problem = f"--model {args.model}: the folder has no config.json; expected a folder of save_pretrained()"
-            raise CommandFailed(problem, ExitCode.USAGE)
+    if args.model is None or not is_hub_id(args.model):
         return
     if args.served_model_name is None:
         args.served_model_name = args.model

@@ -117,15 +117,16 @@ def test_pythonpath_of_workers_starts_with_the_rollbus_folder(monkeypatch: pytes
     assert python_env()["PYTHONPATH"] == f"{source}:/theirs"
 
 
-@pytest.mark.parametrize("command", ["up", "worker"])
+@pytest.mark.parametrize("run", [lambda words: main(["up", *words]), worker_main], ids=["up", "worker"])
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--model", "{dir}"], "--model {dir}: the folder has no config.json; expected a folder of save_pretrained()"),
+        (["--model", "{dir}"], "--model {dir} has no config.json; allowed: a folder of save_pretrained()"),
+        (["--model", "{dir}/none"], "--model {dir}/none is not a folder; allowed: a folder, or a Hugging Face"),
         (["--model", "{model}", "--cache-dir", "{file}"], "--cache-dir {file} cannot be written: File exists"),
         (
             ["--model", "{model}", "--engine-args", '{{"enable_sleep_mode": true}}'],
-            "--engine-args: enable_sleep_mode needs a GPU, and the installed vLLM computes only on the CPU",
+            "--engine-args has enable_sleep_mode, which needs a GPU, and the installed vLLM computes only on the CPU",
         ),
     ],
 )
@@ -133,21 +134,24 @@ def test_a_start_that_must_fail_is_refused_before_any_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    command: str,
+    run: Callable[[list[str]], int],
     options: list[str],
     problem: str,
 ) -> None:
-    """A wrong model, an option that the device cannot do and a place that cannot be written are usage errors."""
+    """A wrong model, an option that the device cannot do and a place that cannot be written are usage errors.
+
+    The worker process checks them too, for `rollbus worker` and for other programs that start it.
+    """
     names = {"dir": tmp_path, "model": tmp_path / "model", "file": tmp_path / "file"}
     names["model"].mkdir()
     (names["model"] / "config.json").write_text("{}")
     names["file"].write_text("")
-    monkeypatch.setattr("rollbus.frontend.cli.gpus.computes_on_cpu", lambda: True)
-    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("rollbus.schemas.worker_options.computes_on_cpu", lambda: True)
+    monkeypatch.setattr("rollbus.workers.__main__.make_engine", lambda *_: pytest.fail("an engine was made"))
     monkeypatch.setattr("rollbus.frontend.cli.commands.up._up", lambda *_: pytest.fail("the fleet was started"))
 
-    assert main([command, "--nats", "nats://127.0.0.1:0", *(text.format(**names) for text in options)]) == 2
-    assert capsys.readouterr().err.startswith(f"rollbus: {problem.format(**names)}")
+    assert run(["--nats", "nats://127.0.0.1:0", *(text.format(**names) for text in options)]) == 2
+    assert f": {problem.format(**names)}" in capsys.readouterr().err
 
 
 def test_a_state_directory_that_cannot_be_written_is_refused_first(
@@ -163,7 +167,27 @@ def test_a_state_directory_that_cannot_be_written_is_refused_first(
         ["generate", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--record", place],
     ):
         assert main(words) == ExitCode.USAGE
-        assert capsys.readouterr().err == f"rollbus: {words[-2]} {place} cannot be written: Not a directory\n"
+        allowed = "a directory in which this user may create files"
+        problem = f"{words[-2]} {place} cannot be written: Not a directory; allowed: {allowed}"
+        assert capsys.readouterr().err == f"rollbus: {problem}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["init", "{}/fleet.toml"], ["auth", "init", "--dir", "{}"], ["auth", "remove", "--dir", "{}", "--trainer", "a"]],
+)
+def test_a_directory_of_settings_or_users_that_cannot_be_written_is_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`init` and `auth` have one line with the directory, the problem and what is allowed."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "users"
+
+    assert main([word.format(place) for word in words]) == ExitCode.USAGE
+    assert capsys.readouterr().err == (
+        f"rollbus: the directory {place} cannot be written: Not a directory; allowed: a directory in which this user "
+        "may create files\n"
+    )
 
 
 def test_a_wrong_option_of_a_worker_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ....schemas.install import pip_install
 from ....schemas.option_types import positive_int
-from ..arguments import check_writable, refuse_options
+from ....schemas.writable import check_writable
+from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
 from ..package import EXAMPLES_DIR
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from ....schemas.errors import is_disk_full
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
 from ....schemas.option_types import duration, non_negative_int, positive_int
-from ..arguments import add_tokenizer, check_writable
+from ....schemas.writable import check_writable
+from ..arguments import add_tokenizer
 from ..byte_counts import size
 from ..exits import CommandFailed, ExitCode, cause_of
 

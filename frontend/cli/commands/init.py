@@ -11,6 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from ....schemas.writable import check_writable
 from ..config_file import config_template
 from ..exits import CommandFailed, ExitCode
 
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     for path in files:
         if path.exists():
             raise CommandFailed(f"{path} exists; name another file", ExitCode.USAGE)
+        check_writable("the directory", path.absolute().parent)
     for path, text in files.items():
         # The file of variables has secrets.
         path.touch(0o600 if path == args.env else 0o666, exist_ok=False)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ....schemas.option_types import duration, positive_int
+from ....schemas.writable import check_writable
 from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
 
@@ -208,6 +209,8 @@ def _init(args: argparse.Namespace) -> int:
         client_tls=Tls(**client_tls),
         route_tls=Tls(**route_tls),
     )
+    if args.dir.is_dir():
+        check_writable("the directory", args.dir)
     paths = write_cluster(args.dir, nodes, config) if args.dir.is_dir() else ()
     fleet = args.fleet or DEFAULT_FLEET
     users = ensure_users(args.dir, [(fleet, role, str(role)) for role in (Role.ADMIN, Role.FRONTEND, Role.VIEWER)])

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ....schemas.option_types import non_negative_int, positive_int
-from ....schemas.worker_options import add_engine_options
-from ..arguments import check_writable, without_password
+from ....schemas.worker_options import add_engine_options, check_start, is_hub_id
+from ....schemas.writable import check_writable
+from ..arguments import without_password
 from ..exits import CommandFailed, ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
@@ -44,7 +45,7 @@ from ..http_service import (
     serve_http,
     settings_of,
 )
-from ..hub import is_hub_id, use_model
+from ..hub import use_model
 from ..worker_options import worker_flags
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run until a signal arrives."""
     from ..app import run_async
-    from ..gpus import check_device, divide_gpus
+    from ..gpus import divide_gpus
     from ..local_fleet import check_vllm, default_state_dir, worker_names
 
     at = None if args.http is None else address(args.http)
@@ -122,12 +123,9 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "vllm":
         check_vllm()
     use_model(args)
-    if args.engine == "vllm":
-        check_device(args.engine_args)
+    check_start(args)
     if args.state_dir is not None or (args.model is None and args.engine == "vllm"):
         check_writable("--state-dir", args.state_dir or default_state_dir())
-    if args.cache_dir is not None:
-        check_writable("--cache-dir", Path(args.cache_dir))
     worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
     # Bind the address before any process starts, so that an error is reported immediately.
     with ExitStack() as stack:

@@ -5,11 +5,9 @@ This process becomes the worker: signals and the exit code are those of the work
 
 import argparse
 import os
-from pathlib import Path
 
 from ....schemas.worker_options import add_engine_options, add_process_options, flags_of
-from ..arguments import check_writable, refuse_options
-from ..gpus import check_device
+from ..arguments import refuse_options
 from ..hub import use_model
 from ..worker_options import python_env, python_module, worker_flags
 
@@ -37,10 +35,6 @@ def run(args: argparse.Namespace) -> int:
     """Replace this process by the worker."""
     refuse_options(args, ["json"], "here: a worker prints no result; --log-format json has logs as JSON")
     use_model(args)
-    if args.engine == "vllm":
-        check_device(args.engine_args)
-    if args.cache_dir is not None:
-        check_writable("--cache-dir", Path(args.cache_dir))
     model = () if args.model is None else ("--model", args.model)
     own = ["--nats", args.nats, "--fleet", args.fleet, *model, *flags_of(args, add_process_options)]
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
