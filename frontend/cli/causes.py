@@ -5,16 +5,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
+
 from ...bus import FleetState, RequestList
 from ...bus.protocol.fleet.behind import why_behind
 from ...bus.protocol.fleet.presence_table import slots_of
 from ...bus.protocol.fleet.standing import open_transfers, recorded_stops
 from ...schemas.desired import DesiredState
 from ...schemas.presence import WorkerState
+from .arguments import check_known_model
 from .request_tables import id_of, state_of
 from .tables import NONE
 
-__all__ = ["COLUMNS", "Cause", "cause_rows", "find_causes"]
+__all__ = ["COLUMNS", "Cause", "cause_rows", "find_causes", "of_model"]
 
 COLUMNS: Final = ("cause", "of", "for", "by", "next")
 IDLE_S: Final = 5.0
@@ -66,6 +69,22 @@ def find_causes(state: FleetState, running: RequestList | None, now: float) -> l
     ]
 
 
+def of_model(state: FleetState, model: str) -> FleetState:
+    """Return the part of a fleet that serves one model.
+
+    Raises:
+        CommandFailed: the fleet does not know the model.
+    """
+    check_known_model(state, model)
+    return replace(
+        state,
+        workers=tuple(worker for worker in state.workers if worker.model == model),
+        queues=tuple(depth for depth in state.queues if depth.model == model),
+        queue_problems={name: why for name, why in state.queue_problems.items() if name == model},
+        desired={name: desired for name, desired in state.desired.items() if name == model},
+    )
+
+
 def _stops(state: FleetState, now: float) -> Iterator[Cause]:
     for stop in recorded_stops(state.desired):
         undo = "rollbus wake" if stop.what == "asleep" else "rollbus resume"
@@ -100,11 +119,12 @@ def _queues(state: FleetState) -> Iterator[Cause]:
     for model in dict.fromkeys(depth.model for depth in state.queues):
         waiting = sum(depth.waiting for depth in state.queues if depth.model == model)
         serving = [each for each in state.workers if each.model == model and each.state is WorkerState.SERVING]
+        wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
         if waiting and not serving:
-            yield Cause(f"{waiting:,} requests wait, and no worker serves", model, next="rollbus status")
+            yield Cause(f"{wait}, and no worker serves", model, next="rollbus status")
         elif waiting:
             slots = sum(map(slots_of, serving))
-            cause = f"{waiting:,} requests wait for {slots:,} slots of {len(serving)} workers"
+            cause = f"{wait} for {slots:,} slots of {len(serving)} workers"
             yield Cause(cause, model, next=f"rollbus requests slowest --model {shlex.quote(model)}")
 
 

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import FleetState, QueueDepth, RequestList
-from rollbus.frontend.cli.causes import MAX_REQUESTS, Cause, find_causes
-from rollbus.frontend.cli.exits import ExitCode
+from rollbus.frontend.cli.causes import MAX_REQUESTS, Cause, find_causes, of_model
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode
 from rollbus.frontend.cli.tables import table_text
 from rollbus.schemas.control import Pause, Sleep
 from rollbus.schemas.desired import DesiredState, Recorded
@@ -71,6 +71,26 @@ def test_waiting_and_idle_requests_are_causes() -> None:
     assert len(found) == 2 + MAX_REQUESTS
 
 
+def test_the_causes_of_one_model_are_those_of_its_workers_queues_and_commands() -> None:
+    """The part of a fleet that serves a model has no worker, queue, problem or desired state of another model."""
+    pause = Recorded(epoch=1, command=Pause(mode="wait"), by="ann", at=100.0)
+    both = ("m", "other")
+    state = FleetState(
+        fleet="f",
+        workers=tuple(presence(worker=f"w-{model}", model=model, state=WorkerState.FAILED) for model in both),
+        queues=tuple(QueueDepth(model=model, lane="normal", waiting=1, in_hand=0) for model in both),
+        queue_problems=dict.fromkeys(both, "no leader"),
+        desired={model: DesiredState(model=model, epoch=1, registers={"pause": pause}) for model in both},
+    )
+    found = find_causes(of_model(state, "m"), None, 160.0)
+
+    assert {cause.of for cause in found} == {"m", "w-m"}
+    assert "1 request waits, and no worker serves" in [cause.cause for cause in found]
+    assert len(find_causes(state, None, 160.0)) == 2 * len(found)
+    with pytest.raises(CommandFailed, match="fleet f has no model nope; allowed: m, other"):
+        of_model(state, "nope")
+
+
 def test_a_fleet_without_problems_has_no_causes() -> None:
     """Serving workers and requests that make tokens are no cause, also if the requests may not be read."""
     assert find_causes(FLEET, RequestList(timelines=(running("r", 0.5),)), 0.0) == []
@@ -97,14 +117,21 @@ async def test_why_shows_a_pause_on_one_screen(nats_url: str, fleet: str) -> Non
 
         await until(causes, ["paused (keep)", "no token (held by pause at w)"])
         paused = await run_rollbus(nats_url, fleet, "why")
+        of_it = await run_rollbus(nats_url, fleet, "why", "--model", "synthetic")
+        unknown = await run_rollbus(nats_url, fleet, "why", "--model", "nope")
         await rb.fleet.resume()
         await rb.fleet.abort(["r"])
         await stream.reading
     alone = await run_rollbus(nats_url, fleet, "why")
 
     assert (well.code, well.stderr) == (ExitCode.OK, "")
-    assert well.stdout.startswith("1 of 1 workers serve; 1 requests in flight, 0 wait\nNothing stops them.")
+    assert well.stdout.startswith("1 of 1 workers serve; 1 request in flight, 0 wait\nNothing stops them.")
     assert "alice" in paused.stdout
     assert "rollbus resume --model synthetic" in paused.stdout
     assert "rollbus trace r" in paused.stdout
     assert alone.code == ExitCode.NO_WORKERS
+    assert "rollbus trace r" in of_it.stdout
+    assert (unknown.code, unknown.stderr) == (
+        ExitCode.USAGE,
+        f"rollbus: --model: fleet {fleet} has no model nope; allowed: synthetic\n",
+    )

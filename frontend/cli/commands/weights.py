@@ -6,6 +6,7 @@ load the recorded version when they start.
 
 import argparse
 
+from ..arguments import check_known_model
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -47,12 +48,8 @@ async def run(args: argparse.Namespace) -> int:
                 if error.code is not ControlCode.STORAGE:
                     raise
                 if args.model:
-                    known = {worker.model for worker in fleet.workers} | fleet.desired.keys()
-                    if model in known:
-                        raise
-                    allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
-                    problem = f"--model: fleet {fleet.fleet} has no model {model}; allowed: {allowed}"
-                    raise CommandFailed(problem, ExitCode.USAGE) from error
+                    check_known_model(fleet, model)
+                    raise
                 continue  # the model has no bucket
             versions: dict[int, list[str]] = {}
             for worker in fleet.workers:

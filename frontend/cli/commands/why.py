@@ -9,8 +9,8 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from ....schemas.errors import NoWorkers
-from ..exits import ExitCode
+from ..arguments import START_SOME, no_workers
+from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from ....bus import FleetState, RequestList
@@ -20,12 +20,14 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 HELP = "show why requests do not end, and the next command to run"
 EXAMPLES = (
     "rollbus why",
+    "rollbus why --model my-model",
     "rollbus why --json",
 )
 
 
-def add_arguments(_parser: argparse.ArgumentParser) -> None:
-    """Add the command's options: it has none of its own."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model", metavar="NAME", help="only requests for this model (default: for all)")
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -33,16 +35,20 @@ async def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from .... import bus
-    from ....schemas.errors import ControlCode, ControlError
-    from ..causes import COLUMNS, cause_rows, find_causes
+    from ....schemas.errors import ControlCode, ControlError, NoWorkers
+    from ..causes import COLUMNS, cause_rows, find_causes, of_model
     from ..console import print_json, write
     from ..tables import lay_out, wrapped
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
         running, unknown = None, ""
+        if args.model is not None and state.workers:
+            state = of_model(state, args.model)
         try:
-            running = await rb.fleet.requests()
+            if state.workers or args.model is None:
+                workers = None if args.model is None else [each.worker for each in state.workers]
+                running = await rb.fleet.requests(model=args.model, workers=workers)
         except NoWorkers as exc:
             unknown = str(exc)
         except ControlError as exc:
@@ -58,14 +64,18 @@ async def run(args: argparse.Namespace) -> int:
         table = lay_out(COLUMNS, cause_rows(causes), width).lines if causes else []
         write("\n".join([*(part for line in lines for part in wrapped(line, width)), *([""] if table else []), *table]))
     if not state.workers:
-        raise NoWorkers(message="no worker is live")
+        if args.model is None:
+            raise NoWorkers(message="no worker is live")
+        where = f"{no_workers(args.nats, args.fleet)} for model {args.model}"
+        raise CommandFailed(f"{where}; {START_SOME}", ExitCode.NO_WORKERS)
     return ExitCode.OK
 
 
 def _summary(state: "FleetState", running: "RequestList | None", *, is_blocked: bool) -> list[str]:
     serving = sum(worker.state == "serving" for worker in state.workers)
     in_flight, waiting = sum(worker.in_flight for worker in state.workers), sum(depth.waiting for depth in state.queues)
-    line = f"{serving} of {len(state.workers)} workers serve; {in_flight:,} requests in flight, {waiting:,} wait"
+    requests = "1 request" if in_flight == 1 else f"{in_flight:,} requests"
+    line = f"{serving} of {len(state.workers)} workers serve; {requests} in flight, {waiting:,} wait"
     if is_blocked or not state.workers:
         return [line]
     idle_s = (
