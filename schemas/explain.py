@@ -24,15 +24,20 @@ MAX_COMPARED_CHARS: Final = 200
 """
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def nearest(name: str, allowed: Iterable[str], similarity: float = 0.6) -> str:
     """Return a "did you mean" question, to follow a problem; an empty string if no name is similar.
 
     A name longer than `MAX_COMPARED_CHARS` also gives an empty string.
+
+    Args:
+        similarity: least similarity of the name in the question, from 0 (any name) to 1 (equal).
     """
     if len(name) > MAX_COMPARED_CHARS:
         return ""
-    found = difflib.get_close_matches(name, list(allowed), 1)
-    return f" (did you mean {found[0]}?)" if found else ""
+    found = difflib.get_close_matches(name, list(allowed), 3, similarity)
+    # For --modle prefer two swapped letters (--model) to one extra letter (--mode).
+    best = max(found, key=lambda each: sorted(each) == sorted(name), default=None)
+    return "" if best is None else f" (did you mean {best}?)"
 
 
 def enum_values(kind: object, path: str) -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from ...schemas.explain import nearest
 from .arguments import without_password
 from .exits import CommandFailed, ExitCode
-from .parser import did_you_mean
 
 __all__ = ["config_flags", "config_template"]
 
@@ -41,8 +41,8 @@ def config_flags(parser: argparse.ArgumentParser, path: Path) -> list[str]:
     for key, value in settings.items():
         name = key.replace("_", "-")
         if name not in options:
-            advice = did_you_mean(name, options) or "`rollbus init` writes a file with all keys"
-            raise CommandFailed(f'{path}: no setting "{key}"; {advice}', ExitCode.USAGE)
+            advice = nearest(name, options) or "; `rollbus init` writes a file with all keys"
+            raise CommandFailed(f'{path}: no setting "{key}"{advice}', ExitCode.USAGE)
         flags += _flags(options[name], value, f"{path}: {key}")
     return flags
 

@@ -1,7 +1,5 @@
 """The rows of an input of `rollbus generate`: a JSONL file or stream, a parquet file, or a data set of Hugging Face."""
 
-import difflib
-import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,8 +8,10 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, Final
 
+from ...schemas.explain import nearest
 from ...schemas.foreign_code import ForeignError, foreign_code
 from ...schemas.install import pip_install
+from ...schemas.worker_options import HUB_ID
 from .exits import CommandFailed, ExitCode
 
 __all__ = ["NUM_CHECKED", "Input", "NumberedRow", "Row", "import_data_package", "open_input"]
@@ -26,7 +26,6 @@ ROWS_PER_BATCH: Final = 256
 PARQUET_MAGIC: Final = b"PAR1"
 FILE_SUFFIXES: Final = (".csv", ".gz", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst")
 """Endings of names that are files. The Hub has data sets with other names."""
-HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 Row = bytes | dict[str, object]
 """A line of JSON, or the columns of a row."""
@@ -54,9 +53,19 @@ class Input:
         """Yield the rows to check before the first request: all, or the first 1,000 of a stream."""
         if not self.is_stream:
             return self.read()
-        self._rest = self.read()
-        self._head = list(islice(self._rest, NUM_CHECKED))
+        if self._rest is None:
+            self._rest = self.read()
+            self._head = list(islice(self._rest, NUM_CHECKED))
         return iter(self._head)
+
+    def check_not_empty(self) -> None:
+        """Check that there is a row.
+
+        Raises:
+            CommandFailed: there is none.
+        """
+        if next(self.rows_to_check(), None) is None:
+            raise CommandFailed(f"--input {self.name} has no rows; expected one for each prompt", ExitCode.USAGE)
 
     def rows(self) -> Iterator[NumberedRow]:
         """Yield all rows."""
@@ -98,12 +107,12 @@ def open_input(
         if kind is not None and stat.S_ISFIFO(kind):
             return Input(name, "line", lambda: _lines_of(path), is_stream=True)
         with path.open("rb") as file:
-            is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+            is_parquet = path.suffix == ".parquet" or file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
         if is_parquet:
             import_data_package("pyarrow.parquet", "a parquet file")
             return Input(name, "row", lambda: _parquet_rows(path))
         return Input(name, "line", lambda: _lines_of(path))
-    is_hub_name = HUB_NAME.fullmatch(name) and not name.endswith(FILE_SUFFIXES) and not path.parent.is_dir()
+    is_hub_name = HUB_ID.fullmatch(name) and not name.endswith(FILE_SUFFIXES) and not path.parent.is_dir()
     if kind is None and not is_hub_name:
         advice = _similar_file(path) or "; a data set on the Hub is OWNER/NAME"
         raise CommandFailed(f"--input {name} does not exist{advice}", ExitCode.USAGE)
@@ -131,8 +140,7 @@ def _similar_file(path: Path) -> str:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return f"; {path.parent} is not a directory"
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f'; did you mean "{path.parent / near[0]}"?' if near else ""
+    return nearest(path.name, names)
 
 
 def _lines_of(path: Path) -> Iterator[NumberedRow]:
@@ -153,12 +161,14 @@ def _lines(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
 
 def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
     parquet = import_data_package("pyarrow.parquet", "a parquet file")
+    problem = "is not a parquet file"
     try:
         with foreign_code(CommandFailed), parquet.ParquetFile(path) as file:
+            problem = "cannot be read"
             batches = file.iter_batches(batch_size=ROWS_PER_BATCH)
             yield from _rows_of(batches)
     except ForeignError as exc:
-        raise CommandFailed(f"{path} cannot be read: {exc}", ExitCode.USAGE) from exc.cause
+        raise CommandFailed(f"{path} {problem}: {exc}", ExitCode.USAGE) from exc.cause
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[NumberedRow]:

@@ -1,7 +1,6 @@
 """One run of `rollbus generate`: sends the requests and writes their results."""
 
 import asyncio
-import difflib
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from msgspec.structs import replace
 from ... import bus
 from ...bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
 from ...bus.client.client import registry_of
+from ...schemas.errors import ErrorCode
+from ...schemas.explain import nearest
 from ...schemas.presence import WorkerPresence, WorkerState
 from ...schemas.request_ids import check_given_id
 from ..fast_tokenizer import load_fast_tokenizer
@@ -67,7 +68,6 @@ class GenerateRun:
     """The options that differ from those of the first run."""
     counts: Counts = field(default_factory=Counts)
     _tokenizer: Tokenizer | None = None
-    _sent_ids: set[str] = field(default_factory=set)
     _in_flight: dict[str, PromptLine] = field(default_factory=dict)
 
     async def run(self, nats_url: str, fleet: str) -> int:
@@ -76,7 +76,8 @@ class GenerateRun:
         Cancellation: the output has all results that were finished.
 
         Raises:
-            CommandFailed: no worker serves, or the last worker disappeared. The output has all finished results.
+            CommandFailed: no worker serves, the last worker disappeared, or this user may not send requests. The output
+                has all finished results.
         """
         self.bar.show("connecting")
         async with bus.connect(nats_url, fleet=fleet) as rb:
@@ -108,8 +109,7 @@ class GenerateRun:
                 problem = f"{place} names no model"
             elif name is not None and name not in known:
                 source = "--model" if self.defaults.fields.get("model") == name else f"{place}: model"
-                near = difflib.get_close_matches(name, known, 1)
-                problem = f"{source} {name}" + (f"; did you mean {near[0]}?" if near else "")
+                problem = f"{source} {name}{nearest(name, known)}"
             else:
                 continue
             raise CommandFailed(f"{problem}; allowed: {', '.join(sorted(known))}", ExitCode.USAGE)
@@ -179,20 +179,20 @@ class GenerateRun:
             yield request
 
     def _unused_id(self, prompt: PromptLine) -> str:
-        """Return the id of the row, or another one if this run has sent it or the wire cannot carry it."""
+        """Return the id of the row, or another one if a request in flight has it or the wire cannot carry it."""
         try:
             request_id = check_given_id("request_id", prompt.request_id)
         except InvalidRequest:
             request_id = f"input-{prompt.index}"
-        if request_id in self._sent_ids:
-            request_id = uuid.uuid4().hex
-        self._sent_ids.add(request_id)
-        return request_id
+        return uuid.uuid4().hex if request_id in self._in_flight else request_id
 
     def _add_generation(self, generation: Generation) -> None:
         prompt = self._in_flight.pop(generation.request_id)
         error = first_error(generation)
         if error is not None:
+            if error.code is ErrorCode.PERMISSION_DENIED:
+                # This user may send no request at all, so the other rows need no result of their own.
+                raise CommandFailed(error.message) from error
             self._add_error(prompt, error)
             return
         self.results.append(

@@ -1,18 +1,18 @@
 """The parser of the command line, whose errors have one line, and the sections of a help text."""
 
 import argparse
-import difflib
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ...schemas.explain import nearest
 from .console import note
 from .exits import CommandFailed, ExitCode
 
-__all__ = ["CliParser", "as_section", "did_you_mean", "option_names"]
+__all__ = ["CliParser", "as_section", "option_names"]
 
 MISSING = "the following arguments are required"
 """First words of argparse's error for a missing argument."""
@@ -78,7 +78,19 @@ class CliParser(argparse.ArgumentParser):
             if not any(option.startswith(name) for option in known):
                 # A parser with subcommands has few options. The options of a subcommand follow it.
                 place = f"{self.prog} --help lists them" if self._subparsers is None else "options follow the command"
-                self.error(f'no option "{name}"; {did_you_mean(name, known) or place}')
+                self.error(f'no option "{name}"{self._similar_option(name) or f"; {place}"}')
+
+    def _similar_option(self, name: str) -> str:
+        """Return a question with the one option whose name or else placeholder has the word, or the nearest option."""
+        word, known = name.strip("-"), self._option_string_actions
+        for texts in (
+            {option: option for option in known},
+            {action.option_strings[-1]: str(action.metavar or "").lower() for action in known.values()},
+        ):
+            having = [option for option, text in texts.items() if word and word in text]
+            if len(having) == 1:
+                return nearest(name, having, 0.0)
+        return nearest(name, known)
 
     def _long_options(self, given: list[str]) -> Iterator[str]:
         """Yield the long options that argparse would assign to this parser, without their values."""
@@ -100,24 +112,13 @@ class CliParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         allowed = list(map(str, action.choices))
+        near = nearest(str(value), allowed)
         if isinstance(action, argparse._SubParsersAction):
-            problem = f'no command "{value}"'
-            advice = did_you_mean(str(value), allowed) or f"{self.prog} --help lists them"
+            problem = f'no command "{value}"{near or f"; {self.prog} --help lists them"}'
         else:
-            problem = f'{"/".join(action.option_strings) or action.metavar or action.dest}: no "{value}"'
-            near = did_you_mean(str(value), allowed)
-            advice = f"{near} (allowed: {', '.join(allowed)})" if near else f"allowed: {', '.join(allowed)}"
-        raise argparse.ArgumentError(None, f"{problem}; {advice}")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a question with the entry of `known` that is nearest to `word`, or an empty string without a near one."""
-    near = difflib.get_close_matches(word, list(known), n=3)
-    if not near:
-        return ""
-    # For --modle prefer two swapped letters (--model) to one extra letter (--mode).
-    best = max(near, key=lambda name: sorted(name) == sorted(word))
-    return f'did you mean "{best}"?'
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            problem = f'{name}: no "{value}"{near}; allowed: {", ".join(allowed)}'
+        raise argparse.ArgumentError(None, problem)
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:

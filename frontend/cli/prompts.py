@@ -222,9 +222,8 @@ def _sampling_of(fields: dict[str, object]) -> dict[str, object]:
     if not isinstance(nested, dict):
         raise InvalidRequest(field="sampling", problem=f"is {describe(nested)}", allowed="a JSON object")
     for name in sorted(nested.keys() - SAMPLING_FIELDS):
-        near = near_option(name, SAMPLING_FIELDS)
-        allowed = f"did you mean {near}?" if near else ", ".join(sorted(SAMPLING_FIELDS))
-        raise InvalidRequest(field=f"sampling.{name}", problem="is unknown", allowed=allowed)
+        problem = f"is unknown{near_option(name, SAMPLING_FIELDS)}"
+        raise InvalidRequest(field=f"sampling.{name}", problem=problem, allowed=", ".join(sorted(SAMPLING_FIELDS)))
     beside = {name: fields.pop(name) for name in sorted(SAMPLING_FIELDS & set(fields))}
     twice = sorted(set(beside) & set(nested))
     if twice:

@@ -1,6 +1,5 @@
 """Finds the prompt, the options and the data in one row of the input of `rollbus generate`."""
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -8,6 +7,7 @@ from typing import Any, Final, Literal
 
 from ...schemas.checks import describe
 from ...schemas.errors import InvalidRequest
+from ...schemas.explain import nearest
 from ...schemas.request import GenerateRequest
 from ...schemas.sampling import SamplingParams
 
@@ -94,10 +94,9 @@ def read_row(row: Mapping[str, object], defaults: Defaults) -> RowParts:
 
 
 @lru_cache(maxsize=1024)  # A data set has the same columns in all rows.
-def near_option(name: str, options: Collection[str] = OPTION_FIELDS) -> str | None:
-    """Return the option that `name` seems to misspell, or None."""
-    near = difflib.get_close_matches(name, options, 1, SIMILARITY) if len(name) >= MIN_COMPARED_CHARS else []
-    return near[0] if near else None
+def near_option(name: str, options: Collection[str] = OPTION_FIELDS) -> str:
+    """Return a question with the option that `name` seems to misspell, or an empty string."""
+    return nearest(name, options, SIMILARITY) if len(name) >= MIN_COMPARED_CHARS else ""
 
 
 def _prompt_name(row: Mapping[str, object], chosen: str | None) -> str:
@@ -108,13 +107,11 @@ def _prompt_name(row: Mapping[str, object], chosen: str | None) -> str:
         allowed = f"one of them; --prompt-field {found[0]} takes it and keeps the others as data"
         raise InvalidRequest(field=" and ".join(found), problem="are both set", allowed=allowed)
     if not found:
-        near = [match for name in names for match in difflib.get_close_matches(name, row, 1, SIMILARITY)]
+        near = next(filter(None, (nearest(name, row, SIMILARITY) for name in names)), "")
         allowed = f"--prompt-field with one of its fields: {', '.join(row) or 'it has none'}"
         if chosen is None:
             allowed = f"{', '.join(PROMPT_FIELDS)}, or {allowed}"
-        if near:
-            allowed += f"; did you mean --prompt-field {near[0]}?"
-        raise InvalidRequest(field="the row", problem=f"has no {chosen or 'prompt'}", allowed=allowed)
+        raise InvalidRequest(field="the row", problem=f"has no {chosen or 'prompt'}{near}", allowed=allowed)
     return found[0]
 
 
@@ -136,9 +133,9 @@ def _read_options(
             )
         for name in sorted(unknown):
             near = near_option(name)
-            if near is not None:
-                allowed = f"did you mean {near}? --row-options keep takes it as data"
-                raise InvalidRequest(field=name, problem="is not an option", allowed=allowed)
+            if near:
+                allowed = "an option, or --row-options keep, which keeps it as data"
+                raise InvalidRequest(field=name, problem=f"is not an option{near}", allowed=allowed)
     return options, bool(unknown)
 
 
@@ -192,7 +189,6 @@ def _read_batch(row: Mapping[str, object]) -> tuple[str, dict[str, object]]:
             top = fields.pop("top_logprobs", 0)
             fields["logprobs"] = top if fields["logprobs"] else None
     for key in fields.keys() - OPTION_FIELDS - {name}:
-        near = near_option(key)
-        allowed = f"did you mean {near}?" if near else f"{name} and {', '.join(sorted(OPTION_FIELDS))}"
-        raise InvalidRequest(field=f"body.{key}", problem="is not supported here", allowed=allowed)
+        allowed = f"{name} and {', '.join(sorted(OPTION_FIELDS))}"
+        raise InvalidRequest(field=f"body.{key}", problem=f"is not supported here{near_option(key)}", allowed=allowed)
     return name, fields

@@ -60,7 +60,13 @@ async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
 
 @pytest.mark.proves("P25")
 async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
-    """A viewer's request fails with `permission_denied` long before its deadline."""
+    """A viewer's request fails with `permission_denied` long before its deadline.
+
+    `rollbus generate` ends with the first denial in one line; with -v it also shows the subject.
+    """
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_token_ids": [1]}\n' * 100)
+    words = ("generate", "--input", str(source), "--output", str(output))
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker, rollbus.connect(guard.login("eye")) as rb:
@@ -70,7 +76,15 @@ async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
                 match=r"eye \(role viewer\) may not send requests; roles that may: trainer, publisher, frontend \(",
             ) as caught:
                 await rb.complete(ask())
+            creds = ("--creds", str(guard.path("eye")))
+            denied = await run_rollbus(guard.url, FLEET, *words, *creds)
+            verbose = await run_rollbus(guard.url, FLEET, *words, *creds, "-v")
 
+    error = "rollbus: user eye (role viewer) may not send requests; roles that may: trainer, publisher, frontend\n"
+    assert (denied.code, denied.stdout, denied.stderr) == (1, "", error)
+    assert output.read_bytes() == b""
+    assert verbose.stderr.endswith(error)
+    assert "subject=rb.v1.F.req.eye." in verbose.stderr
     assert caught.value.code is ErrorCode.PERMISSION_DENIED
     assert not caught.value.retryable
 

@@ -42,7 +42,7 @@ def test_settings_of_a_file_are_options_and_the_command_line_takes_precedence(tm
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("wrkers = 2", 'no setting "wrkers"; did you mean "workers"?'),
+        ("wrkers = 2", 'no setting "wrkers" (did you mean workers?)'),
         ("json = true", 'no setting "json"'),
         ('workers = "x"', "workers: 'x' is not an integer of at least 1"),
         ("workers = true", "workers is True; allowed: N"),

@@ -93,8 +93,8 @@ def test_options_of_a_row_of_data_are_read_on_request() -> None:
             {},
             r"the row has no prompt; allowed: .*--prompt-field with one of.*question, ans",
         ),
-        ({"promt": "a"}, {}, "did you mean --prompt-field promt"),
-        ({"question": "a"}, {"prompt_field": "qestion"}, r"has no qestion; .*did you mean --prompt-field question\?"),
+        ({"promt": "a"}, {}, r"has no prompt \(did you mean promt\?\); .*--prompt-field with one"),
+        ({"question": "a"}, {"prompt_field": "qestion"}, r"has no qestion \(did you mean question\?\); "),
         (ULTRAFEEDBACK, {}, "prompt and messages are both set; allowed: one of them; --prompt-field prompt"),
         ({"messages": [USER, ANSWER]}, {}, "messages end with the assistant; allowed: --messages drop-last.*continue"),
         ({"messages": [ANSWER]}, {"messages": "drop-last"}, "messages have only turns of the assistant"),
@@ -103,7 +103,7 @@ def test_options_of_a_row_of_data_are_read_on_request() -> None:
         ({"messages": [{"role": "user", "content": 1}]}, {}, r"messages\[0\].content is 1"),
         ({"messages": []}, {}, "messages is a list of length 0"),
         ({"messages": [USER], "tools": "[]"}, {}, r"tools is '\[\]'; allowed: a list of objects"),
-        ({"prompt": "a", "max_new_tokens": 3}, {}, "max_new_tokens is not an option; allowed: did you mean max_tokens"),
+        ({"prompt": "a", "max_new_tokens": 3}, {}, r"max_new_tokens is not an option \(did you mean max_tokens\?\); "),
         ({**BATCH, "body": []}, {}, "body is a list"),
         ({**BATCH, "body": {"model": "m"}}, {}, "body.messages is missing"),
         ({**BATCH, "body": {"messages": [USER], "temprature": 1}}, {}, "body.temprature .*did you mean temperature"),
@@ -169,12 +169,14 @@ def test_parquet_is_read_whatever_its_name(parquet_file: Path, tmp_path: Path) -
 
 
 def test_a_torn_parquet_file_is_a_usage_error(parquet_file: Path) -> None:
-    """A parquet file without its end fails by name."""
-    parquet_file.write_bytes(parquet_file.read_bytes()[:-9])
+    """A file named .parquet without its end, without bytes or with lines of JSON is not a parquet file."""
+    whole = parquet_file.read_bytes()
+    for damaged in (whole[:-9], whole[:9], b"", b'{"prompt": "a"}'):
+        parquet_file.write_bytes(damaged)
 
-    with pytest.raises(CommandFailed, match=r"train.parquet cannot be read") as caught:
-        rows_of(open_input(str(parquet_file)))
-    assert caught.value.exit_code == ExitCode.USAGE
+        with pytest.raises(CommandFailed, match=r"train.parquet is not a parquet file: ") as caught:
+            rows_of(open_input(str(parquet_file)))
+        assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.fixture
@@ -263,7 +265,7 @@ def test_a_misspelled_file_is_no_data_set(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
 
     for name in ("promts.jsonl", str(tmp_path / "promts.jsonl")):
-        with pytest.raises(CommandFailed, match=r'promts.jsonl does not exist; did you mean ".*prompts.jsonl"'):
+        with pytest.raises(CommandFailed, match=r"promts.jsonl does not exist \(did you mean prompts.jsonl\?\)"):
             open_input(name)
     with pytest.raises(CommandFailed, match="none is not a directory"):
         open_input(str(tmp_path / "none" / "prompts.jsonl"))

@@ -1,5 +1,6 @@
 """`rollbus generate` with data as it is, on a fleet with a synthetic engine."""
 
+import io
 import json
 import re
 import shutil
@@ -8,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pyarrow import parquet
 
 from rollbus.frontend.cli import main
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.job import wait_reason
+from rollbus.frontend.cli.inputs import Input
+from rollbus.frontend.cli.job import GenerateRun, wait_reason
+from rollbus.frontend.cli.prompts import InputSummary
+from rollbus.frontend.cli.row_fields import Defaults
 from rollbus.frontend.tokenization import load_tokenizer
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import ENV, command, rollbus, running_up, serves
@@ -131,7 +136,7 @@ def test_an_unknown_model_is_found_before_the_first_request(nats: str, tmp_path:
     source = write(tmp_path / "in.jsonl", *rows)
 
     error = generate(nats, source, output, code=ExitCode.USAGE)
-    assert error == f"rollbus: {source} line 2: model sintetic; did you mean synthetic?; allowed: synthetic\n"
+    assert error == f"rollbus: {source} line 2: model sintetic (did you mean synthetic?); allowed: synthetic\n"
     error = generate(nats, source, output, "--model", "nope", code=ExitCode.USAGE)
     assert "--model nope; allowed: synthetic" in error
     assert output.read_bytes() == b""
@@ -173,6 +178,40 @@ def test_a_model_without_a_chat_template_is_found_first(nats: str, tmp_path: Pat
 
     assert "has no chat template" in generate(nats, source, output, "--tokenizer", str(folder), code=1)
     assert output.read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "-"])
+def test_an_input_without_rows_is_an_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An input without rows is named before the command connects, and no file is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_bytes(b"\n \n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n \n")))
+
+    assert main(["generate", "--input", name, "--output", "out.parquet"]) == ExitCode.USAGE
+    shown = "stdin" if name == "-" else name
+    assert capsys.readouterr().err == f"rollbus: --input {shown} has no rows; expected one for each prompt\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_only_an_id_in_flight_is_replaced() -> None:
+    """A row whose id a request in flight has is sent with another id. The ids of ended requests are not kept."""
+    rows = [(index, b'{"prompt_token_ids": [1], "request_id": "a"}') for index in range(3)]
+    run = GenerateRun(
+        input=Input("stdin", "line", lambda: iter(rows), is_stream=True),
+        defaults=Defaults(),
+        summary=InputSummary(None, False, False, {}),
+        results=Mock(finished={}, model=None),
+        max_in_flight=2,
+        bar=Mock(),
+    )
+    requests = run._requests()
+    first, second = next(requests), next(requests)
+    run._in_flight.pop(first.request_id)
+    third = next(requests)
+
+    assert first.request_id == third.request_id == "a" != second.request_id
 
 
 @pytest.mark.parametrize(

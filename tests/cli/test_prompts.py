@@ -76,11 +76,11 @@ def test_a_start_of_the_rows_beyond_the_prompt_is_rejected() -> None:
         ({"prompt": 5}, "prompt", "is 5"),
         ({"prompt_token_ids": []}, "prompt_token_ids", "has 0 entries"),
         ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]", "is -1"),
-        ({"prompt": "a", "max_token": 5}, "max_token", "is not an option; allowed: did you mean max_tokens?"),
+        ({"prompt": "a", "max_token": 5}, "max_token", "is not an option (did you mean max_tokens?); allowed: "),
         (
             {"prompt": "a", "sampling": {"max_token": 5}},
             "sampling.max_token",
-            "is unknown; allowed: did you mean max_tok",
+            "is unknown (did you mean max_tokens?); allowed: ",
         ),
         ({"prompt": "a", "sampling": []}, "sampling", "is a list"),
         ({"prompt": "a", "seed": 1, "sampling": {"seed": 1}}, "seed", "is set both beside and under sampling"),

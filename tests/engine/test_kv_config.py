@@ -226,7 +226,10 @@ class TestWithVllm:
                 },
                 "OffloadingConnector loads KV of earlier prompts",
             ),
-            ({**NIXL, "kv_conector": 1}, r"'kv_transfer_config.kv_conector' is unknown to vLLM; did you mean 'kv_conn"),
+            (
+                {**NIXL, "kv_conector": 1},
+                r"'kv_transfer_config.kv_conector' is unknown.*\(did you mean kv_connector\?\)",
+            ),
             (
                 {**NIXL, "kv_load_failure_policy": "hope"},
                 "'kv_transfer_config' is rejected by vLLM: kv_load_failure_policy: .*recompute",

@@ -29,7 +29,7 @@ def engine_processes() -> set[int]:
 @pytest.mark.parametrize(
     ("engine_args", "message"),
     [
-        ({"max_modl_len": 5}, r"'max_modl_len' is unknown to vLLM; did you mean 'max_model_len'\?"),
+        ({"max_modl_len": 5}, r"'max_modl_len' is unknown to vLLM \(did you mean max_model_len\?\)"),
         ({"model": "elsewhere"}, "'model': pass the model separately"),
         ({"logprobs_mode": "raw_logits"}, "allowed: processed_logprobs, raw_logprobs"),
         ({"return_sampling_mask": True}, "sampling distribution replay requires Model Runner V2"),

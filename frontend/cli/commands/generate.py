@@ -132,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         first = read_first_run(args.output)
         revision = first.revision if first and first.options.get("--input") == args.input else None
         source = open_input(args.input, subset=args.subset, split=args.split, revision=revision, streams=args.stream)
+        source.check_not_empty()
         results = stack.enter_context(_open_output(args.output, rows_path))
         bar.show("checking the prompts")
         first = first if results.finished else None

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import dataclasses
-import difflib
 import gc
 import logging
 import multiprocessing
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....bus.logs import is_json
 from ....schemas.errors import EngineDead
+from ....schemas.explain import nearest
 from ....schemas.foreign_code import ForeignError, foreign_code
 from ....schemas.install import pip_install
 from . import plugin
@@ -331,6 +331,4 @@ def _check_names(given: Mapping[str, Any], known: set[str]) -> None:
 
 def _check_known(name: str, known: set[str], shown: str) -> None:
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise EngineDead(f"engine argument {shown} is unknown to vLLM{hint}")
+        raise EngineDead(f"engine argument {shown} is unknown to vLLM{nearest(name, known)}")
