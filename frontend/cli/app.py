@@ -80,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
-    args = build_parser().parse_args(given)
+    parser = build_parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return ExitCode.USAGE
+    args = parser.parse_args(given)
     _set_up_logs(args)
     if not args.verbose:
         sys.excepthook = _report_bug

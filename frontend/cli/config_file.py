@@ -33,7 +33,7 @@ def config_flags(parser: argparse.ArgumentParser, path: Path) -> list[str]:
     try:
         settings = tomllib.loads(path.read_text())
     except OSError as exc:
-        raise CommandFailed(f"{path}: {exc.strerror}", ExitCode.USAGE) from exc
+        raise CommandFailed(f"{path}: {exc.strerror}; `rollbus init` writes a file", ExitCode.USAGE) from exc
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise CommandFailed(f"{path}: {exc}", ExitCode.USAGE) from exc
     options = {_flag_of(action)[2:]: action for action in parser._actions if action.dest not in NOT_IN_FILES}

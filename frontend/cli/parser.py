@@ -32,8 +32,12 @@ class CliParser(argparse.ArgumentParser):
         if "--config" in self._option_string_actions:
             given = self._with_config(given)
         parsed, rest = super().parse_known_args(given, namespace)
+        if rest and rest[0].startswith("-"):
+            self.error(f'no option "{rest[0]}"')
         if rest:
-            self.error(f'no option "{rest[0]}"' if rest[0].startswith("-") else f'one argument too many: "{rest[0]}"')
+            near = [f"{name} {rest[0]}" for name in ("--model", "--worker") if name in self._option_string_actions]
+            question = f"; did you mean {' or '.join(near)}?" if near else ""
+            self.error(f'one argument too many: "{rest[0]}"{question}')
         return parsed, []
 
     def with_option_names(self, text: str) -> str:

@@ -172,7 +172,6 @@ def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
         ["stop"],
         ["pause", "--mode", "now"],
         ["pause", "--timeout-s", "0"],
@@ -206,6 +205,13 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
     assert captured.out == ""
 
 
+def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command, the help goes to stderr, and the exit code is 2."""
+    assert main([]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert (captured.err, captured.out) == (build_parser().format_help(), "")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -235,6 +241,8 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
             'rollbus auth: action: no "inti" (did you mean init?); allowed: init, remove, certify',
         ),
         (["status", "more"], 'rollbus status: one argument too many: "more"'),
+        (["up", "org/m"], 'rollbus up: one argument too many: "org/m"; did you mean --model org/m?'),
+        (["pause", "a"], 'rollbus pause: one argument too many: "a"; did you mean --model a or --worker a?'),
         (
             ["generate", "--output", "b"],
             "rollbus generate: the following arguments are required: --input; rollbus generate --help has examples",
