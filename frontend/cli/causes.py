@@ -15,11 +15,10 @@ from ...schemas.desired import DesiredState
 from ...schemas.presence import WorkerState
 from .arguments import check_known_model
 from .request_tables import id_of, state_of
-from .tables import NONE
+from .tables import wrapped
 
-__all__ = ["COLUMNS", "Cause", "cause_rows", "find_causes", "of_model"]
+__all__ = ["Cause", "cause_lines", "find_causes", "of_model"]
 
-COLUMNS: Final = ("cause", "of", "for", "by", "next")
 IDLE_S: Final = 5.0
 """Seconds without a token after which a request is named. Honest steps, also of long prompts, are mostly shorter."""
 LATE_S: Final = 3.0
@@ -45,12 +44,12 @@ class Cause:
     """The next command to run."""
 
 
-def cause_rows(causes: list[Cause]) -> list[list[str]]:
-    """Return the cells of `COLUMNS` for each cause."""
-    return [
-        [each.cause, each.of, NONE if each.seconds is None else f"{each.seconds:,.0f} s", each.by or NONE, each.next]
-        for each in causes
-    ]
+def cause_lines(causes: list[Cause], width: int) -> Iterator[str]:
+    """Yield lines for each cause: what it is, in at most `width` columns, and the next command as it is typed."""
+    for each in causes:
+        seconds = "" if each.seconds is None else f", for {each.seconds:,.0f} s"
+        yield from wrapped(f"{each.of}: {each.cause}{seconds}{f', by {each.by}' if each.by else ''}", width)
+        yield f"  -> {each.next}"
 
 
 def find_causes(state: FleetState, running: RequestList | None, now: float) -> list[Cause]:
@@ -123,8 +122,8 @@ def _queues(state: FleetState) -> Iterator[Cause]:
         if waiting and not serving:
             yield Cause(f"{wait}, and no worker serves", model, next="rollbus status")
         elif waiting:
-            slots = sum(map(slots_of, serving))
-            cause = f"{wait} for {slots:,} slots of {len(serving)} workers"
+            workers = "1 worker" if len(serving) == 1 else f"{len(serving)} workers"
+            cause = f"{wait} for {sum(map(slots_of, serving)):,} slots of {workers}"
             yield Cause(cause, model, next=f"rollbus requests slowest --model {shlex.quote(model)}")
 
 

@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import FleetState, QueueDepth, RequestList
-from rollbus.frontend.cli.causes import MAX_REQUESTS, Cause, find_causes, of_model
+from rollbus.frontend.cli.causes import MAX_REQUESTS, Cause, cause_lines, find_causes, of_model
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.tables import table_text
 from rollbus.schemas.control import Pause, Sleep
 from rollbus.schemas.desired import DesiredState, Recorded
 from rollbus.schemas.presence import WorkerState
@@ -95,7 +94,17 @@ def test_a_fleet_without_problems_has_no_causes() -> None:
     """Serving workers and requests that make tokens are no cause, also if the requests may not be read."""
     assert find_causes(FLEET, RequestList(timelines=(running("r", 0.5),)), 0.0) == []
     assert find_causes(FLEET, None, 0.0) == []
-    assert table_text(("cause",), []) == "cause"
+
+
+def test_a_cause_is_a_sentence_and_a_command() -> None:
+    """A cause has a line with its time and its author, and a line with the next command."""
+    causes = [Cause("paused (keep)", "m", 61.4, "alice", "rollbus resume --model m"), Cause("late", "w", next="look")]
+    assert list(cause_lines(causes, 80)) == [
+        "m: paused (keep), for 61 s, by alice",
+        "  -> rollbus resume --model m",
+        "w: late",
+        "  -> look",
+    ]
 
 
 @pytest.mark.slow

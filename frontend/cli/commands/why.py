@@ -36,9 +36,9 @@ async def run(args: argparse.Namespace) -> int:
 
     from .... import bus
     from ....schemas.errors import ControlCode, ControlError, NoWorkers
-    from ..causes import COLUMNS, cause_rows, find_causes, of_model
+    from ..causes import cause_lines, find_causes, of_model
     from ..console import print_json, write
-    from ..tables import lay_out, wrapped
+    from ..tables import wrapped
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
@@ -61,8 +61,8 @@ async def run(args: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size().columns
         lines = [*_summary(state, running, is_blocked=bool(causes)), *([unknown] if unknown and state.workers else [])]
-        table = lay_out(COLUMNS, cause_rows(causes), width).lines if causes else []
-        write("\n".join([*(part for line in lines for part in wrapped(line, width)), *([""] if table else []), *table]))
+        parts = [part for line in lines for part in wrapped(line, width)]
+        write("\n".join([*parts, *([""] if causes else []), *cause_lines(causes, width)]))
     if not state.workers:
         if args.model is None:
             raise NoWorkers(message="no worker is live")
