@@ -1,12 +1,13 @@
-"""The recorded history of a request, as the command line prints it and the HTTP service answers it."""
+"""Recorded histories and lists of requests, as the command line prints them and the HTTP service answers them."""
 
 import msgspec
 
 from .. import bus
 from ..bus.protocol.telemetry.request_trace import clock_skews
 from ..schemas.control import READ_TIMEOUT_S
+from ..schemas.telemetry import RequestKind
 
-__all__ = ["RequestAnswer", "answer_of", "find_timelines", "unknown_request", "without_prefix"]
+__all__ = ["RequestAnswer", "RequestQuery", "answer_of", "find_timelines", "unknown_request", "without_prefix"]
 
 MAX_NAMED = 8
 """Largest number of silent workers that a message names."""
@@ -31,6 +32,27 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """By worker: the number of seconds by which its clock is at least ahead of the server's clock. A negative value
     means behind. A worker is missing if its times do not show a difference.
     """
+
+
+class RequestQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A list of requests, and its filters."""
+
+    show: RequestKind = "running"
+    """The list, as in `rollbus.Fleet.requests`."""
+    client: str | None = None
+    """Name of a client; None: requests of all clients."""
+    model: str | None = None
+    """Name of a model; None: requests for all models."""
+    workers: list[str] | None = None
+    """Ids of workers; None: requests at all workers."""
+    limit: int = 50
+    """Maximum number of requests, 1 to 256."""
+
+    async def read(self, fleet: bus.Fleet) -> bus.RequestList:
+        """Ask the workers for the list. Errors are those of `Fleet.requests`."""
+        return await fleet.requests(
+            self.show, client=self.client, model=self.model, workers=self.workers, limit=self.limit
+        )
 
 
 def answer_of(trace: bus.RequestTrace) -> RequestAnswer:

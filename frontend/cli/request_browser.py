@@ -2,14 +2,16 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
+from msgspec.structs import replace
 from rich.text import Text
 
 from ...bus import Client, RequestList, RequestTrace, WorkerTimeline
 from ...schemas.errors import RollbusError
 from ...schemas.telemetry import RequestKind
+from ..request_traces import RequestQuery
 from .request_tables import id_of, list_notes, list_table
 from .tables import printable, wrapped
 from .top.full_screen import FullScreen, held_logs
@@ -18,30 +20,13 @@ from .top.pages import draw_page
 from .top.top import Events
 from .trace_tables import trace_lines
 
-__all__ = ["Browser", "RequestQuery", "browse"]
+__all__ = ["Browser", "browse"]
 
 READ_EVERY_S: Final = 1.0
 """Seconds between two reads of the list or trace."""
 _LISTS: Final[tuple[RequestKind, ...]] = get_args(RequestKind)
 _KEYS: Final = "q quit  up, down  Enter trace  s next list"
 _STEPS: Final = {"up": -1, "down": 1, "page_up": -10, "page_down": 10, "home": -10_000, "end": 10_000}
-
-
-@dataclass(frozen=True, slots=True)
-class RequestQuery:
-    """A list of requests, and its filters."""
-
-    show: RequestKind = "running"
-    client: str | None = None
-    model: str | None = None
-    workers: list[str] | None = None
-    limit: int = 50
-
-    async def read(self, rb: Client) -> RequestList:
-        """Ask the workers for the list. Errors are those of `Fleet.requests`."""
-        return await rb.fleet.requests(
-            self.show, client=self.client, model=self.model, workers=self.workers, limit=self.limit
-        )
 
 
 @dataclass(slots=True)
@@ -148,7 +133,7 @@ async def _read(rb: Client, browser: Browser) -> None:
             if browser.opened == opened and trace.timelines:
                 browser.trace = trace
         else:
-            found = await query.read(rb)
+            found = await query.read(rb.fleet)
             if browser.query == query:
                 browser.found = found
         browser.problem = ""

@@ -1,4 +1,4 @@
-"""Route that returns the recorded history of a request from the workers that had it."""
+"""Routes that return the recorded history of a request, and lists of requests, from the workers that had them."""
 
 from typing import Final
 
@@ -6,8 +6,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...bus import RequestList
 from ...schemas.errors import InvalidRequest
-from ..request_traces import RequestAnswer, answer_of, find_timelines, unknown_request
+from ..request_traces import RequestAnswer, RequestQuery, answer_of, find_timelines, unknown_request
 from .control.reading import read_query
 from .errors import HttpError, http_error
 from .service import HttpRoute, RouteTable, Service
@@ -41,6 +42,16 @@ async def request_timelines(service: Service, request: Request) -> Response:
     return json_response(answer_of(trace))
 
 
+async def request_list(service: Service, request: Request) -> Response:
+    """Return the requests that run, are slowest, failed or were resumed, by client, model and worker.
+
+    Requests that wait in the queue are at no worker and in no list.
+    """
+    return json_response(await read_query(request, RequestQuery).read(service.rb.fleet))
+
+
 ROUTES: Final[RouteTable] = {
-    ("GET", f"/v1/rl/requests{end}"): HttpRoute(request_timelines, answer=RequestAnswer) for end in ("", "/{id}")
+    ("GET", "/v1/rl/requests"): HttpRoute(request_timelines, answer=RequestAnswer, query=IdQuery),
+    ("GET", "/v1/rl/requests/{id}"): HttpRoute(request_timelines, answer=RequestAnswer),
+    ("GET", "/v1/rl/request_list"): HttpRoute(request_list, answer=RequestList, query=RequestQuery),
 }

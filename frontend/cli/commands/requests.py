@@ -50,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Show the list until the user quits, or print it once."""
     from .... import bus
+    from ...request_traces import RequestQuery
     from ..console import print_json, write
-    from ..request_browser import RequestQuery, browse
+    from ..request_browser import browse
     from ..request_tables import list_as_json, list_notes, list_table
     from ..top.full_screen import is_capable
 
@@ -60,7 +61,7 @@ async def run(args: argparse.Namespace) -> int:
         if is_capable() and not (args.once or args.json):
             await browse(rb, query)
             return ExitCode.OK
-        found = await query.read(rb)
+        found = await query.read(rb.fleet)
     if args.json:
         print_json(list_as_json(args.show, found))
     else:
