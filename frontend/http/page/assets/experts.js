@@ -11,7 +11,7 @@ import { route, setParams } from "./router.js";
 import { MAX_DOUBLINGS, shareScale } from "./scale.js";
 import { now, on } from "./store.js";
 import { onTheme } from "./theme.js";
-import { workerChoice } from "./throughput.js";
+import { nameChoice } from "./throughput.js";
 
 const PLANES = { generated: "generated tokens", prompt: "prompt tokens" };
 /** Length of the charts over time: the service stores this much. */
@@ -82,7 +82,7 @@ function seenWords({ computed, seen, kept, counted_at: at }) {
 /** Make the view. */
 export function expertsView() {
   const model = el("select", { id: "experts-model", data: { testid: "experts-model" }, on: { change: () => go({ model: model.value }) } });
-  const worker = workerChoice("experts-worker", (name) => go({ worker: name }));
+  const worker = nameChoice("experts-worker", "Worker", (name) => go({ worker: name }));
   const planes = el("fieldset", { class: "choice segments" }, el("legend", { class: "visually-hidden", text: "Tokens" }));
   for (const [name, words] of Object.entries(PLANES)) planes.append(el("label", {}, el("input", { type: "radio", name: "plane", value: name, data: { testid: `plane-${name}` }, on: { change: () => go({ plane: name }) } }), el("span", { text: words })));
   const seen = el("strong", { data: { testid: "seen" } });
@@ -174,7 +174,7 @@ export function expertsView() {
   on("experts", () => !root.closest("[hidden]") && show());
   on("fleet", (fleet) => {
     if (!fleet || root.closest("[hidden]")) return;
-    worker.update(fleet.workers.filter((each) => each.model === model.value));
+    worker.update(fleet.workers.filter((each) => each.model === model.value).map((each) => each.worker));
     if (!now.experts) show();
   });
   return { root, show, hide: () => watchExperts(null) };

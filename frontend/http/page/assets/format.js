@@ -58,6 +58,9 @@ export function bytes(value) {
   return `${whole.format(value)} B`;
 }
 
+/** A text, shortened in its middle if it is long. */
+export const shortened = (text) => (text.length > 48 ? `${text.slice(0, 24)}…${text.slice(-23)}` : text);
+
 /** "1 worker", "12 workers". */
 export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 

@@ -1,8 +1,9 @@
-// The view of one request: its history, from the workers that had it.
+// The view of requests: their list, and the history of one, from the workers that had it.
 
-import { el, setText } from "./dom.js";
-import { address, route } from "./router.js";
+import { el, setAttr, setText } from "./dom.js";
 import { count, duration, plural } from "./format.js";
+import { requestList, silentWords } from "./requests.js";
+import { address, route } from "./router.js";
 import { ask } from "./session.js";
 import { drawTimelines, listOf, nameOf } from "./timeline.js";
 import { askForToken } from "./token_dialog.js";
@@ -38,8 +39,7 @@ function found(body, room) {
 /** Return sentences about missing or inexact data. */
 function caveats({ silent, left_out: leftOut, clock_skews: skews }) {
   const found = [];
-  const names = Array.isArray(silent) ? silent : Object.keys(silent ?? {});
-  if (names.length) found.push(`No answer from ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${plural(names.length - 5, "other")}` : ""}: their part of the request is missing.`);
+  if (silent.length) found.push(`${silentWords(silent)}: their part of the request is missing.`);
   if (leftOut) found.push(`The answers leave out ${plural(leftOut, "earlier timeline")}, because they were too long.`);
   for (const [worker, seconds] of Object.entries(skews ?? {})) found.push(`The clock of ${worker} is at least ${duration(Math.abs(seconds))} ${seconds > 0 ? "ahead of" : "behind"} the server's clock. Times between machines are wrong by this amount.`);
   return found;
@@ -52,12 +52,14 @@ export function requestView() {
   const answer = el("div", { class: "view" });
   const go = (event) => {
     event.preventDefault();
-    const to = address("request", { id: input.value.trim() });
+    const to = address("request", { ...Object.fromEntries(route().params), id: input.value.trim() });
     if (to === location.hash) load(input.value.trim());
     else location.hash = to;
   };
-  const form = el("form", { class: "controls", on: { submit: go } }, el("label", { class: "choice grow" }, el("span", { text: "Request" }), input), el("button", { type: "submit", class: "primary", text: "Look up", data: { testid: "request-submit" } }));
-  const root = el("div", { class: "view" }, form, note, answer);
+  const list = requestList();
+  const back = el("a", { text: "All requests", data: { testid: "request-back" } });
+  const form = el("form", { class: "controls", on: { submit: go } }, back, el("label", { class: "choice grow" }, el("span", { text: "Request" }), input), el("button", { type: "submit", class: "primary", text: "Look up", data: { testid: "request-submit" } }));
+  const root = el("div", { class: "view" }, list.root, form, note, answer);
   let shown = null;
   let run = null;
 
@@ -71,10 +73,7 @@ export function requestView() {
     run?.abort();
     run = new AbortController();
     answer.replaceChildren();
-    if (!id) {
-      say("Workers remember their open requests and the last 1,000 that ended. Enter the id of a request to look it up.");
-      return;
-    }
+    if (!id) return say("");
     say("Asking the workers …");
     try {
       const body = await (await ask(`v1/rl/requests?id=${encodeURIComponent(id)}`, { signal: run.signal })).json();
@@ -91,7 +90,14 @@ export function requestView() {
   return {
     root,
     show() {
-      const id = route().params.get("id") ?? "";
+      const params = Object.fromEntries(route().params);
+      const id = params.id ?? "";
+      const hasFocus = list.root.contains(document.activeElement);
+      list.root.hidden = Boolean(id);
+      back.hidden = !id;
+      setAttr(back, "href", address("request", { ...params, id: "" }));
+      if (!id) list.show();
+      else if (hasFocus) back.focus();
       if (id === shown) return;
       input.value = id;
       load(id);

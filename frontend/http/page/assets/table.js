@@ -13,6 +13,11 @@ const SORT_EVERY_MS = 5000;
 
 /** On a phone, the first column stays visible and is narrower, to leave room for the others. Its texts are wrapped. */
 const narrow = matchMedia("(max-width: 640px)");
+/** On a phone: characters in a line of a wrapped text, and height of a line. */
+const [LINE_CHARS, LINE_PX, WRAP_PAD_PX] = [14, 16, 14];
+
+/** Height of the rows on a phone, whose texts are wrapped and have `more` lines below. */
+export const wrappedPx = (texts, more = 0) => WRAP_PAD_PX + LINE_PX * (Math.max(1, ...texts.map((text) => Math.ceil(text.length / LINE_CHARS))) + more);
 
 /**
  * A column is `{id, title, hint, width, narrow, numeric, value(row), cell(td)}`. `value` returns the sort key. `cell`
@@ -93,10 +98,15 @@ export class VirtualTable {
   #sortBy(column) {
     const same = this.sort.id === column.id;
     // Numbers are sorted in descending order at first.
-    this.sort = { id: column.id, down: same ? !this.sort.down : Boolean(column.numeric) };
+    this.sortAs({ id: column.id, down: same ? !this.sort.down : Boolean(column.numeric) });
+    this.onSort?.(this.sort);
+  }
+
+  /** Sort the rows by a column. */
+  sortAs(sort) {
+    this.sort = sort;
     this.sortedAt = 0;
     this.#markSort();
-    this.onSort?.(this.sort);
     this.setRows(this.rows);
   }
 

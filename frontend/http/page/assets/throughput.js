@@ -22,16 +22,15 @@ const SPANS = [5, 15, 60];
 /** Time until the next request after an error. */
 const ASK_AGAIN_MS = 5000;
 
-/** Make an input for a worker's name, with a list of names. */
-export function workerChoice(id, onChoice) {
+/** Make an input for a name, with a list of the known names. */
+export function nameChoice(id, title, onChoice) {
   const names = el("datalist", { id: `${id}-names` });
-  const input = el("input", { id, list: names.id, placeholder: "all workers", spellcheck: "false", autocomplete: "off", data: { testid: id }, on: { change: () => onChoice(input.value.trim()) } });
+  const input = el("input", { id, list: names.id, placeholder: `all ${title.toLowerCase()}s`, spellcheck: "false", autocomplete: "off", data: { testid: id }, on: { change: () => onChoice(input.value.trim()) } });
   return {
-    root: el("label", { class: "choice" }, el("span", { text: "Worker" }), input, names),
+    root: el("label", { class: "choice" }, el("span", { text: title }), input, names),
     input,
-    update(workers) {
-      const sorted = workers.map(({ worker }) => worker).sort(compareNames);
-      keyed(names, sorted, (name) => name, (name) => el("option", { value: name }), () => {});
+    update(known) {
+      keyed(names, [...new Set(known)].sort(compareNames), (name) => name, (name) => el("option", { value: name }), () => {});
     },
   };
 }
@@ -42,7 +41,7 @@ export function throughputView() {
   const charts = CHARTS.map((each) => ({ ...each, chart: new TimeChart({ ...each, testid: `chart-${each.key}` }) }));
   const by = el("select", { id: "by", data: { testid: "by" }, on: { change: () => go({ by: by.value, worker: "" }) } }, el("option", { value: "", text: "the whole fleet" }), el("option", { value: "model", text: "each model" }), el("option", { value: "worker", text: "one worker" }));
   const span = el("select", { id: "span", data: { testid: "span" }, on: { change: () => go({ span: span.value }) } }, el("option", { value: "", text: "all data" }), ...SPANS.map((minutes) => el("option", { value: minutes, text: `the last ${minutes} minutes` })));
-  const choice = workerChoice("chart-worker", (worker) => go({ by: "", worker }));
+  const choice = nameChoice("chart-worker", "Worker", (worker) => go({ by: "", worker }));
   const note = el("p", { class: "hint", role: "status" });
   const facts = el("p", { data: { testid: "worker-facts" } });
   const failure = el("p", { class: "notice", hidden: true });
@@ -112,7 +111,7 @@ export function throughputView() {
 
   on("fleet", (fleet) => {
     if (!fleet || root.closest("[hidden]")) return;
-    choice.update(fleet.workers);
+    choice.update(fleet.workers.map((each) => each.worker));
     refresh();
   });
   return { root, show };

@@ -7,8 +7,8 @@ const ROW = 46;
 const TOP = 26;
 const MIN_WIDE = 560;
 const LABEL_PX = 70;
-const PHASES = { published: ["in the queue", "wait"], offered: ["accepted", "wait"], started: ["prefill", "prefill"], prefilled: ["to the first token", "prefill"], first_token: ["decode", "decode"], resumed: ["decode", "decode"], held: ["held", "held"], restarted: ["prompt again", "prefill"] };
-const WORDS = { published: "in the queue", offered: "accepted by the worker", started: "sent to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "new weights", restarted: "prompt is computed again", ended: "ended", lost: "lost" };
+const PHASES = { __proto__: null, published: ["in the queue", "wait"], offered: ["accepted", "wait"], started: ["prefill", "prefill"], prefilled: ["to the first token", "prefill"], first_token: ["decode", "decode"], resumed: ["decode", "decode"], held: ["held", "held"], restarted: ["prompt again", "prefill"] };
+const WORDS = { __proto__: null, published: "in the queue", offered: "accepted by the worker", started: "sent to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "new weights", restarted: "prompt is computed again", ended: "ended", lost: "lost" };
 
 const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at }) => at));
 

@@ -4,15 +4,13 @@ import { el, meter, setAttr, setText } from "./dom.js";
 import { bytes, compareNames, count, duration, percent, rate, version } from "./format.js";
 import { address, route, setParams } from "./router.js";
 import { stateOf, stateOrder } from "./states.js";
-import { VirtualTable, textCell } from "./table.js";
+import { VirtualTable, textCell, wrappedPx } from "./table.js";
 
 /** Age of the last presence from which the table shows it. Workers publish presence about every second. */
 const LATE_S = 5;
-/** On a phone: characters of a name in a line, and height of a line. An error has two lines below the name. */
-const [LINE_CHARS, LINE_PX, PAD_PX] = [14, 16, 14];
 
-/** Height of the rows on a phone: names and states are wrapped, and the last error is below. */
-const narrowPx = (rows) => PAD_PX + LINE_PX * (Math.max(1, ...rows.map(({ worker, state }) => Math.ceil(Math.max(worker.length, state.length) / LINE_CHARS))) + (rows.some((row) => row.last_error) ? 2 : 0));
+/** Height of the rows on a phone: names and states are wrapped, and the last error has two lines below. */
+const narrowPx = (rows) => wrappedPx(rows.flatMap(({ worker, state }) => [worker, state]), rows.some((row) => row.last_error) ? 2 : 0);
 
 /** Return the progress of the weights that a worker stages or loads: a short text, a long text, and a share. */
 export function stagingOf(staging) {
