@@ -13,6 +13,7 @@ __all__ = [
     "ChatAnswer",
     "CompletionAnswer",
     "GenerateAnswer",
+    "GenerateChoice",
     "Message",
     "OfPrompt",
     "SampledToken",

@@ -119,6 +119,7 @@ class _Endpoint:
             ExitStack() as until_answered,
         ):
             request.state.until_answered = until_answered
+            request.state.waited_s = 0.0
             try:
                 response = await self._answer(request)
                 seen.status = response.status_code

@@ -1,5 +1,6 @@
 """Conversion of errors to HTTP answers in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -17,7 +18,16 @@ from ...schemas.errors import (
     RollbusError,
 )
 
-__all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "unsupported"]
+__all__ = [
+    "STATUS",
+    "HttpError",
+    "error_body",
+    "error_response",
+    "http_error",
+    "invalid",
+    "unsupported",
+    "without_paths",
+]
 
 RETRY_AFTER_S = 1
 """Seconds after which a client may retry a busy service."""
@@ -49,6 +59,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.UNKNOWN: 502,
 }
 """HTTP status of each error code of a token request."""
+ABSOLUTE_PATH: Final = re.compile(r"(?<![\w/.])/(?:[^\s/]+/)+")
+"""The directories of an absolute path, which workers' errors have."""
 NO_RETRY: Final = {"X-Should-Retry": "false"}
 """Header of a permanent refusal. The clients of OpenAI and Anthropic retry any other status from 500 on."""
 
@@ -113,12 +125,20 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
         message = f"{field} {error.problem}; allowed: {error.allowed}"
         return HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field)
     if isinstance(error, RequestError):
-        return HttpError(STATUS[error.code], error.message, code=error.code)
+        status = STATUS[error.code]
+        # The text of a 4xx is about the client's own values.
+        message = error.message if status < 500 else without_paths(error.message)
+        return HttpError(status, message, code=error.code)
     if isinstance(error, ControlError):
         return HttpError(CONTROL_STATUS.get(error.code, 502), error.message, code=error.code)
     if isinstance(error, BusBroken | BusClosed):
         return HttpError(503, str(error), code="bus_unavailable")
     return HttpError(502, str(error), code="bad_gateway")
+
+
+def without_paths(message: str) -> str:
+    """Return the message with absolute paths reduced to their last component: they are of a worker's machine."""
+    return ABSOLUTE_PATH.sub("", message)
 
 
 def invalid(field: str, problem: str, allowed: str) -> HttpError:

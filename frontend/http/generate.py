@@ -1,5 +1,6 @@
 """`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM 0.30."""
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -8,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
+from ...schemas import limits
 from ...schemas.checks import describe
 from ..tokenization import Tokenizer
-from .answer_types import GenerateAnswer, Usage
+from .answer_types import GenerateAnswer, GenerateChoice, Usage
 from .answers import AnswerChoice, collect_answers, updates, usage_of
 from .body import decode_body, read_body
 from .calls import JsonPieces
@@ -25,6 +27,7 @@ from .generate_body import (
     check_supported,
     request_fields,
 )
+from .preparation import RequestAborted, aborted_response
 from .request_target import RequestTarget, build_request, check_length, find_target, id_headers, named_errors
 from .routing_json import rows_json
 from .service import HttpRoute, RouteTable, Service
@@ -37,7 +40,30 @@ async def generate(service: Service, request: Request) -> Response:
     """Continue token ids. The answer is an event stream if the body sets `stream`."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
-    service.prepare(request)
+    try:
+        async with service.preparing(request, body.request_id):
+            target, tokenizer, built = await _prepare(service, request, body)
+    except RequestAborted as error:
+        return _aborted(body, error)
+    choices = [
+        AnswerChoice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
+        for child in range(built.sampling.n)
+    ]
+    if body.stream:
+        events = _events(service, request, body, target, built, choices)
+        return await service.stream(request, events, id_headers(built))
+    with named_errors(body_names(body), built):
+        await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
+        with_prompt = service.settings.returns_tokens or bool(body.return_token_ids)
+        as_json = rows_json(body.routed_experts_format, npy=service.settings.routed_experts_npy)
+        pieces = answer_json(built, target, choices, with_prompt=with_prompt, as_json=as_json)
+        return JsonPieces(pieces, id_headers(built))
+
+
+async def _prepare(
+    service: Service, request: Request, body: GenerateBody
+) -> tuple[RequestTarget, Tokenizer | None, bus.GenerateRequest]:
+    """Return the target, the tokenizer if the request needs one, and the request to the fleet."""
     check_supported(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     if body.routed_experts_format is not None and target.capabilities.routed_experts is None:
@@ -47,21 +73,23 @@ async def generate(service: Service, request: Request) -> Response:
     tokenizer = await _tokenizer(service, target, body.sampling_params)
     room = target.room(len(body.token_ids))
     sampling, fields = request_fields(body, tokenizer, room, returns_tokens=service.settings.returns_tokens)
-    names = body_names(body)
-    built = build_request(service, request, target, sampling=sampling, fields=fields, names=names)
-    choices = [
-        AnswerChoice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
-        for child in range(built.sampling.n)
-    ]
-    if body.stream:
-        events = _events(service, request, body, target, built, choices)
-        return await service.stream(request, events, id_headers(built))
-    with named_errors(names, built):
-        await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
-        with_prompt = service.settings.returns_tokens or bool(body.return_token_ids)
-        as_json = rows_json(body.routed_experts_format, npy=service.settings.routed_experts_npy)
-        pieces = answer_json(built, target, choices, with_prompt=with_prompt, as_json=as_json)
-        return JsonPieces(pieces, id_headers(built))
+    built = build_request(service, request, target, sampling=sampling, fields=fields, names=body_names(body))
+    return target, tokenizer, built
+
+
+def _aborted(body: GenerateBody, error: RequestAborted) -> Response:
+    """Return the answer to a request that was aborted before it was open: no tokens."""
+    n = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
+    choices = [GenerateChoice(index, bus.FinishReason.ABORT, [], [], None, None, None) for index in range(n)]
+    usage, head = usage_of(0, 0), {"request_id": error.request_id, "model": body.model or error.model}
+    if not body.stream:
+        nothing = dict.fromkeys(GenerateAnswer.__struct_fields__)
+        answer = {**nothing, **head, "created": int(time.time()), "choices": choices, "usage": usage}
+        return aborted_response(error, [answer], stream=False)
+    events: list[dict[str, object]] = [{**head, "usage": None, "choices": [choice]} for choice in choices]
+    if body.stream_options is not None and body.stream_options.include_usage:
+        events.append({**head, "usage": usage, "choices": []})
+    return aborted_response(error, events, stream=True)
 
 
 async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBody) -> Tokenizer | None:

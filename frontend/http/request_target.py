@@ -1,6 +1,5 @@
 """Conversion of an HTTP request to a token request, shared by all routes that generate tokens."""
 
-import dataclasses
 import hashlib
 import re
 import time
@@ -23,7 +22,7 @@ from ...schemas.model_limits import check_model_limits
 from ...schemas.presence import Capabilities, WorkerPresence
 from .calls import until_disconnect
 from .edge import REQUEST_ID_HEADER, given_request_id
-from .errors import HttpError, http_error, invalid
+from .errors import HttpError, http_error, invalid, without_paths
 from .service import Service
 from .trace import GivenTrace
 from .turns import MIN_LEFT_S
@@ -47,8 +46,6 @@ class RequestTarget:
     """Capabilities of that worker's model."""
     lora: str | None
     """The adapter; None for the base model."""
-    waited_s: float = 0.0
-    """Seconds of the request's timeout that have passed, because a worker had to start."""
 
     @property
     def name(self) -> str:
@@ -84,7 +81,8 @@ async def find_target(
     target = _announced(service, model)
     if target is None:
         timeout_s = _timeout_s(service, request, timeout_s)
-        target = await until_disconnect(request.receive, _wait_for_target(service, model, timeout_s))
+        target = await until_disconnect(request.receive, _wait_for_target(service, request, model, timeout_s))
+    service.is_for(request, (target.worker.model,))
     service.metrics.is_for(target.worker.model)
     return target
 
@@ -109,7 +107,7 @@ def _announced(service: Service, model: str) -> RequestTarget | None:
     return None
 
 
-async def _wait_for_target(service: Service, model: str, timeout_s: float) -> RequestTarget:
+async def _wait_for_target(service: Service, request: Request, model: str, timeout_s: float) -> RequestTarget:
     # The ack of another service may be newer than presence, so the record decides before anything is refused.
     refusal, bases = await _not_served(service, model)
     if (target := _announced(service, model)) is not None:
@@ -118,6 +116,7 @@ async def _wait_for_target(service: Service, model: str, timeout_s: float) -> Re
     watcher = registry.runtime.watcher
     if watcher.snapshot.awaited.isdisjoint(bases):
         raise refusal
+    service.is_for(request, bases)
 
     def has_ended() -> bool:
         fleet = watcher.snapshot
@@ -125,15 +124,17 @@ async def _wait_for_target(service: Service, model: str, timeout_s: float) -> Re
 
     begun = time.monotonic()
     if not await registry.thread.run(watcher.wait_until(has_ended, seconds)):
-        others = "".join(watcher.snapshot.describe_others(base) for base in bases)
+        others = without_paths("".join(watcher.snapshot.describe_others(base) for base in bases))
         message = f"no worker has served model {model!r} for {seconds:g} s{others}"
         status, code = (503, ErrorCode.NO_WORKERS) if seconds < timeout_s else (504, ErrorCode.TIMEOUT)
         raise HttpError(status, message, code=code)
+    # Counts in the timeout and in `max_wait_s` of what follows.
+    request.state.waited_s = time.monotonic() - begun
     target = _announced(service, model)
     if target is None:
         refusal, _ = await _not_served(service, model)
         raise refusal
-    return dataclasses.replace(target, waited_s=time.monotonic() - begun)
+    return target
 
 
 async def _only_model(service: Service) -> str:
@@ -158,7 +159,7 @@ async def _not_served(service: Service, model: str) -> tuple[HttpError, Sequence
     Wait up to a second for a recorded adapter.
     """
     fleet, snapshot = service.rb.fleet, registry_of(service.rb).runtime.watcher.snapshot
-    others = snapshot.describe_others(model)
+    others = without_paths(snapshot.describe_others(model))
     if any(worker.model == model for worker in fleet.workers):
         return HttpError(503, f"model {model!r} is starting{others}", code=ErrorCode.NO_WORKERS), (model,)
     try:
@@ -242,8 +243,8 @@ def build_request(
                 "timeout_s": timeout_s,
             },
         )
-        if target.waited_s:
-            built = replace(built, timeout_s=max(timeout_s - target.waited_s, MIN_LEFT_S))
+        if request.state.waited_s:
+            built = replace(built, timeout_s=max(timeout_s - request.state.waited_s, MIN_LEFT_S))
         check_model_limits(built, target.capabilities)
     return built
 

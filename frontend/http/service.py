@@ -1,7 +1,8 @@
 """State and types that the routes share."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,16 @@ from ...bus.client.client import registry_of
 from ...bus.protocol.fleet.unserved import WaitLimit
 from ...bus.tracing.spans import Tracer
 from ...schemas.presence import WorkerPresence
+from ...schemas.request_ids import check_given_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from .access import user_of
 from .calls import Admission, EventStream, until_disconnect
+from .edge import given_request_id
 from .errors import HttpError
 from .live.live_fleet import LiveFleet
 from .metrics import Metrics
 from .openai.parsers import Parsers
+from .preparation import Preparation, RequestAborted
 from .settings import Settings
 from .tokenizer_loads import TokenizerLoads
 from .turns import FleetTurn, Turns
@@ -31,9 +35,7 @@ __all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
 ABORT_AGAIN_S: Final = 0.02
 """Seconds between two aborts of requests that wait for their turn."""
 ABORT_TIMEOUT_S: Final = 10.0
-"""Seconds in which the requests that wait must get their turns, so that all are aborted. Each turn takes milliseconds.
-Requests that are prepared need a second for an unknown model, and longer for the first load of a tokenizer or while
-their model's first worker starts. After this time, such a request is not aborted."""
+"""Seconds in which requests must be open, so that they are aborted: milliseconds, and a second for an unknown model."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Service:
     turns: Turns = field(init=False)
     _open_requests: dict[int, tuple[Request, bus.GenerateRequest]] = field(default_factory=dict)
     """The open token requests by identity, because two clients may choose one id, each with its HTTP request."""
-    _preparing: set[Request] = field(default_factory=set)
+    _preparing: dict[Request, Preparation] = field(default_factory=dict)
     """The HTTP requests whose token requests are not open yet."""
     live: LiveFleet = field(init=False)
     """The live view of the fleet."""
@@ -124,10 +126,10 @@ class Service:
     async def _complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
         user = self.user_of(http_request)
         async with self._open(http_request, request), self.turns.turn(user, request) as turn:
-            return await self.rb.complete(turn.request, wait_limit=self._wait_limit(turn))
+            return await self.rb.complete(turn.request, wait_limit=self._wait_limit(http_request, turn))
 
-    def _wait_limit(self, turn: FleetTurn) -> WaitLimit:
-        return WaitLimit(turn.arrived_at, self.settings.max_wait_s)
+    def _wait_limit(self, http_request: Request, turn: FleetTurn) -> WaitLimit:
+        return WaitLimit(turn.arrived_at, self.settings.max_wait_s, http_request.state.waited_s)
 
     async def chunks(
         self, http_request: Request, request: bus.GenerateRequest, *, is_limited: bool = True
@@ -146,7 +148,9 @@ class Service:
                 self.turns.turn(self.user_of(http_request), request) as turn,
                 aclosing(
                     self.rb.generate(
-                        turn.request, on_end=turn.end, wait_limit=self._wait_limit(turn) if is_limited else None
+                        turn.request,
+                        on_end=turn.end,
+                        wait_limit=self._wait_limit(http_request, turn) if is_limited else None,
                     )
                 ) as chunks,
             ):
@@ -154,48 +158,90 @@ class Service:
                     progress.add(chunk)
                     yield chunk
 
-    def prepare(self, request: Request) -> None:
-        """Let `abort_open` find an HTTP request before its token requests are open: the model may be unknown yet."""
-        until_answered: ExitStack = request.state.until_answered
-        self._preparing.add(request)
-        until_answered.callback(self._preparing.discard, request)
+    @asynccontextmanager
+    async def preparing(self, request: Request, body_id: str | None) -> AsyncIterator[None]:
+        """Let `abort_open` end the block, which prepares the token requests of an HTTP request.
+
+        Args:
+            body_id: the request's id in the body.
+
+        Raises:
+            RequestAborted: the request was aborted within the block.
+            InvalidRequest: the request's id is not valid.
+        """
+        given = given_request_id(request.headers) or (body_id and check_given_id("request_id", body_id))
+        try:
+            async with asyncio.timeout(None) as scope:
+                own = Preparation(given or uuid.uuid4().hex, self.user_of(request) if given else None, scope)
+                self._preparing[request] = own
+                until_answered: ExitStack = request.state.until_answered
+                until_answered.callback(self._preparing.pop, request, None)
+                try:
+                    yield
+                finally:
+                    own.scope = None
+        except TimeoutError:
+            if not own.is_aborted:
+                raise
+        if own.is_aborted:
+            raise RequestAborted(own.request_id, own.models)
+
+    def is_for(self, request: Request, models: Sequence[str]) -> None:
+        """Record the models that an HTTP request may be for, while it is prepared."""
+        if (own := self._preparing.get(request)) is not None:
+            own.models = tuple(models)
 
     @asynccontextmanager
     async def _open(self, http_request: Request, request: bus.GenerateRequest) -> AsyncIterator[None]:
         self._open_requests[id(request)] = http_request, request
-        self._preparing.discard(http_request)
+        self._preparing.pop(http_request, None)
         try:
             yield
         finally:
             del self._open_requests[id(request)]
 
-    async def abort_open(self, model: str | None) -> set[str]:
-        """Abort the open requests of this service, even those that wait here or in the queue. Return their wire ids.
+    async def abort_open(self, model: str | None, ids: Collection[str] | None = None) -> dict[str, str]:
+        """Abort the open requests of this service, even those that wait here or in the queue.
 
-        Requests that are prepared now are aborted as soon as they are open.
+        Requests that are prepared now end at once. If their model counts and is unknown yet, they end when it is known.
 
         Args:
             model: None: requests to any model.
+            ids: ids of the requests, chosen by their clients. None: all.
+
+        Returns:
+            The ids of the aborted requests, by wire id.
         """
-        arrived = self._preparing | {http_request for http_request, _ in self._open_requests.values()}
+        own: list[tuple[Request, Preparation | bus.GenerateRequest]] = [
+            *self._preparing.items(),
+            *self._open_requests.values(),
+        ]
+        arrived = {http_request for http_request, each in own if ids is None or each.request_id in ids}
         # By identity. The objects are kept, so that no later request has the same identity.
         meant: dict[int, bus.GenerateRequest] = {}
         ended: set[int] = set()
+        found: dict[str, str] = {}
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 while True:
+                    for http_request in arrived & self._preparing.keys():
+                        preparation = self._preparing[http_request]
+                        if preparation.abort(model):
+                            found[preparation.wire_id] = preparation.request_id
+                            arrived.discard(http_request)
                     for key, (http_request, each) in self._open_requests.items():
                         if http_request in arrived and model in (None, each.model):
                             meant[key] = each
+                            self.turns.end_wait(each)
                     left = (meant.keys() & self._open_requests.keys()) - ended
-                    if not left and not arrived & self._preparing:
+                    preparing = [self._preparing[each] for each in arrived & self._preparing.keys()]
+                    if not left and not any(each.may_be_for(model) for each in preparing):
                         break
                     if left:
-                        # A request that waits for its turn is published when requests before it have ended.
                         aborted = await self.rb.abort([meant[key].request_id for key in left])
                         ended.update(key for key in left if meant[key].request_id in aborted)
                     await asyncio.sleep(ABORT_AGAIN_S)
-        return {each.wire_id for each in meant.values()}
+        return found | {each.wire_id: each.request_id for each in meant.values()}
 
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]

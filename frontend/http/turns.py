@@ -69,6 +69,7 @@ class Turns:
         # By model. Only models with requests have an entry.
         self._lines: dict[str, FairLine] = {}
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._by_request: dict[int, asyncio.Future[None]] = {}
 
     @asynccontextmanager
     async def turn(self, user: str, request: bus.GenerateRequest) -> AsyncIterator[FleetTurn]:
@@ -90,7 +91,7 @@ class Turns:
     async def _wait(self, ticket: Ticket, request: bus.GenerateRequest) -> bus.GenerateRequest:
         begun = time.monotonic()
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
-        waiter = self._waiters[ticket] = asyncio.get_running_loop().create_future()
+        waiter = self._waiters[ticket] = self._by_request[id(request)] = asyncio.get_running_loop().create_future()
         try:
             with self._metrics.waiting.labels(request.model or "").track_inprogress():
                 async with asyncio.timeout(timeout_s):
@@ -99,8 +100,13 @@ class Turns:
             message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
             raise RequestTimeout(stage="admission", message=message, request_id=request.request_id) from None
         finally:
-            del self._waiters[ticket]
+            del self._waiters[ticket], self._by_request[id(request)]
         return replace(request, timeout_s=max(timeout_s - (time.monotonic() - begun), MIN_LEFT_S))
+
+    def end_wait(self, request: bus.GenerateRequest) -> None:
+        """Let a request that is aborted go to the client of the bus before its turn, because only that aborts it."""
+        if (waiter := self._by_request.get(id(request))) is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _end(self, model: str, ticket: Ticket) -> None:
         line = self._lines.get(model)

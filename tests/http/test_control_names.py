@@ -95,10 +95,10 @@ async def test_requests_without_a_known_model_yet_are_aborted(
         await gate.wait()
         return await known_models(self)
 
-    async def abort(self: Service, model: str | None) -> set[str]:
+    async def abort(self: Service, model: str | None, ids: tuple[str, ...] | None) -> dict[str, str]:
         # Long enough that an abort that does not wait has ended before.
         asyncio.get_running_loop().call_later(RESOLVES_S, gate.set)
-        return await abort_open(self, model)
+        return await abort_open(self, model, ids)
 
     settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
     async with http_service(nats_url, fleet, settings, config=SLOW) as http:

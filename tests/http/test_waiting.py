@@ -1,21 +1,27 @@
 """HTTP requests wait a limited time for a worker that comes."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from rollbus.frontend.http.answer_types import ChatAnswer, CompletionAnswer, GenerateAnswer
+from rollbus.frontend.http.errors import without_paths
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.bus.test_waiting import announcing
 from tests.http.support import Http, http_before, http_service
 from tests.http.test_models import BODY, error_of
+from tests.http.test_safety import GENERATING
 from tests.support.fleet import synthetic_worker
-from tests.support.patience import busy_timeout, patient
+from tests.support.patience import SOON_S, busy_timeout, patient
 from tests.support.presences import capabilities
-from tests.support.waits import until_true
+from tests.support.waits import until, until_true
 
 COUNT = 50
 
@@ -133,7 +139,145 @@ async def test_a_worker_that_is_given_up_ends_the_wait(nats_url: str, fleet: str
         await is_known(http)
         waiting = tasks.create_task(ask(http.client))
         await asyncio.wait([waiting], timeout=0.3)
-        await announce(state=WorkerState.FAILED, start_left_s=0.0, last_error="ended with exit code 1")
+        await announce(state=WorkerState.FAILED, start_left_s=0.0, last_error="no file /data/models/m/config.json")
         status, _, message = error_of(await waiting)
 
-    assert (status, "w is not started again: ended with exit code 1" in message) == (503, True)
+    # The message leaves out the directories of the worker's machine.
+    assert (status, "w is not started again: no file config.json" in message) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("no file /a/b.c/config.json; log: /var/log/w.log", "no file config.json; log: w.log"),
+        ("path='/data/m', 'Qwen/Qwen3' is no worker of nats://host:4222/x", "path='m', 'Qwen/Qwen3' is no worker of"),
+        ("error:/a/b (/c/d/)", "error:b ()"),
+        ("1/2 tokens/s", "1/2 tokens/s"),
+    ],
+)
+def test_messages_have_no_directories(message: str, expected: str) -> None:
+    """Absolute paths are reduced to their last component. Other slashes stay."""
+    assert without_paths(message).startswith(expected)
+
+
+ANSWERS = {
+    "/inference/v1/generate": GenerateAnswer,
+    "/v1/chat/completions": ChatAnswer,
+    "/v1/completions": CompletionAnswer,
+}
+
+
+async def has_open(http: Http, count: int) -> None:
+    """Wait until the service has so many open requests."""
+
+    async def load() -> object:
+        return (await http.client.get("/load")).json()["server_load"]
+
+    await until(load, count)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{}, {"model": "synthetic"}])
+async def test_an_abort_of_all_ends_the_wait_for_a_start(
+    nats_url: str, fleet: str, body: dict[str, Any], *, stream: bool
+) -> None:
+    """Requests that wait for their model's first worker end at once, with the answer of an aborted request."""
+    asked: dict[str, Any] = {"n": 2, "stream": stream, "stream_options": {"include_usage": True} if stream else None}
+    async with (
+        announcing(nats_url, fleet) as announce,
+        http_before(nats_url, fleet, Settings(max_wait_s=3600)) as http,
+        busy_timeout(SOON_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        await announce()
+        await is_known(http)
+        bodies = {path: {**GENERATING[path], "model": "synthetic", **asked} for path in ANSWERS}
+        generate = bodies["/inference/v1/generate"]
+        generate["sampling_params"] = {"n": generate.pop("n")}
+        waiting = {path: tasks.create_task(http.client.post(path, json=each)) for path, each in bodies.items()}
+        await has_open(http, len(waiting))
+        aborted = await http.client.post("/abort_requests", json=body)
+        answers = {path: await task for path, task in waiting.items()}
+        await has_open(http, 0)
+
+    assert (aborted.status_code, aborted.json()["aborted"]) == (200, len(answers)), aborted.text
+    for path, answer in answers.items():
+        assert (answer.status_code, answer.headers["X-Request-Id"] in answer.text) == (200, True), answer.text
+        if stream:
+            *events, done = answer.text.removeprefix("data: ").split("\n\ndata: ")
+            assert done.strip() == "[DONE]"
+            found = [json.loads(event) for event in events]
+            assert (found[-1]["choices"], found[-1]["usage"]["total_tokens"]) == ([], 0)
+            choices = [choice for event in found for choice in event["choices"]]
+        else:
+            choices = answer.json()["choices"]
+            msgspec.convert(answer.json(), ANSWERS[path])
+        ended = [choice["index"] for choice in choices if choice["finish_reason"] == "abort"]
+        assert ended == [0, 1]
+
+
+async def test_an_abort_by_id_ends_only_that_wait(nats_url: str, fleet: str) -> None:
+    """A request that waits for its model's first worker is found by its id. Others go on waiting."""
+    async with (
+        announcing(nats_url, fleet) as announce,
+        http_before(nats_url, fleet) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await announce(incarnation="1")
+        await is_known(http)
+        mine, other = [tasks.create_task(ask(http.client, request_id=name)) for name in ("mine", "other")]
+        await has_open(http, 2)
+        aborted = await http.client.post("/v1/rl/abort", json={"request_ids": ["cmpl-mine"]})
+        ended = await mine
+        async with synthetic_worker(nats_url, fleet, worker_id="w", incarnation="1"):
+            answer = await other
+
+    assert (aborted.status_code, aborted.json()["aborted"], aborted.json()["not_found"]) == (200, 1, [])
+    assert (ended.json()["request_id"], ended.json()["choices"][0]["finish_reason"]) == ("mine", "abort")
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+async def test_an_abort_by_id_ends_the_wait_for_a_turn(nats_url: str, fleet: str) -> None:
+    """A request that waits behind the requests of others ends at once, and they go on."""
+    config = SyntheticConfig(step_s=0.01, max_num_seqs=1)
+    endless = {"sampling_params": {"max_tokens": 10_000, "ignore_eos": True}}
+    async with (
+        http_service(nats_url, fleet, config=config) as http,
+        busy_timeout(SOON_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        others = [tasks.create_task(ask(http.client, **endless)) for _ in range(12)]
+        await has_open(http, len(others))
+        last = tasks.create_task(ask(http.client, request_id="last", **endless))
+        await has_open(http, len(others) + 1)
+        aborted = await http.client.post("/v1/rl/abort", json={"request_ids": ["last"]})
+        assert (await last).json()["choices"][0]["finish_reason"] == "abort"
+        assert not any(task.done() for task in others)
+        await http.client.post("/abort_requests", json={})
+
+    assert (aborted.status_code, aborted.json()["aborted"], aborted.json()["not_found"]) == (200, 1, [])
+
+
+async def test_two_waits_of_a_request_have_one_limit(nats_url: str, fleet: str) -> None:
+    """The wait for a start counts in `max_wait_s` of the later wait for a pause: 503 comes before the timeout."""
+    settings = Settings(max_wait_s=6.0)
+    async with (
+        announcing(nats_url, fleet) as announce,
+        http_before(nats_url, fleet, settings) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await announce()
+        await is_known(http)
+        # With a limit for each wait, the timeout would come first.
+        waiting = tasks.create_task(ask(http.client, timeout_s=8.5))
+        await asyncio.wait([waiting], timeout=4.5)
+        for state in (WorkerState.SERVING, WorkerState.PAUSED):
+            await announce(state=state, start_left_s=None, free_slots=0, capabilities=capabilities())
+
+            async def state_of() -> object:
+                return http.own.fleet.workers[0].state
+
+            await until(state_of, state)
+        answer = await waiting
+
+    assert error_of(answer)[:2] == (503, ErrorCode.NO_WORKERS)

@@ -47,6 +47,15 @@ def test_the_limit_counts_from_the_later_of_arrival_and_last_service() -> None:
     assert unserved.why_not_wait("m", limit, 1060.0) is not None
 
 
+def test_an_earlier_wait_counts_in_the_limit() -> None:
+    """A request that waited for its model's first worker waits only for the rest of its limit."""
+    unserved = followed(PAUSED)
+    limit = WaitLimit(0.0, 60.0, waited_s=50.0)
+
+    assert unserved.why_not_wait("m", limit, 9.0) is None
+    assert str(unserved.why_not_wait("m", limit, 10.0)).startswith("no worker has served m for 60 s (w ")
+
+
 @pytest.mark.parametrize(
     "state",
     [WorkerState.DRAINED, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS],

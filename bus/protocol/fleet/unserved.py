@@ -18,6 +18,8 @@ class WaitLimit(NamedTuple):
     since: float
     """Time at which the request arrived, on `time.monotonic()`."""
     seconds: float
+    waited_s: float = 0.0
+    """Seconds of the limit that had passed before: the model had no worker that had started."""
 
 
 class UnservedModels:
@@ -64,7 +66,7 @@ class UnservedModels:
         if since is not None and (not has_grace or now - since >= self._grace_s):
             return f"no worker has served {model} for {self._grace_s:g} s{others}"
         since = self._idle.get(model)
-        if since is not None and limit is not None and now - max(since, limit.since) >= limit.seconds:
+        if since is not None and limit is not None and now - max(since, limit.since) + limit.waited_s >= limit.seconds:
             return f"no worker has served {model} for {limit.seconds:g} s{others}"
         return None
 

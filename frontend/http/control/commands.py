@@ -1,9 +1,10 @@
 """Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -11,7 +12,7 @@ from .... import bus
 from ....bus.objects.layout import split_objects
 from ....bus.protocol.fleet.desired import desired_loras
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
-from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError
+from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError, NoWorkers
 from ...ledger import ledger_as_json
 from ...request_traces import without_prefix
 from ..errors import HttpError, http_error, invalid, unsupported
@@ -312,31 +313,42 @@ def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
 
 
 async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
-    """Abort requests in flight of any client. If no worker has them, answer 404, or 200 under vLLM's route name."""
-    given = call.fields.request_ids
-    if given:
-        names = tuple(dict.fromkeys([*given, *map(without_prefix, given)]))
-        return await call.answer(_aborted(call, names), "abort", _num_aborted)
-    if not call.style.is_vllm:
+    """Abort requests in flight of any client, and those of this service that wait.
+
+    If there are none with the ids, answer 404, or 200 under vLLM's route name.
+    """
+    fields, given = call.fields, call.fields.request_ids
+    names = tuple(dict.fromkeys([*given, *map(without_prefix, given)])) if given else None
+    if names is None and not call.style.is_vllm:
         raise invalid("request_ids", "is missing", "at least one id; /abort_requests without ids aborts all requests")
-    fields = call.fields
-    own = set() if fields.workers else await call.service.abort_open(fields.model)
-    return await call.answer(_aborted(call, None), "abort", lambda ledger: _num_aborted(ledger, own))
+    own = {} if fields.workers else await call.service.abort_open(fields.model, names)
+    return await call.answer(_aborted(call, names, own), "abort", lambda ledger: _num_aborted(ledger, own))
 
 
-async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None) -> bus.CommandResult:
+async def _aborted(
+    call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None, own: Mapping[str, str]
+) -> bus.CommandResult:
+    """Abort the workers' requests, after this service has aborted its `own`."""
     try:
-        return await call.fleet.abort(names, **call.options)
+        ledger = await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
         # vLLM reports no error for unknown requests, because they may have ended just before.
-        if call.style.is_vllm and status_of(error.ledger, "abort")[0] == 404:
-            return error.ledger
-        raise
+        if not (own or call.style.is_vllm) or status_of(error.ledger, "abort")[0] != 404:
+            raise
+        ledger = error.ledger
+    except NoWorkers:
+        # The requests waited for a worker that starts.
+        if not own:
+            raise
+        ledger = bus.CommandResult(command="abort", id="")
+    ended = set(own.values())
+    return replace(ledger, not_found=tuple(name for name in ledger.not_found if without_prefix(name) not in ended))
 
 
-def _num_aborted(ledger: bus.CommandResult, own: Collection[str] = ()) -> dict[str, object]:
-    aborted = set(own).union(*(ack.request_ids or () for ack in ledger.applied.values()))
-    return {"status": "aborted", "aborted": len(aborted)}
+def _num_aborted(ledger: bus.CommandResult, own: Mapping[str, str]) -> dict[str, object]:
+    at_workers = {name for ack in ledger.applied.values() for name in ack.request_ids or ()}
+    # A worker's ack has the ids of the command, which are those of the clients if it has any.
+    return {"status": "aborted", "aborted": len(own) + len(at_workers - own.keys() - set(own.values()))}
 
 
 async def sleep(call: CommandCall[bodies.SleepBody]) -> Response:

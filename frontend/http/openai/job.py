@@ -228,7 +228,7 @@ class CompletionHandler:
                         self.clock.token()
                     is_first = not has_begun[choice.index]
                     update = self._echoed(choice, part, is_first=is_first)
-                    opening = self.shape.opening(choice) if is_first else None
+                    opening = self.shape.opening(choice.index) if is_first else None
                     if opening is not None:
                         yield self._event(msgspec.json.encode(opening), choices, prompt=not any(has_begun))
                     has_begun[choice.index] = True

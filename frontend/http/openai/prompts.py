@@ -15,6 +15,7 @@ __all__ = [
     "TokenizerLoader",
     "chat_prompt",
     "completion_prompts",
+    "count_prompts",
     "one_of",
     "template_variables",
 ]
@@ -119,6 +120,13 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
             token_ids = item if isinstance(item, list) else []
         prompts.append(BodyPrompt(token_ids, f"prompt[{index}]", item if isinstance(item, str) else None))
     return prompts
+
+
+def count_prompts(body: CompletionBody) -> int:
+    """Return the number of prompts of a completion whose prompts are not checked yet."""
+    if _given_tokens(body) is not None or not isinstance(body.prompt, list):
+        return 1
+    return 1 if any(isinstance(item, int) for item in body.prompt) else min(len(body.prompt), MAX_PROMPTS)
 
 
 def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:

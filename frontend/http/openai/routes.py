@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`."""
 
 import dataclasses
+import time
 from functools import partial
 from typing import Any, Final
 
@@ -10,11 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
-from ....schemas.limits import MAX_GIVEN_ID_CHARS
+from ....schemas.limits import MAX_GIVEN_ID_CHARS, MAX_N
 from ....schemas.model_limits import check_sampling
 from ..answer_types import ChatAnswer, CompletionAnswer
+from ..answers import usage_of
 from ..body import decode_body, read_body
 from ..errors import invalid
+from ..preparation import RequestAborted, aborted_response
 from ..request_target import build_request, check_length, find_target, named_errors
 from ..sampling import SamplingFields
 from ..service import HttpRoute, RouteTable, Service
@@ -24,7 +27,7 @@ from .echo import read_echo
 from .job import CompletionHandler
 from .nvext import RequestClock
 from .options import bus_fields, bus_names, read_options, sampling_fields
-from .prompts import chat_prompt, completion_prompts
+from .prompts import chat_prompt, completion_prompts, count_prompts
 from .reading import Reading
 from .shapes import CHAT, COMPLETION
 from .tools import make_plan, read_question
@@ -102,9 +105,39 @@ def _rendered(body: ChatBody | CompletionBody, job: CompletionHandler, request: 
 
 
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock) -> Response:
-    service.prepare(request)
-    job = await _job(service, request, body, clock)
+    try:
+        async with service.preparing(request, body.request_id):
+            job = await _job(service, request, body, clock)
+    except RequestAborted as error:
+        return _aborted(body, error)
     return await (job.stream() if body.stream else job.answer())
+
+
+def _aborted(body: ChatBody | CompletionBody, error: RequestAborted) -> Response:
+    """Return the answer to a request that was aborted before it was open: no text."""
+    shape, stream = CHAT if isinstance(body, ChatBody) else COMPLETION, bool(body.stream)
+    num_prompts = 1 if isinstance(body, ChatBody) else count_prompts(body)
+    head = {
+        "id": f"{shape.id_prefix}{error.request_id}",
+        "object": shape.event_object if stream else shape.object,
+        "created": int(time.time()),
+        "model": body.model or error.model,
+    }
+    nothing: dict[str, Any] = {} if stream else {"prompt_logprobs": None}
+    ended = {"finish_reason": bus.FinishReason.ABORT, "stop_reason": None, "logprobs": None}
+    if not shape.prompt_is_common:
+        ended |= nothing
+    num_choices = num_prompts * min(max(body.n or 1, 1), MAX_N)
+    choices = [{"index": index, **shape.text("", delta=stream), **ended} for index in range(num_choices)]
+    usage = usage_of(0, 0)
+    if not stream:
+        of_answer = nothing if shape.prompt_is_common else {}
+        return aborted_response(error, [{**head, "choices": choices, "usage": usage, **of_answer}], stream=False)
+    parts = [part for choice in choices for part in (shape.opening(choice["index"]), choice) if part is not None]
+    events: list[dict[str, Any]] = [{**head, "choices": [part]} for part in parts]
+    if body.stream_options is not None and body.stream_options.include_usage:
+        events.append({**head, "choices": [], "usage": usage})
+    return aborted_response(error, events, stream=True)
 
 
 async def _job(

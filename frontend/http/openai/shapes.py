@@ -30,7 +30,7 @@ class AnswerShape(Protocol):
     prompt_is_common: bool
     """True if all answers belong to one prompt, so that its token ids and logprobs are fields of the whole response."""
 
-    def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any] | None:
         """Return the event content before the first text of an answer in a stream; None: there is none."""
 
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
@@ -68,9 +68,9 @@ class _ChatShape:
     event_object = "chat.completion.chunk"
     prompt_is_common = True
 
-    def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any] | None:
         return {
-            "index": choice.index,
+            "index": index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
@@ -103,7 +103,7 @@ class _Completion:
     event_object = "text_completion"
     prompt_is_common = False
 
-    def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
