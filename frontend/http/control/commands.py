@@ -313,10 +313,7 @@ def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
 
 
 async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
-    """Abort requests in flight of any client, and those of this service that wait.
-
-    If there are none with the ids, answer 404, or 200 under vLLM's route name.
-    """
+    """Abort requests of any client, also those that wait here. Unknown ids: 404, or 200 under vLLM's route name."""
     fields, given = call.fields, call.fields.request_ids
     names = tuple(dict.fromkeys([*given, *map(without_prefix, given)])) if given else None
     if names is None and not call.style.is_vllm:
