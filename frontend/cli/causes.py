@@ -15,7 +15,7 @@ from ...schemas.desired import DesiredState
 from ...schemas.presence import WorkerState
 from .arguments import check_known_model
 from .request_tables import id_of, state_of
-from .tables import wrapped
+from .tables import printable, wrapped
 
 __all__ = ["Cause", "cause_lines", "find_causes", "of_model"]
 
@@ -45,11 +45,15 @@ class Cause:
 
 
 def cause_lines(causes: list[Cause], width: int) -> Iterator[str]:
-    """Yield lines for each cause: what it is, in at most `width` columns, and the next command as it is typed."""
+    """Yield lines for each cause: what it is, in at most `width` columns, and the next command as it is typed.
+
+    Characters that could control the terminal are escaped: ids, authors and reasons come from other programs.
+    """
     for each in causes:
         seconds = "" if each.seconds is None else f", for {each.seconds:,.0f} s"
-        yield from wrapped(f"{each.of}: {each.cause}{seconds}{f', by {each.by}' if each.by else ''}", width)
-        yield f"  -> {each.next}"
+        text = f"{each.of}: {each.cause}{seconds}{f', by {each.by}' if each.by else ''}"
+        yield from wrapped(printable(text), width)
+        yield f"  -> {printable(each.next)}"
 
 
 def find_causes(state: FleetState, running: RequestList | None, now: float) -> list[Cause]:

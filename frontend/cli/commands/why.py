@@ -38,7 +38,7 @@ async def run(args: argparse.Namespace) -> int:
     from ....schemas.errors import ControlCode, ControlError, NoWorkers
     from ..causes import cause_lines, find_causes, of_model
     from ..console import print_json, write
-    from ..tables import wrapped
+    from ..tables import printable, wrapped
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
@@ -61,7 +61,7 @@ async def run(args: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size().columns
         lines = [*_summary(state, running, is_blocked=bool(causes)), *([unknown] if unknown and state.workers else [])]
-        parts = [part for line in lines for part in wrapped(line, width)]
+        parts = [part for line in lines for part in wrapped(printable(line), width)]
         write("\n".join([*parts, *([""] if causes else []), *cause_lines(causes, width)]))
     if not state.workers:
         if args.model is None:
