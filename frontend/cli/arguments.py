@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...schemas.install import pip_install
 from .exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "START_SOME",
     "add_tokenizer",
+    "check_drawable",
     "check_known_model",
     "host_name",
     "no_workers",
@@ -40,6 +42,18 @@ def check_known_model(state: "FleetState", model: str) -> None:
     if model not in known:
         allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
         raise CommandFailed(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}", ExitCode.USAGE)
+
+
+def check_drawable(option: str) -> None:
+    """Check that matplotlib, which draws the picture of `option`, is installed.
+
+    Raises:
+        CommandFailed: it is not.
+    """
+    try:
+        import matplotlib  # noqa: F401 - checks that it is installed
+    except ImportError as exc:
+        raise CommandFailed(f"{option} requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
 
 
 def host_name(text: str) -> str:

@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....schemas.install import pip_install
 from ....schemas.option_types import duration
-from ..arguments import refuse_options
+from ..arguments import check_drawable, refuse_options
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ async def run(args: argparse.Namespace) -> int:
     from ..expert_json import answers_as_json
 
     if args.png is not None:
-        _check_drawable()
+        check_drawable("--png")
     elif args.json:
         refuse_options(args, ["plane"], "with --json, which has both")
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
@@ -93,13 +92,6 @@ async def run(args: argparse.Namespace) -> int:
         note(f"rollbus: not counted: {'; '.join(left_out)}")
         return ExitCode.PARTIAL
     return ExitCode.OK
-
-
-def _check_drawable() -> None:
-    try:
-        import matplotlib  # noqa: F401 - checks that it is installed
-    except ImportError as exc:
-        raise CommandFailed(f"--png requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
 
 
 def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:

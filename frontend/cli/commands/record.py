@@ -8,8 +8,8 @@ or that still runs, is readable too: the command prints what is missing.
 import argparse
 from pathlib import Path
 
-from ....schemas.install import pip_install
-from ..exits import CommandFailed, ExitCode
+from ..arguments import check_drawable
+from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from ..console import note, print_json, write
 
     if args.svg is not None:
-        _check_drawable()
+        check_drawable("--svg")
     record = read_record(args.directory)
     lengths, opened_at, ended_at = (record.column(name) for name in ("num_tokens", "opened_at", "ended_at"))
     seconds = float(ended_at.max() - opened_at.min()) if len(lengths) else 0.0
@@ -59,10 +59,3 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         note(f"rollbus: the picture is in {args.svg}")
     return ExitCode.OK
-
-
-def _check_drawable() -> None:
-    try:
-        import matplotlib  # noqa: F401 - checks that it is installed
-    except ImportError as exc:
-        raise CommandFailed(f"--svg requires {exc.name}, which is not installed: {pip_install('rl')}") from exc

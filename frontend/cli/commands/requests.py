@@ -7,7 +7,10 @@ trace, b goes back, s shows the next list, q quits. If some workers do not answe
 
 import argparse
 import shutil
+from typing import get_args
 
+from ....schemas.limits import MAX_TIMELINES
+from ....schemas.telemetry import RequestKind
 from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -18,13 +21,13 @@ EXAMPLES = (
     "rollbus requests slowest --client trainer-0",
     "rollbus requests failed --worker local-0 --json",
 )
-LISTS = ("running", "slowest", "failed", "resumed")
-MAX_LISTED = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("show", nargs="?", choices=LISTS, default="running", help="the list (default: running)")
+    parser.add_argument(
+        "show", nargs="?", choices=get_args(RequestKind), default="running", help="the list (default: running)"
+    )
     parser.add_argument("--client", metavar="NAME", help="only requests of this client (default: of all)")
     parser.add_argument("--model", metavar="NAME", help="only requests for this model (default: for all)")
     parser.add_argument(
@@ -38,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         metavar="N",
         type=int,
-        choices=range(1, MAX_LISTED + 1),
+        choices=range(1, MAX_TIMELINES + 1),
         default=50,
-        help=f"maximum number of requests, up to {MAX_LISTED} (default: 50)",
+        help=f"maximum number of requests, up to {MAX_TIMELINES} (default: 50)",
     )
     parser.add_argument(
         "--once", action="store_true", help="print the list once, also in a terminal (implied by --json)"
