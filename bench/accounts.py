@@ -24,11 +24,12 @@ import rollbus
 from bench.cpu import cpu_s
 from bench.loads import Load, parse_loads
 from bench.on_the_bus import FLEET, START_S, WORKER, bus_request, secure_bus, worker_process
-from bench.report import Report, Spread, add_arguments, in_turns
+from bench.report import Report, add_arguments
 from rollbus.bus.nats.connection import connected, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
+from rollbus.frontend.cli.figures import Spread, in_turns
 
 __all__: list[str] = []
 

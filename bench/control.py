@@ -20,10 +20,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import psutil
 
 import rollbus
-from bench.report import Report, Spread, add_arguments, percentile
+from bench.report import Report, add_arguments
 from bench.ways import Way, running
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.control import Ack, AckStatus
+from rollbus.frontend.cli.figures import Spread, percentile
+from rollbus.schemas.acks import Ack, AckStatus
 
 __all__: list[str] = []
 

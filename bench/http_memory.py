@@ -20,10 +20,12 @@ import numpy as np
 
 import rollbus
 from bench.memory import peak_bytes, reset_peak, resident_bytes
-from bench.report import Report, add_arguments, in_turns, spreads
+from bench.report import Report, add_arguments
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.figures import in_turns, spreads
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 
 MEGABYTE = 1024 * 1024

@@ -17,8 +17,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from bench.latency_ways import IN_PROCESS, OVER_THE_BUS
 from bench.real_engine import ask, on_real_engines
-from bench.report import Report, add_arguments, in_turns, percentile, spreads
+from bench.report import Report, add_arguments
 from bench.ways import Way, running
+from rollbus.frontend.cli.figures import in_turns, percentile, spreads
 
 __all__: list[str] = []
 

@@ -18,7 +18,8 @@ import uvloop
 from bench.on_the_bus import bus_request, on_the_bus
 from bench.real_engine_ways import Count, Run, gathered, serve, streamed
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 __all__ = ["IN_PROCESS", "OVER_THE_BUS"]
 

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import uvloop
 
-from bench.report import Report, Spread, add_arguments, in_turns
+from bench.report import Report, add_arguments
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.objects import ObjectReader, put_folder
 from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.writer import put_folder
+from rollbus.frontend.cli.figures import Spread, in_turns
 
 MEGABYTE = 1024 * 1024
 BUCKET = "bench"

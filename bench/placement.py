@@ -41,10 +41,11 @@ from bench.placement_peer import MODES, play_on_dynamo
 from bench.placement_sim import Simulation, Way
 from bench.placement_traces import TRACES, Shape, Trace, least_computed, make_trace
 from bench.placement_ways import SLOW, WAYS
-from bench.report import Report, add_arguments, percentile, spreads
+from bench.report import Report, add_arguments
 from bench.ways import Way as PlayerProcess
 from bench.ways import running
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.figures import percentile, spreads
 
 __all__ = ["FLEETS", "SIMULATED", "SIMULATED_TRACES", "Fleet", "run_fleet", "simulate"]
 

@@ -25,8 +25,9 @@ import psutil
 from bench.cpu import cpu_s
 from bench.loads import Load, parse_loads, rate
 from bench.real_engine_ways import PROMPT_TOKENS, WAYS
-from bench.report import Report, Spread, Value, add_arguments
+from bench.report import Report, add_arguments
 from bench.ways import Way, running
+from rollbus.frontend.cli.figures import Spread, Value
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
 __all__ = ["ask", "on_real_engines"]

@@ -19,11 +19,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from bench.memory import peak_bytes, reset_peak, resident_bytes
-from bench.report import Report, Spread, add_arguments, in_turns, spreads
+from bench.report import Report, add_arguments
 from bench.routing_engine import CASES, Case
 from bench.routing_ways import WAYS
 from bench.ways import Way, running
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.figures import Spread, in_turns, spreads
 
 __all__: list[str] = []
 

@@ -12,7 +12,8 @@ from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, Rows, dtype_for
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 __all__ = ["CASES", "CLOCK", "Case", "RoutedEngine", "clock_us", "make_rows"]
 

@@ -17,10 +17,10 @@ import torch
 import uvloop
 
 import rollbus
-from bench.report import percentile
 from bench.routing_engine import CASES, CLOCK, RoutedEngine, clock_us
 from bench.routing_ways import bus_request, running_worker
 from bench.ways import answer
+from rollbus.frontend.cli.figures import percentile
 
 __all__: list[str] = []
 

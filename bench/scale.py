@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.report import Report, add_arguments, spreads
+from bench.report import Report, add_arguments
 from bench.scale_fleet import Fleet, Used, started_fleet
 from rollbus.bus.client.dispatch import ORPHAN_AGE_S
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.cli.figures import spreads
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
 __all__ = ["PARTS", "measure_backlog", "measure_fleets", "measure_models"]
 

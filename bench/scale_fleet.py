@@ -18,7 +18,7 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.queue.limits import QueueLimits
 from rollbus.bus.queue.streams import ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
 __all__ = ["Fleet", "Queue", "Side", "Used", "started_fleet"]
 

@@ -20,9 +20,10 @@ from bench.weights_paper import weights_rows
 from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.schemas.messages import WIRE_VERSION, LinkMessage, RequestKey
+from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
+from rollbus.schemas.wire_version import WIRE_VERSION
 
 __all__ = ["DOC", "RESULTS", "frame_bytes", "with_tables"]
 

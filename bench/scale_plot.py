@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.report import Spread
+from rollbus.frontend.cli.figures import Spread
 
 __all__ = ["number", "plot"]
 

@@ -22,7 +22,7 @@ import rollbus
 from bench.many_workers import many_workers
 from bench.ways import answer
 from rollbus.schemas.errors import RequestError
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
 __all__ = ["FLEET", "START_TIMEOUT_S", "Counts"]
 

@@ -27,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 import rollbus
-from bench.report import Report, Spread, Value, add_arguments, in_turns
+from bench.report import Report, add_arguments
 from bench.trainer_peak import write_messages
 from bench.trainer_ways import NUM_LAYERS, TOP_K, WAYS, Rollout, differences, make_rollout, tensor_bytes
+from rollbus.frontend.cli.figures import Spread, Value, in_turns
 from rollbus.schemas.chunk import FinishReason
 from rollbus.trainer import MicroBatch, Stitcher, pack
 

@@ -32,11 +32,12 @@ from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import RequestError
-from rollbus.schemas.messages import WIRE_VERSION, LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.messages import LinkMessage, RequestKey, decode_frame
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.schemas.wire_version import WIRE_VERSION
 from rollbus.trainer import MicroBatch, Stitcher, pack
 
 __all__ = [

@@ -21,9 +21,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from bench.loads import Load, parse_loads, rate
-from bench.report import Report, Spread, Value, add_arguments
+from bench.report import Report, add_arguments
 from bench.transport_ways import WAYS
 from bench.ways import Way, running
+from rollbus.frontend.cli.figures import Spread, Value
 
 __all__: list[str] = []
 

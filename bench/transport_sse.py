@@ -26,7 +26,8 @@ from bench.ways import write
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.protocol.stream.engine_step import TokenBatch
 from rollbus.schemas.chunk import FinishReason
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 __all__: list[str] = []
 

@@ -25,7 +25,8 @@ from bench.cpu import cpu_s
 from bench.on_the_bus import START_S, bus_request, on_the_bus
 from bench.ways import answer
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 __all__ = ["WAYS", "Round"]
 

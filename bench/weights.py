@@ -36,11 +36,12 @@ import torch
 
 import rollbus
 from bench.cpu import cpu_s
-from bench.report import Report, Spread, add_arguments, in_turns, spreads
+from bench.report import Report, add_arguments
 from bench.weights_fleet import ENGINE_ARGS, MODEL, SETTLE_S, STREAMS, Fleet, started
 from bench.weights_peer import peers
 from bench.weights_trainer import MEASURED, Trainer, make_checkpoint
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.figures import Spread, in_turns, spreads
 
 __all__: list[str] = []
 CACHE: Final = Path.home() / ".cache" / "rollbus" / "bench"

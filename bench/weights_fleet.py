@@ -17,7 +17,7 @@ from bench.ways import Way, running
 from bench.weights_peer import own_cores
 from bench.weights_trainer import model_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.control import Ack
+from rollbus.schemas.acks import Ack
 
 __all__ = ["ENGINE_ARGS", "MODEL", "SETTLE_S", "STREAMS", "Fleet", "started"]
 

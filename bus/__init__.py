@@ -27,15 +27,17 @@ from ..schemas.weights import Canary
 from .auth.credentials import Credentials
 from .auth.tls import Tls
 from .client.batch_times import BatchTimes
-from .client.client import Client, ClientStats
+from .client.client import Client
 from .client.connect import connect
-from .client.fleet import Fleet, FleetState
+from .client.fleet import Fleet
+from .client.fleet_state import FleetState
 from .client.generation import Generation, SampleKey
 from .client.group_prompts import GroupPrompt
 from .client.group_results import Group, GroupStats, GroupStep
 from .client.group_sampler import GroupSampler
 from .client.record.reader import RunRecord, SampleScore, read_record
 from .client.record.writer import RunRecorder
+from .client.runtime import ClientStats
 from .client.weights.publisher import WeightPublisher
 from .client.weights.results import PublishedWeights
 from .client.weights.tensors import RawTensor

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..bus.protocol.fleet.command_result import RESULTS, CommandResult
-from ..schemas.control import Ack
+from ..schemas.acks import Ack
 
 __all__ = ["WorkerLine", "ledger_as_json", "ledger_lines"]
 

@@ -12,9 +12,10 @@ import numpy as np
 from msgspec import Meta
 
 from . import limits
+from .acks import Ack
 from .checks import check_request_id, check_subject_token, describe
 from .chunk import Chunk, Index, RequestId
-from .control import Ack, AnyCommand
+from .control import AnyCommand
 from .desired import DesiredState
 from .errors import InvalidRequest, RemoteProtocolError
 from .explain import wrong_command

@@ -15,7 +15,7 @@ from .advantages import group_advantages, has_signal
 from .errors import CheckpointMismatch, PackError, ReplayError, StitchError
 from .importance import importance_weights, sampler_kl
 from .packing import NO_EXPERT, PADDING, MicroBatch, pack
-from .replay import replay
+from .replay.context import replay
 from .sample import NOT_SAMPLED, Sample
 from .segments import attention_mask, check_packing, segment_indices
 from .staleness import drop_stale, mask_stale

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..bus.nats.connection import ConnectionStats
 from ..bus.queue.puller import PullerStats
-from ..schemas.presence import WorkerCounters
+from ..schemas.counters import WorkerCounters
 from .control.staging import StagerStats
 from .requests.intake_stats import IntakeStats
 from .requests.link_stats import WorkerLinkStats

@@ -110,7 +110,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     @property
     def user(self) -> User:
         """The user without the secret."""
-        return User(fleet=self.fleet, role=self.role, name=self.name, public_key=nkeys.public_key(self.seed))
+        return User(fleet=self.fleet, role=self.role, name=self.name, public_key=nkeys.nkey_public_key(self.seed))
 
     def sign(self, nonce: str) -> bytes:
         """Sign a server's challenge to prove this identity."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from ...schemas.errors import LocalProtocolError
 
-__all__ = ["BadKey", "decode_seed", "new_seed", "public_key", "sign"]
+__all__ = ["BadKey", "decode_seed", "new_seed", "nkey_public_key", "sign"]
 
 _SEED: Final = 18 << 3
 """First byte of a seed; it encodes as S."""
@@ -26,10 +26,10 @@ class BadKey(LocalProtocolError):
 
 def new_seed() -> str:
     """Create a random seed for a new user: `SU` and 56 more characters."""
-    return _encode(bytes([_SEED | _USER >> 5, (_USER & 31) << 3]), secrets.token_bytes(_KEY_BYTES))
+    return _encode_nkey(bytes([_SEED | _USER >> 5, (_USER & 31) << 3]), secrets.token_bytes(_KEY_BYTES))
 
 
-def public_key(seed: str) -> str:
+def nkey_public_key(seed: str) -> str:
     """Return the public key of a seed's user, as in a server's configuration: `U` and 55 more characters.
 
     Raises:
@@ -38,7 +38,7 @@ def public_key(seed: str) -> str:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.from_private_bytes(decode_seed(seed))
-    return _encode(bytes([_USER]), key.public_key().public_bytes_raw())
+    return _encode_nkey(bytes([_USER]), key.public_key().public_bytes_raw())
 
 
 def sign(seed: str, nonce: str) -> bytes:
@@ -52,7 +52,7 @@ def sign(seed: str, nonce: str) -> bytes:
     return base64.b64encode(Ed25519PrivateKey.from_private_bytes(decode_seed(seed)).sign(nonce.encode()))
 
 
-def _encode(prefix: bytes, key: bytes) -> str:
+def _encode_nkey(prefix: bytes, key: bytes) -> str:
     raw = prefix + key
     return base64.b32encode(raw + _checksum(raw)).decode().rstrip("=")
 

@@ -79,10 +79,10 @@ def ensure_roots(folder: Path) -> Roots:
     if not own.exists():
         write_new(own, f"{encode_key(secrets.token_bytes(32))}\n".encode())
     others = sorted(path for path in folder.glob(ROOT_FILES) if path != own)
-    return Roots(tuple(map(_read, (own, *others))))
+    return Roots(tuple(map(_read_root, (own, *others))))
 
 
-def _read(path: Path) -> bytes:
+def _read_root(path: Path) -> bytes:
     try:
         return decode_key(path.read_text().strip())
     except (BadSignature, UnicodeDecodeError):

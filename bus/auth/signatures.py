@@ -39,7 +39,7 @@ __all__ = [
     "decode_key",
     "encode_key",
     "issue",
-    "public_key",
+    "nkey_public_key",
     "signing_key",
 ]
 

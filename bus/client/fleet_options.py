@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 from ...schemas.checks import check_bool, describe
-from ...schemas.control import Canary, PauseMode, WeightSource
+from ...schemas.control import PauseMode
 from ...schemas.errors import InvalidRequest
+from ...schemas.weights import Canary, WeightSource
 from ..control.ack_collector import OnAck
 
 __all__ = [

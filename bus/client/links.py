@@ -15,7 +15,8 @@ from nats.aio.msg import Msg
 
 from ...schemas.errors import BusBroken, RemoteProtocolError
 from ...schemas.frame_header import FrameHeader, decode_frame_header
-from ...schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame, encode
+from ...schemas.messages import Frame, LinkMessage, RequestKey, decode_frame, encode
+from ...schemas.wire_version import WIRE_VERSION
 from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..protocol.link.link_receiver import FrameVerdict, LinkReceiver

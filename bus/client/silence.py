@@ -26,7 +26,7 @@ __all__ = ["SilenceChecks"]
 
 logger = logging.getLogger(__name__)
 
-ROUND_S: Final = 1.0
+SILENCE_ROUND_S: Final = 1.0
 """Seconds between two checks."""
 READ_S: Final = 5.0
 """Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
@@ -64,12 +64,12 @@ class SilenceChecks:
         """Check until cancelled."""
         checked_at = time.monotonic()
         while True:
-            await asyncio.sleep(ROUND_S)
+            await asyncio.sleep(SILENCE_ROUND_S)
             offered = self._coordinator.open_children(lambda child: child.worker is not None)
             suspended = await self._suspended({child.worker or "" for child in offered})
             now = time.monotonic()
             elapsed_s, checked_at = now - checked_at, now
-            if not self._nats.is_connected or elapsed_s > 2 * ROUND_S + READ_S:
+            if not self._nats.is_connected or elapsed_s > 2 * SILENCE_ROUND_S + READ_S:
                 # This process did not read, so it cannot judge.
                 suspended = {child.worker or "" for child in offered}
             waiting_since = now - BUSY_FACTOR * SILENT_S

@@ -17,7 +17,8 @@ from typing import Final
 from msgspec import structs
 from nats.aio.msg import Msg
 
-from ...schemas.control import Ack, AnyCommand
+from ...schemas.acks import Ack
+from ...schemas.control import AnyCommand
 from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied, RemoteProtocolError
 from ...schemas.messages import decode_ack, encode_json
 from ..logs import RejectionCount

@@ -13,10 +13,10 @@ from typing import Final, Protocol, TypeVar, cast
 
 from msgspec.structs import replace
 
+from ...schemas.acks import Ack
 from ...schemas.checks import describe
 from ...schemas.control import (
     Abort,
-    Ack,
     AnyCommand,
     CancelWeightUpdate,
     Command,

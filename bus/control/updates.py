@@ -10,10 +10,9 @@ from typing import Final, TypeVar
 
 from msgspec import structs
 
+from ...schemas.acks import AckError, AckStatus
 from ...schemas.checks import check_int
 from ...schemas.control import (
-    AckError,
-    AckStatus,
     AnyCommand,
     CancelWeightUpdate,
     CheckWeights,
@@ -23,11 +22,11 @@ from ...schemas.control import (
     StartWeightUpdate,
     UnloadLora,
     UpdateWeights,
-    WeightSource,
 )
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import WeightSource
 from ..protocol.fleet import desired
 from ..protocol.fleet.behind import check_started
 from ..protocol.fleet.canary import check_expected

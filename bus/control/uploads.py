@@ -16,8 +16,8 @@ from ..auth.credentials import Role
 from ..nats.connection import Connection, connected
 from ..nats.jetstream import ApiError
 from ..nats.server import Server
-from ..objects import delete_prefix, list_objects, put_folder
-from ..objects.catalog import bucket_state
+from ..objects.catalog import bucket_state, delete_prefix, list_objects
+from ..objects.writer import put_folder
 from ..protocol.weights.chain import needed_bytes
 from ..subjects import Subjects, encode_token, published_bucket, upload_bucket
 from .version_cleaning import Cleaning

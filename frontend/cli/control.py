@@ -17,7 +17,7 @@ from .exits import CommandFailed, ExitCode, exit_code_of_ledger
 if TYPE_CHECKING:
     from ...bus import CommandIncomplete, CommandResult, Fleet
     from ...bus.client.fleet_options import SendOptions
-    from ...schemas.control import Ack
+    from ...schemas.acks import Ack
 
 __all__ = [
     "AckCounter",

@@ -9,7 +9,7 @@ from ...schemas.rows import Rows
 
 __all__ = ["COLUMNS", "count_experts", "expert_rows"]
 
-NUM_SHOWN = 3
+NUM_EXPERTS_SHOWN = 3
 """Number of experts that the table names as most used, and as least used."""
 COLUMNS = ("layer", "most used experts", "least used experts", "unused")
 
@@ -37,5 +37,5 @@ def expert_rows(counts: npt.NDArray[np.int64]) -> list[list[str]]:
         order = np.argsort(-of_layer, kind="stable")
         shares = [f"{expert} ({of_layer[expert] / max(of_layer.sum(), 1):.0%})" for expert in order]
         unused = int((of_layer == 0).sum())
-        rows.append([str(layer), ", ".join(shares[:NUM_SHOWN]), ", ".join(shares[-NUM_SHOWN:]), str(unused)])
+        rows.append([str(layer), ", ".join(shares[:NUM_EXPERTS_SHOWN]), ", ".join(shares[-NUM_EXPERTS_SHOWN:]), str(unused)])
     return rows

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
-from ...schemas.control import Ack, Verified
-from ...schemas.weights import UpdateTiming
+from ...schemas.acks import Ack
+from ...schemas.weights import UpdateTiming, Verified
 from ..ledger import ledger_lines
 from .byte_counts import size
 

@@ -17,7 +17,7 @@ from .errors import HttpError
 from .service import HttpRoute, RouteTable, Service
 from .status import json_response
 
-__all__ = ["ROUTES", "parallel_config"]
+__all__ = ["ABOUT_ROUTES", "parallel_config"]
 
 PARALLEL: Final = re.compile(r"\btp(\d{1,6})-pp(\d{1,6})-dp(\d{1,6})\b")
 """The sizes in the signature of an engine."""
@@ -135,7 +135,7 @@ async def workers(service: Service, request: Request) -> Response:
     return json_response({"workers": [own], "total": 1})
 
 
-ROUTES: RouteTable = {
+ABOUT_ROUTES: RouteTable = {
     ("GET", "/version"): HttpRoute(version, answer=Version),
     ("GET", "/load"): HttpRoute(load, answer=ServiceLoad),
     ("GET", "/workers"): HttpRoute(workers),

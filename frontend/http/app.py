@@ -33,11 +33,11 @@ __all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
 
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.ROUTES, **page.ROUTES}
+OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.REFERENCE_ROUTES, **page.ROUTES}
 """Routes without a token: health, the served models, the API description, and the page without its data."""
 DATA: RouteTable = {
     **status.ROUTES,
-    **about.ROUTES,
+    **about.ABOUT_ROUTES,
     **generate.ROUTES,
     **tokenize.ROUTES,
     **openai.ROUTES,
@@ -45,7 +45,7 @@ DATA: RouteTable = {
     **live.ROUTES,
 }
 """Routes that require the data token or the admin token."""
-ADMIN: RouteTable = {**control.ADMIN_ROUTES, **timelines.ROUTES}
+ADMIN: RouteTable = {**control.ADMIN_ROUTES, **timelines.TIMELINE_ROUTES}
 """Routes that require the admin token: they change the fleet or show other clients' requests."""
 CLIENT_GONE = 499
 """nginx's status: the client disconnected before it had the answer."""

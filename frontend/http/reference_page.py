@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 
 from .service import HttpRoute, RouteTable, Service
 
-__all__ = ["ROUTES", "page"]
+__all__ = ["REFERENCE_ROUTES", "page"]
 
 STYLE: Final = (
     "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -37,7 +37,7 @@ async def reference(_service: Service, request: Request) -> Response:
     return HTMLResponse(made, headers=HEADERS)
 
 
-ROUTES: RouteTable = {("GET", "/docs"): HttpRoute(reference, answer="text/html")}
+REFERENCE_ROUTES: RouteTable = {("GET", "/docs"): HttpRoute(reference, answer="text/html")}
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -50,14 +50,14 @@ def page(document: Mapping[str, Any]) -> str:
     ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            parts += _operation(f"{method.upper()} {path}", operation)
+            parts += _operation_row(f"{method.upper()} {path}", operation)
     for name, schema in document["components"]["schemas"].items():
         parts.append(f"<h2 id={escape(name)}>{escape(name)}</h2><p>{escape(schema.get('description', ''))}")
         parts += _fields(schema.get("properties", {}), schema.get("required", ()))
     return "".join(parts)
 
 
-def _operation(name: str, operation: Mapping[str, Any]) -> Iterator[str]:
+def _operation_row(name: str, operation: Mapping[str, Any]) -> Iterator[str]:
     yield f"<h2 id={escape(operation['operationId'])}>{escape(name)}</h2><p>{escape(operation['summary'])}."
     if "description" in operation:
         yield f"<p>{escape(operation['description'])}"

@@ -14,7 +14,7 @@ from .errors import HttpError, http_error
 from .service import HttpRoute, RouteTable, Service
 from .status import json_response
 
-__all__ = ["ROUTES"]
+__all__ = ["TIMELINE_ROUTES"]
 
 
 class IdQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +50,7 @@ async def request_list(service: Service, request: Request) -> Response:
     return json_response(await read_query(request, RequestQuery).read(service.rb.fleet))
 
 
-ROUTES: Final[RouteTable] = {
+TIMELINE_ROUTES: Final[RouteTable] = {
     ("GET", "/v1/rl/requests"): HttpRoute(request_timelines, answer=RequestAnswer, query=IdQuery),
     ("GET", "/v1/rl/requests/{id}"): HttpRoute(request_timelines, answer=RequestAnswer),
     ("GET", "/v1/rl/request_list"): HttpRoute(request_list, answer=RequestList, query=RequestQuery),

@@ -23,21 +23,12 @@ from rollbus.bus.nats.connection import Connection, publish
 from rollbus.bus.nats.jetstream import ask, put
 from rollbus.bus.protocol.fleet import authority, desired
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import (
-    Abort,
-    AnyCommand,
-    Drain,
-    Pause,
-    Resume,
-    Sleep,
-    StartWeightUpdate,
-    UpdateWeights,
-    WeightSource,
-)
+from rollbus.schemas.control import Abort, AnyCommand, Drain, Pause, Resume, Sleep, StartWeightUpdate, UpdateWeights
 from rollbus.schemas.desired import DesiredState, Recorded
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_ack, decode_desired, encode_json
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy

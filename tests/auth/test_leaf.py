@@ -19,7 +19,7 @@ from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
 from rollbus.frontend.cli.app import main
 from rollbus.schemas.errors import BusBroken
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
 from tests.support.certificates import certificate
 from tests.support.configured_servers import check_config, configured_servers, free_nodes

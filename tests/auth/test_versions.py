@@ -9,8 +9,8 @@ from nats.errors import Error
 from rollbus.bus.control.chain_key import read_chain
 from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.jetstream import put
-from rollbus.bus.objects import ObjectReader
 from rollbus.bus.objects.layout import ObjectInfo, info_subject
+from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.chain import CHAIN, CHAIN_OBJECT, ChainRecord, Holder
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import pytest
 
 import rollbus
-from rollbus.schemas.presence import EngineStats, Staging, WorkerPresence, WorkerState
+from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 from rollbus.schemas.rows import Rows
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.schemas.weights import Staging
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from rollbus.workers.engines.synthetic.weights import SyntheticWeights, checksum_of
 from tests.control.support import write_checkpoint

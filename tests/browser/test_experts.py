@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver import Chrome
 
 from rollbus.schemas.rows import Rows
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from rollbus.workers.engines.synthetic.weights import SyntheticWeights, checksum_of
 from tests.browser.expert_view import counts_of, until_counts

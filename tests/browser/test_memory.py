@@ -10,7 +10,7 @@ from selenium.webdriver import Chrome
 import rollbus
 from rollbus.frontend.http.live import expert_feeds
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.announcer import announced
 from tests.browser.expert_view import counts_of, until_counts
 from tests.browser.page import DESKTOP, PHONE, Size, each, opened

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from rollbus.bus.control import ack_collector
-from rollbus.schemas.control import Ack, AckStatus, AnyCommand, FlushCache
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import AnyCommand, FlushCache
 from rollbus.schemas.errors import ControlCode, InvalidRequest
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState

@@ -11,7 +11,7 @@ from rollbus.bus.control.ack_collector import MAX_REPEAT_S, REPEAT_S, AckCollect
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.protocol.fleet.command_result import AckTracker
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.messages import encode_json
 from tests.support.hand_control import ACCEPTED, APPLIED, controlled
 from tests.support.presences import presence

@@ -7,19 +7,11 @@ from typing import Any
 import pytest
 
 import rollbus
-from rollbus.schemas.control import (
-    AckStatus,
-    AnyCommand,
-    Canary,
-    CheckWeights,
-    Fence,
-    FinishWeightUpdate,
-    LoadLora,
-    UpdateWeights,
-    WeightSource,
-)
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import AnyCommand, CheckWeights, Fence, FinishWeightUpdate, LoadLora, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import Canary, WeightSource
 from tests.support.fleet_states import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
 from tests.support.outcomes import incomplete

@@ -11,11 +11,14 @@ import rollbus
 from rollbus.bus.control.controller import Controller
 from rollbus.bus.control.uploads import Uploads, sources_in
 from rollbus.bus.nats.jetstream import ApiError, ask
-from rollbus.bus.objects import list_objects, put_folder
+from rollbus.bus.objects.catalog import list_objects
+from rollbus.bus.objects.writer import put_folder
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import AckStatus, AnyCommand, CheckWeights, LoadLora, UpdateWeights, WeightSource
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import AnyCommand, CheckWeights, LoadLora, UpdateWeights
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
+from rollbus.schemas.weights import WeightSource
 from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, unless
 from tests.support.outcomes import incomplete
 from tests.support.waits import until

@@ -14,7 +14,7 @@ from rollbus.schemas.errors import NoWorkers
 from rollbus.schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import undisturbed
 from tests.support.checkpoints import write_adapter
 from tests.support.disagg import disaggregated, long, until_paired

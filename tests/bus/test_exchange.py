@@ -12,8 +12,9 @@ from rollbus.bus.client.client import registry_of
 from rollbus.bus.client.links import ClientLinks
 from rollbus.bus.nats.connection import publish
 from rollbus.schemas.errors import ErrorCode
-from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.hand_worker import chunk, failure, hand_worker, request
 from tests.support.outcomes import error_of
 from tests.support.streams import all_of

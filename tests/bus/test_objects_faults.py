@@ -18,9 +18,10 @@ from nats.js.api import ObjectMeta, ObjectMetaOptions
 from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.objects import list_objects, object_chunks, put_folder, sender
-from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.objects import object_chunks, sender
+from rollbus.bus.objects.catalog import ensure_bucket, list_objects
 from rollbus.bus.objects.new_file import NewFile
+from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
 from tests.support.connections import count_tasks, opened
 from tests.support.fetching import complete, fetch_folder, open_files, partial

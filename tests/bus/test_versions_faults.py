@@ -13,7 +13,9 @@ from rollbus.bus.control.chain_key import ChainKey, read_chain
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import Unanswered, ask, put
-from rollbus.bus.objects import ObjectInfo, ObjectReader, sender
+from rollbus.bus.objects import sender
+from rollbus.bus.objects.layout import ObjectInfo
+from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.writer import delete_stored
 from rollbus.bus.protocol.weights import chain
 from rollbus.schemas.chain import ChainRecord, Holder

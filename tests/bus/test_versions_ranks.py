@@ -13,7 +13,8 @@ from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.control.publication import Publication
 from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.objects import ObjectReader, list_objects
+from rollbus.bus.objects.catalog import list_objects
+from rollbus.bus.objects.reader import ObjectReader
 from rollbus.schemas.chain import RankList
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import Link, Manifest, TensorEntry, content_digest

@@ -26,7 +26,7 @@ from rollbus.bus.nats.server import Server
 from rollbus.frontend.cli.local_users import local_users
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, observing

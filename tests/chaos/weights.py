@@ -30,7 +30,7 @@ from rollbus.bus.client.generation import Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.faults import Victims, victims
 from tests.chaos.fresh import assert_fresh

@@ -22,12 +22,12 @@ from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.control.uploads import sources_in
 from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import subscribe
-from rollbus.bus.objects import list_objects
-from rollbus.bus.objects.catalog import list_subjects
+from rollbus.bus.objects.catalog import list_objects, list_subjects
 from rollbus.bus.objects.layout import parts_subject
 from rollbus.bus.protocol.weights.chain import MAX_DELTAS
 from rollbus.bus.subjects import Subjects, published_bucket
-from rollbus.schemas.control import Ack, UpdateWeights
+from rollbus.schemas.acks import Ack
+from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.messages import decode_ack
 from rollbus.schemas.presence import WorkerState
 from tests.chaos.checkpoints import Checkpoints

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollbus import __version__
-from rollbus.frontend.cli import main
-from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of, exit_code_of
 from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, RequestTimeout
 from tests.cli.support import ROOT, rollbus

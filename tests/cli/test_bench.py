@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import GenerateRequest, NoWorkers
-from rollbus.frontend.cli import app, main
+from rollbus.frontend.cli import app
+from rollbus.frontend.cli.app import main
 from rollbus.frontend.cli.bench.bench import BenchTarget, target_of
 from rollbus.frontend.cli.bench.load import BenchLoad
 from rollbus.frontend.cli.bench.rounds import measure
@@ -23,7 +24,7 @@ from rollbus.frontend.cli.commands.bench import names_nobody
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerPresence, WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import ENV, command, run_rollbus
 from tests.support.fleet import is_idle, served
 from tests.support.invariants import observing

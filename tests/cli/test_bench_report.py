@@ -3,11 +3,10 @@
 import json
 from array import array
 
-from rollbus.frontend.cli.bench import BenchOptions, ConcurrencyResult
-from rollbus.frontend.cli.bench.bench import BenchTarget
+from rollbus.frontend.cli.bench.bench import BenchOptions, BenchTarget
 from rollbus.frontend.cli.bench.load import BenchLoad
 from rollbus.frontend.cli.bench.report import Report
-from rollbus.frontend.cli.bench.rounds import Round
+from rollbus.frontend.cli.bench.rounds import ConcurrencyResult, Round
 from rollbus.frontend.cli.figures import Spread, percentile
 
 

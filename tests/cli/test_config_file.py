@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.cli import main
-from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.exits import ExitCode
 
 

@@ -10,7 +10,8 @@ from rollbus.bus.protocol.weights.chain import needed_bytes
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
 from rollbus.frontend.cli.doctor.findings import Finding, Status
-from rollbus.schemas.control import UpdateWeights, WeightSource
+from rollbus.schemas.control import UpdateWeights
+from rollbus.schemas.weights import WeightSource
 from tests.auth.support import FLEET, MODEL, UPLOAD_BYTES, guarded
 from tests.support.connections import opened
 from tests.support.versions import opened_store, publish, versions_bucket

@@ -29,11 +29,11 @@ from rollbus.schemas.control import (
     Sleep,
     UnloadLora,
     UpdateWeights,
-    WeightSource,
 )
+from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.desired import DesiredState, Recorded
-from rollbus.schemas.presence import EngineStats, LoraInfo, RoutedExpertsInfo, WorkerCounters, WorkerState
-from rollbus.schemas.weights import PublishedVersion, Staging
+from rollbus.schemas.presence import EngineStats, LoraInfo, RoutedExpertsInfo, WorkerState
+from rollbus.schemas.weights import PublishedVersion, Staging, WeightSource
 from tests.cli.support import ROOT
 from tests.support.presences import capabilities, presence
 

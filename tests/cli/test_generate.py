@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from pyarrow import parquet
 
-from rollbus.frontend.cli import main
+from rollbus.frontend.cli.app import main
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.inputs import Input
 from rollbus.frontend.cli.job import GenerateRun, wait_reason

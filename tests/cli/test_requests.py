@@ -12,7 +12,7 @@ from rollbus.frontend.cli.request_browser import Browser
 from rollbus.frontend.cli.request_tables import request_rows
 from rollbus.frontend.request_traces import RequestQuery
 from rollbus.schemas.telemetry import RequestProgress
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import on_terminal, run_rollbus
 from tests.cli.test_trace import LIFE, timeline
 from tests.support.fleet import synthetic_worker

@@ -30,8 +30,9 @@ from rollbus.frontend.cli.trace_tables import trace_lines
 from rollbus.frontend.cli.weights_tables import COLUMNS as WEIGHTS_COLUMNS
 from rollbus.frontend.cli.weights_tables import ModelWeights, head_line, weights_rows
 from rollbus.schemas.chain import ChainRecord
+from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.manifest import Link
-from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerState
+from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerState
 from rollbus.schemas.telemetry import RequestProgress
 from rollbus.schemas.weights import Staging
 from tests.cli.test_fleet_tables import DESIRED, PAUSED, STARTING

@@ -15,7 +15,7 @@ from rollbus.frontend.cli.trace_tables import MAX_SHOWN, attempt_rows, event_row
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_worker import chunk, worker_by_hand

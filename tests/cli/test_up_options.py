@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.frontend.cli import main
-from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.commands.up import nats_port
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.worker_options import python_env, worker_flags

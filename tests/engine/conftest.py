@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollbus.workers.engines.vllm import VllmEngine, feeds
+from rollbus.workers.engines.vllm import feeds
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.support.vllm_engine import Engines, RunningEngine, running_engines
 

@@ -10,7 +10,8 @@ from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm.generate_feed import MAX_WAITING
-from tests.engine.support import TOLERANCE, expert_sets, prompt, rows_here
+from tests.engine.support import prompt, rows_here
+from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -13,7 +13,8 @@ import pytest
 
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, prompt
+from tests.engine.support import prompt
+from tests.support.results import TOLERANCE
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

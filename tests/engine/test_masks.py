@@ -14,7 +14,7 @@ from rollbus.schemas.presence import Capabilities
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.control.canary import own_request
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.vllm.feeds import _output
 from rollbus.workers.engines.vllm.outputs import OpenRequests
 from rollbus.workers.engines.vllm.warm_up import warm_up_rounds

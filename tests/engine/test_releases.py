@@ -13,10 +13,11 @@ import torch
 
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import EngineDead
-from rollbus.workers.engines.vllm import VllmEngine, launch, ownership, plugin, routing
+from rollbus.workers.engines.vllm import launch, ownership, plugin, routing
 from rollbus.workers.engines.vllm.calls import Calls
 from rollbus.workers.engines.vllm.contract import CONTRACT
 from rollbus.workers.engines.vllm.cores import Cores
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.feeds import _output
 from rollbus.workers.engines.vllm.params import extra_names
 from rollbus.workers.engines.vllm.reloading import Reload

@@ -11,7 +11,7 @@ import pytest
 from rollbus.schemas.errors import EngineDead
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm import VllmEngine
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from tests.engine.conftest import SMALL_CACHE
 from tests.engine.support import prompt
 from tests.support.vllm_engine import RunningEngine, running_engines

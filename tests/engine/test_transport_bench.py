@@ -5,11 +5,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from bench.loads import rate
-from bench.report import Report, Spread
+from bench.report import Report
 from bench.transport import cpu_ms, measure, row, turn
 from bench.transport_sse import event
 from bench.transport_ways import WAYS
 from bench.ways import Way
+from rollbus.frontend.cli.figures import Spread
 from rollbus.schemas.chunk import FinishReason
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.engine import RequestStep
 from rollbus.workers.engines.vllm import plugin
 from rollbus.workers.engines.vllm.feeds import CoreFeed
 from rollbus.workers.engines.vllm.launch import set_environment

@@ -13,7 +13,7 @@ from rollbus import GenerateRequest, RequestTimeout, SamplingParams
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
 from rollbus.frontend.cli.doctor.findings import Status
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.nats_server import require_binary

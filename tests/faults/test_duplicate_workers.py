@@ -15,14 +15,15 @@ from rollbus.bus.nats.server import Server
 from rollbus.bus.protocol.fleet.duplicates import TIE_S
 from rollbus.schemas.exit_codes import EXIT_DUPLICATE_WORKER
 from rollbus.schemas.presence import WorkerPresence, WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.lifecycle.identity import IdGuard
 from tests.auth.support import FLEET, MODEL, guarded
+from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import ask
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.fleet_states import until_state
 from tests.support.hand_worker import HandWorker, chunk, request, worker_by_hand
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.waits import until_true
 from tests.support.worker_process import LASTING, worker_process
 

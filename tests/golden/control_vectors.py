@@ -4,11 +4,9 @@ import zlib
 
 from msgspec import structs
 
+from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.control import (
     Abort,
-    Ack,
-    AckError,
-    AckStatus,
     CancelWeightUpdate,
     CheckWeights,
     Command,

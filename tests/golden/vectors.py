@@ -6,6 +6,7 @@ Messages are appended and never edited, because other programs were written agai
 import msgspec
 import numpy as np
 
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import (
     Chunk,
     ChunkError,
@@ -15,7 +16,7 @@ from rollbus.schemas.chunk import (
     RoutedExperts,
     TopLogprobs,
 )
-from rollbus.schemas.control import Ack, Command
+from rollbus.schemas.control import Command
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, encode

@@ -13,7 +13,8 @@ import httpx
 from rollbus import Chunk
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.control.support import write_adapter, write_checkpoint
 from tests.http.support import Http, http_before
 from tests.support.fleet import synthetic_worker

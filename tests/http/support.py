@@ -17,7 +17,8 @@ from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.openapi import document
 from rollbus.frontend.http.server import listen, serving
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import HANGS_AFTER_S
 

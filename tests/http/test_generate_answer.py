@@ -18,7 +18,7 @@ from rollbus.frontend.http.generate_answer import answer_json
 from rollbus.frontend.http.request_target import RequestTarget
 from rollbus.frontend.http.routing_json import ENCODED_BYTES, routed_experts_json
 from rollbus.frontend.http.tokens import Tokens
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.presences import presence
 
 MODEL = SyntheticConfig().capabilities

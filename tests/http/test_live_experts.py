@@ -9,7 +9,7 @@ import pytest
 import rollbus
 from rollbus.bus.client import presence_watcher
 from rollbus.frontend.http.live import expert_feeds
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import PATH, watching
 from tests.http.support import http_before, http_service
 from tests.support.requests import greedy

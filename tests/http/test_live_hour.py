@@ -14,7 +14,7 @@ from rollbus.frontend.http.live.fleet_event import model_lines, worker_row
 from rollbus.frontend.http.live.heard import Heard
 from rollbus.frontend.http.live.points import worker_points
 from rollbus.frontend.http.live.viewers import Viewer
-from rollbus.schemas.presence import WorkerCounters
+from rollbus.schemas.counters import WorkerCounters
 from tests.support.presences import capabilities, presence
 
 HOUR_S = 3600

@@ -20,7 +20,7 @@ from rollbus.frontend.http.service import Service
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.metrics_doc import DOC, rows, with_table
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker

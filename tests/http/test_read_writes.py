@@ -14,10 +14,11 @@ from rollbus.bus.client.client import registry_of
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.fleet.presence_table import LostWorker, Survivor
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import LoadLora, WeightSource
+from rollbus.schemas.control import LoadLora
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.schemas.weights import WeightSource
 from tests.http.control_support import ControlHttp, control_http
 from tests.http.support import http_before
 from tests.support.connections import opened

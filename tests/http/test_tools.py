@@ -14,8 +14,8 @@ from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.http.openai import job, parsers
 from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, client_of
 from tests.http.small_tokenizers import byte_level, make_byte_level, save
 from tests.http.support import Http, http_service

@@ -13,7 +13,7 @@ from rollbus.frontend.http.errors import without_paths
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_waiting import announcing
 from tests.http.support import Http, http_before, http_service
 from tests.http.test_models import BODY, error_of

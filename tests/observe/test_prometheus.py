@@ -15,7 +15,7 @@ import pytest
 
 from rollbus.bus.client import presence_watcher
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service
 from tests.observe.exposed import worked_metrics
 from tests.observe.shipped import ALERTS, PROMETHEUS, queries, rules

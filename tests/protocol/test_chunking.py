@@ -12,8 +12,9 @@ from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
-from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")

@@ -30,11 +30,11 @@ from rollbus.schemas.control import (
     UnloadLora,
     UpdateWeights,
     Wake,
-    WeightSource,
 )
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_desired, encode_json
+from rollbus.schemas.weights import WeightSource
 
 EMPTY = DesiredState(model="m")
 ONE = WeightSource(path="/ckpt/1")

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from rollbus.bus.protocol.link.link_receiver import MAX_UNACKED_FRAMES, RESEND_INTERVAL_S, FrameVerdict, LinkReceiver
 from rollbus.bus.protocol.link.link_sender import LinkSender
-from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, decode_frame
+from rollbus.schemas.messages import Frame, RequestKey, decode_frame
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import simple
 
 OFFER = [RequestKey("r")]

@@ -9,8 +9,9 @@ from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.schemas.chunk import ChunkError, FinishReason
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
-from rollbus.schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
 from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import Scenario, assert_complete, make_scenario, simple
 
 MAX_FRAME_BYTES = 64 * 1024 - 4096

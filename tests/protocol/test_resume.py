@@ -17,7 +17,8 @@ from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.support.scenarios import drain
 

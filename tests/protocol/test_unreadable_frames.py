@@ -13,7 +13,8 @@ from rollbus.bus.protocol.link.link_receiver import (
 )
 from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.schemas.frame_header import FrameHeader
-from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, decode_frame
+from rollbus.schemas.messages import Frame, RequestKey, decode_frame
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import simple
 
 WINDOW = 2**20

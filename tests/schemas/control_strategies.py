@@ -5,7 +5,8 @@ import string
 from hypothesis import strategies as st
 
 from rollbus.schemas import control, limits
-from rollbus.schemas.control import Ack, AckError, AckStatus, Command
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.control import Command
 from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.weights import Canary, UpdateTiming, Verified, WeightSource

@@ -22,11 +22,11 @@ from rollbus.schemas.messages import (
     decode_request_message,
     encode,
     encode_json,
-    request_id_of,
 )
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.request_fields import request_from_json
+from rollbus.schemas.request_ids import request_id_of
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import presence
 

@@ -21,7 +21,7 @@ from rollbus.bus.client.generation import Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed

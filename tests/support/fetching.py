@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollbus.bus.nats.server import Server
-from rollbus.bus.objects import ObjectReader
-from rollbus.schemas.control import WeightSource
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.sources.fetcher import Checks, Fetcher
 from rollbus.workers.sources.folder_store import FolderStore
 from rollbus.workers.sources.progress import Progress

@@ -19,7 +19,6 @@ from rollbus.bus.queue.streams import ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.messages import (
-    WIRE_VERSION,
     Frame,
     LinkMessage,
     RequestKey,
@@ -31,6 +30,7 @@ from rollbus.schemas.messages import (
 )
 from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
 from rollbus.schemas.request import GenerateRequest, Lane
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.connections import opened
 from tests.support.patience import UNHURRIED_LEASE_S
 

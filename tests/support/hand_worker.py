@@ -19,7 +19,6 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import (
-    WIRE_VERSION,
     Frame,
     LinkMessage,
     RequestKey,
@@ -30,10 +29,11 @@ from rollbus.schemas.messages import (
     decode_request_message,
     encode,
     encode_json,
-    request_id_of,
 )
 from rollbus.schemas.presence import ClientPresence, EngineStats, WorkerState
+from rollbus.schemas.request_ids import request_id_of
 from rollbus.schemas.weights import OpenTransfer
+from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
 

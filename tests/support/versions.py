@@ -10,8 +10,7 @@ from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
-from rollbus.bus.objects import ensure_bucket, list_objects
-from rollbus.bus.objects.catalog import list_subjects
+from rollbus.bus.objects.catalog import ensure_bucket, list_objects, list_subjects
 from rollbus.bus.protocol.weights.chain import links_with
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.chain import CHAIN_OBJECT

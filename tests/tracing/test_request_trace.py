@@ -19,7 +19,7 @@ from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.messages import KvTransfer
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.request_spans import RequestSpans
 from rollbus.workers.worker import Worker
 from tests.http.support import http_before

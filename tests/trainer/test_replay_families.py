@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollbus.trainer.replay import SUPPORTED, replay
+from rollbus.trainer.replay.context import replay
+from rollbus.trainer.replay.formulas import SUPPORTED
 from tests.trainer.replay_models import (
     FAMILIES,
     NUM_EXPERTS,

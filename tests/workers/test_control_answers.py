@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbus.schemas.control import AckStatus
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ErrorCode
 from rollbus.schemas.presence import WorkerState
 from tests.support.patience import SOON_S

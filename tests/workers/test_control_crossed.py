@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rollbus.schemas.control import AckStatus
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import reconcile
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests.publisher import OutboundPublisher
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker

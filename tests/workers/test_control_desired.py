@@ -11,12 +11,14 @@ import pytest
 
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.control import AckStatus, AnyCommand, WeightSource
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import AnyCommand
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.control import handled
-from rollbus.workers.sources import WeightSources
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client

@@ -10,7 +10,7 @@ import pytest
 from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet import read_order
-from rollbus.schemas.control import AckStatus
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import reading

@@ -5,9 +5,8 @@ import itertools
 import pytest
 
 from rollbus.bus.protocol.states import WorkerEvent
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import (
-    Ack,
-    AckStatus,
     AnyCommand,
     Drain,
     FinishWeightUpdate,
@@ -18,11 +17,11 @@ from rollbus.schemas.control import (
     UnloadLora,
     UpdateWeights,
     Wake,
-    WeightSource,
 )
 from rollbus.schemas.desired import Recorded
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.control.command_log import CommandLog, ReceivedCommand
 from rollbus.workers.control.desire import (
     HandledRegister,

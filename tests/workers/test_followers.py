@@ -5,7 +5,7 @@ import pytest
 from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import RequestKey, Sibling
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.hand_client import HandClient
 from tests.support.requests import endless, short
 from tests.support.waits import until_true

@@ -13,7 +13,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_DELIVERIES
 from rollbus.schemas.messages import KvTransfer, RequestKey
 from rollbus.schemas.presence import ClientState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client

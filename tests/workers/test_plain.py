@@ -15,8 +15,9 @@ from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
-from rollbus.schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.wire_version import WIRE_VERSION
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.requests.admission import check_reply_to
 from rollbus.workers.requests.links import WorkerLinks
 from rollbus.workers.requests.outbound import PlainOutbound

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollbus.schemas.acks import Ack
-from rollbus.schemas.control import AckStatus, ReadExperts, ReadRequest
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_ack, encode_json
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline, TimelineEvent

@@ -15,7 +15,8 @@ from rollbus.schemas.messages import RequestKey, Sibling
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.engine_runner import EngineRunner
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import HandClient, hand_client
 from tests.support.patience import SOON_S

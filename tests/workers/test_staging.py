@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.schemas.control import AckStatus, WeightSource
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.control import ack_publisher, handled
-from rollbus.workers.sources import WeightSources
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client

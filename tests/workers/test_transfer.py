@@ -26,7 +26,8 @@ from rollbus.workers.control.handled import HandledRegisters
 from rollbus.workers.control.reading import DesiredReader
 from rollbus.workers.control.transfer import Transfer
 from rollbus.workers.control.transfer_ends import TransferEnds
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.waits import until_true
 from tests.workers.control_support import Rig, rig, update
 

@@ -15,7 +15,7 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
 from rollbus.schemas.messages import RequestKey, decode_frame, decode_presence
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.connections import count_tasks
 from tests.support.fleet import check_generation, is_idle, served, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running

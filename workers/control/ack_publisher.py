@@ -9,11 +9,12 @@ from msgspec.structs import replace
 
 from ...bus.nats.connection import Connection, publish
 from ...bus.subjects import Subjects
-from ...schemas.control import Ack, AckError, AckStatus, AnyCommand
+from ...schemas.acks import Ack, AckError, AckStatus
+from ...schemas.control import AnyCommand
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.messages import encode_json
-from ...schemas.presence import Staging
+from ...schemas.weights import Staging
 from ..config import WorkerConfig
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests

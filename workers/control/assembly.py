@@ -4,15 +4,15 @@ from pathlib import Path
 
 from ...bus.control.store import DesiredStore
 from ...bus.nats.connection import Connection
-from ...bus.objects import ObjectReader
+from ...bus.objects.reader import ObjectReader
 from ...bus.subjects import Subjects
 from ..config import WorkerConfig
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..lifecycle.peers import StartPeers
 from ..requests.in_flight import InFlightRequests
 from ..requests.publisher import OutboundPublisher
-from ..sources import WeightSources
 from ..sources.quiet_threads import NICE
+from ..sources.sources import WeightSources
 from .ack_publisher import AckPublisher
 from .command_handler import CommandHandler
 from .loras import Loras

@@ -21,15 +21,8 @@ from ...bus.nats.connection import Connection, subscribe
 from ...bus.protocol.fleet.authority import check_age, check_authority
 from ...bus.protocol.fleet.flood import FloodMeter
 from ...bus.subjects import Subjects
-from ...schemas.control import (
-    Abort,
-    AckStatus,
-    CancelWeightUpdate,
-    CheckWeights,
-    ReadExperts,
-    ReadRequest,
-    State,
-)
+from ...schemas.acks import AckStatus
+from ...schemas.control import Abort, CancelWeightUpdate, CheckWeights, ReadExperts, ReadRequest, State
 from ...schemas.errors import (
     BusBroken,
     BusClosed,
@@ -41,7 +34,7 @@ from ...schemas.errors import (
 )
 from ...schemas.limits import MAX_SEEN_COMMANDS
 from ...schemas.messages import command_id_of, decode_command
-from ...schemas.presence import Staging
+from ...schemas.weights import Staging
 from ..config import WorkerConfig
 from ..inbox import WorkerInbox
 from ..lifecycle.lifecycle import WorkerLifecycle

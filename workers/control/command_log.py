@@ -8,7 +8,8 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ...schemas.control import Ack, AnyCommand
+from ...schemas.acks import Ack
+from ...schemas.control import AnyCommand
 from ...schemas.limits import MAX_SEEN_COMMANDS
 
 __all__ = ["CommandLog", "ReceivedCommand"]

@@ -5,7 +5,7 @@ import logging
 
 from ...schemas.errors import ControlCode, ControlError
 from ..lifecycle.peers import StartPeers
-from ..sources import WeightSources
+from ..sources.sources import WeightSources
 
 __all__ = ["StartContent", "check_content"]
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from ...bus.protocol.fleet.desired import WEIGHTS
 from ...bus.protocol.fleet.transfer_lease import ENDED
 from ...bus.protocol.states import WorkerEvent
-from ...schemas.control import AckError, AckStatus, Canary, Drain, FinishWeightUpdate, Pause, Sleep, Verified
+from ...schemas.acks import AckError, AckStatus
+from ...schemas.control import Drain, FinishWeightUpdate, Pause, Sleep
 from ...schemas.desired import Recorded
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.weights import UpdateTiming
+from ...schemas.weights import Canary, UpdateTiming, Verified
 
 __all__ = [
     "PAUSE",

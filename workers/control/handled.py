@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from ...bus.protocol.fleet.desired import WEIGHTS
-from ...schemas.control import LORA_REGISTER, AckError, AckStatus
+from ...schemas.acks import AckError, AckStatus
+from ...schemas.control import LORA_REGISTER
 from ...schemas.errors import ControlCode
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.weights import UpdateTiming

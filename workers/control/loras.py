@@ -9,12 +9,14 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.control import LoadLora, UnloadLora, WeightSource
+from ...schemas.control import LoadLora, UnloadLora
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import WeightSource
 from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
-from ..sources import Report, WeightSources
+from ..sources.progress import Report
+from ..sources.sources import WeightSources
 from .content import check_content
 from .deadline import Deadline
 from .staging import StageKey

@@ -17,8 +17,7 @@ from ...schemas.control import (
     UpdateWeightChunk,
 )
 from ...schemas.errors import ControlCode, ControlError
-from ...schemas.presence import Staging
-from ...schemas.weights import UpdateTiming
+from ...schemas.weights import Staging, UpdateTiming
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
 from .reads import TelemetryReads

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from ...bus.protocol.fleet.desired import WEIGHTS
 from ...schemas.errors import ControlError
-from ...schemas.presence import Staging
-from ...schemas.weights import UpdateTiming
+from ...schemas.weights import Staging, UpdateTiming
 from .desire import PendingRegister
 from .registers import Registers
 from .staging import StageCost, StageKey, Stager

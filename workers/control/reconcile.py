@@ -14,20 +14,12 @@ from contextlib import asynccontextmanager
 
 from ...bus.protocol.fleet.desired import WEIGHTS
 from ...bus.protocol.states import SPEAKING, WorkerEvent
-from ...schemas.control import (
-    AckStatus,
-    Canary,
-    Drain,
-    FinishWeightUpdate,
-    Pause,
-    PauseMode,
-    Resume,
-    Sleep,
-    UpdateWeights,
-)
+from ...schemas.acks import AckStatus
+from ...schemas.control import Drain, FinishWeightUpdate, Pause, PauseMode, Resume, Sleep, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.presence import Staging, WorkerState
+from ...schemas.presence import WorkerState
+from ...schemas.weights import Canary, Staging
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
 from ..requests.publisher import OutboundPublisher

@@ -9,7 +9,6 @@ from ...bus.protocol.fleet.transfer_lease import check_finish
 from ...schemas.control import (
     LORA_REGISTER,
     AnyCommand,
-    Canary,
     Drain,
     FinishWeightUpdate,
     FlushCache,
@@ -22,8 +21,9 @@ from ...schemas.control import (
     Wake,
 )
 from ...schemas.errors import ControlCode, ControlError
+from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
-from ..sources import Report
+from ..sources.progress import Report
 from .desire import SLEEP
 from .loras import Loras
 from .staging import StageKey

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.presence import Capabilities, Staging
-from ...schemas.weights import PublishedVersion
-from ..sources import WeightSources
+from ...schemas.presence import Capabilities
+from ...schemas.weights import PublishedVersion, Staging, WeightSource
+from ..sources.sources import WeightSources
 from .boundary import command_boundary
 from .supported import check_adapters_supported, check_weights_supported
 

@@ -1,8 +1,8 @@
 """Checks that an engine supports a source, before the source is fetched."""
 
-from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.presence import Capabilities
+from ...schemas.weights import WeightSource
 
 __all__ = ["check_adapters_supported", "check_weights_supported"]
 

@@ -13,7 +13,6 @@ from typing import Final
 
 from ...bus.protocol.fleet.transfer_lease import TransferLease, check_continues, check_finish
 from ...schemas.control import (
-    Canary,
     CancelWeightUpdate,
     FinishWeightUpdate,
     InitWeightTransfer,
@@ -22,10 +21,10 @@ from ...schemas.control import (
 )
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.weights import OpenTransfer
+from ...schemas.weights import Canary, OpenTransfer
 from ...schemas.worker_options import DEFAULT_IDLE_S
 from ..requests.in_flight import InFlightRequests
-from ..sources import Report
+from ..sources.progress import Report
 from .deadline import Deadline
 from .weights import UNTOUCHED, WeightManager
 

@@ -9,20 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ...schemas.control import (
-    LOAD_TIMEOUT_S,
-    Canary,
-    FinishWeightUpdate,
-    PauseMode,
-    UpdateWeights,
-    Verified,
-    WeightSource,
-)
+from ...schemas.control import LOAD_TIMEOUT_S, FinishWeightUpdate, PauseMode, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, EngineDead
+from ...schemas.weights import Canary, Verified, WeightSource
 from ..config import WorkerConfig
 from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
-from ..sources import Report, WeightSources
+from ..sources.progress import Report
+from ..sources.sources import WeightSources
 from .canary import Canaries, Fingerprint, fingerprint_of
 from .content import StartContent, check_content
 from .deadline import Deadline

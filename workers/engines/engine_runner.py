@@ -8,11 +8,12 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ...schemas.errors import EngineDead, RequestError
 from ...schemas.messages import KvTransfer
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
-from .engine import Engine, RequestStep, TokenBatch
+from .engine import Engine
 
 __all__ = ["EngineRunner"]
 

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...bus.protocol.stream.engine_step import split
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
 from ...bus.queue.puller import QueuePuller
 from ...schemas.chunk import FinishReason
 from ...schemas.control import PauseMode
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, RequestError
 from ...schemas.request import GenerateRequest
-from ..engines.engine import RequestStep, TokenBatch
 from ..engines.engine_runner import EngineRunner
 from .intake import RequestIntake
 from .links import WorkerLinks

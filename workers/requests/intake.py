@@ -15,9 +15,10 @@ from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
 from ...bus.subjects import Subjects
 from ...schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
-from ...schemas.messages import KvTransfer, Sibling, priority_of, request_id_of
+from ...schemas.messages import KvTransfer, Sibling, priority_of
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest, lane_of
+from ...schemas.request_ids import request_id_of
 from ..config import WorkerConfig
 from ..engines.engine_runner import EngineRunner
 from ..lifecycle.lifecycle import WorkerLifecycle

@@ -1,5 +1,6 @@
 """Sources of weights and adapters: validated folders below allowed roots, or folders fetched from the object store."""
 
-from .sources import Report, Staged, WeightSources
+from .progress import Report
+from .sources import Staged, WeightSources
 
 __all__ = ["Report", "Staged", "WeightSources"]

@@ -15,7 +15,7 @@ from .roots import bad_source
 
 __all__ = ["adapter_content", "adapter_files", "check_adapter", "is_adapter", "published_content"]
 
-CONFIG: Final = "adapter_config.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 512
 """The largest rank that vLLM can be configured for. An engine may allow less and then states its limit."""
@@ -40,12 +40,12 @@ class _Config(msgspec.Struct, frozen=True):
 
 def is_adapter(folder: Path) -> bool:
     """Return True if `folder` has an adapter's config and no config of a model. Blocks."""
-    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
 
 def adapter_files(folder: Path) -> set[Path]:
     """Return the existing files of an adapter that an engine reads. Blocks."""
-    return {path for name in (CONFIG, TENSORS) if (path := folder / name).exists()}
+    return {path for name in (ADAPTER_CONFIG, TENSORS) if (path := folder / name).exists()}
 
 
 def adapter_content(folder: Path) -> tuple[Mapping[str, Tensor], frozenset[str]]:
@@ -55,12 +55,12 @@ def adapter_content(folder: Path) -> tuple[Mapping[str, Tensor], frozenset[str]]
         ControlError: `bad_source`.
         OSError: a file does not exist any more.
     """
-    return {**read_header(folder / TENSORS), CONFIG: whole_file(folder / CONFIG)}, frozenset({CONFIG})
+    return {**read_header(folder / TENSORS), ADAPTER_CONFIG: whole_file(folder / ADAPTER_CONFIG)}, frozenset({ADAPTER_CONFIG})
 
 
 def published_content(manifest: Manifest) -> str:
     """Return the digest of a published version, equal to that of its folder. It reads no content."""
-    files = {} if manifest.adapter is None else {CONFIG: manifest.files.get(CONFIG, "")}
+    files = {} if manifest.adapter is None else {ADAPTER_CONFIG: manifest.files.get(ADAPTER_CONFIG, "")}
     return tensors_digest(((entry.name, entry.dtype, entry.shape, entry.sha256) for entry in manifest.tensors), files)
 
 
@@ -75,16 +75,16 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_ra
     Raises:
         ControlError: `bad_source`. The message names the file, the module, the expected and the actual value.
     """
-    for name in (CONFIG, TENSORS):
+    for name in (ADAPTER_CONFIG, TENSORS):
         if not (folder / name).exists():
             raise bad_source(
                 folder / name, "is missing: an adapter needs adapter_config.json and adapter_model.safetensors"
             )
-    config = read_json(folder / CONFIG, _Config)
-    _check_config(folder / CONFIG, config)
+    config = read_json(folder / ADAPTER_CONFIG, _Config)
+    _check_config(folder / ADAPTER_CONFIG, config)
     if max_rank is not None and config.r > max_rank:
         raise bad_source(
-            folder / CONFIG,
+            folder / ADAPTER_CONFIG,
             f"has the rank r={config.r}; allowed: up to {max_rank}, as the worker's engine was started (vLLM's engine "
             "argument 'max_lora_rank')",
         )
@@ -94,7 +94,7 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_ra
         if a.shape[0] != b.shape[1]:
             raise bad_source(file, f"has {module!r} with lora_A {a} and lora_B {b}: their ranks differ")
         if a.shape[0] != config.r:
-            raise bad_source(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as in {CONFIG}")
+            raise bad_source(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as in {ADAPTER_CONFIG}")
         if own_tensors is not None:
             _check_base(file, module, (a, b), own_tensors)
 
@@ -132,7 +132,7 @@ def _read_pairs(file: Path, config: _Config) -> dict[str, tuple[Tensor, Tensor]]
             )
         targets = config.target_modules
         if isinstance(targets, list) and not any(f".{module}".endswith(f".{target}") for target in targets):
-            raise bad_source(file, f"has {module[:200]!r}, which is none of the target_modules of {CONFIG}")
+            raise bad_source(file, f"has {module[:200]!r}, which is none of the target_modules of {ADAPTER_CONFIG}")
     return {module: (found["A"], found["B"]) for module, found in sides.items()}
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...bus.objects import FolderReader, ObjectReader
+from ...bus.objects.folder_reader import FolderReader
+from ...bus.objects.reader import ObjectReader
 from ...bus.protocol.weights.fetch_plan import FetchPlan, fetch_plans
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.manifest import Link, Manifest, TensorDelta, TensorEntry, delta_name

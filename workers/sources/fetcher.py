@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...bus.objects import FolderReader, ObjectReader
+from ...bus.objects.folder_reader import FolderReader
 from ...bus.objects.layout import decode_digest
+from ...bus.objects.reader import ObjectReader
 from ...schemas.errors import FREE_SPACE, ControlCode, ControlError, is_disk_full
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion

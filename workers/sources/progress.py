@@ -4,9 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ...schemas.control import WeightSource
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.weights import Staging
+from ...schemas.weights import Staging, WeightSource
 
 __all__ = ["Progress", "Report"]
 

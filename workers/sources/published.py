@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ...bus.objects import NO_LIMIT, BucketState, FolderReader
+from ...bus.objects.catalog import NO_LIMIT, BucketState
+from ...bus.objects.folder_reader import FolderReader
 from ...bus.protocol.weights.chain import chain_length
 from ...bus.protocol.weights.safetensors_layout import layouts
 from ...bus.protocol.weights.tensor_delta import max_body_bytes

@@ -39,10 +39,10 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
             raise bad_source(f"{path} is not a directory")
         _check_entries(folder, path, roots)
     except FileNotFoundError as error:
-        shown = _shown(error.filename, folder, path)
+        shown = _shown_root(error.filename, folder, path)
         raise bad_source(f"{shown} does not exist on the worker's machine") from error
     except OSError as error:
-        shown = _shown(error.filename, folder, path)
+        shown = _shown_root(error.filename, folder, path)
         raise bad_source(f"{shown} cannot be read: {error.strerror or error}") from error
     return folder
 
@@ -100,7 +100,7 @@ def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
         if entries > MAX_ENTRIES:
             raise bad_source(f"{path} has more than {MAX_ENTRIES} files")
         for entry in (Path(parent, name) for name in folders + files):
-            shown = _shown(entry, folder, path)
+            shown = _shown_root(entry, folder, path)
             if entry.is_symlink():
                 _check_allowed(Path(os.path.realpath(entry)), roots, shown)
             mode = entry.stat().st_mode
@@ -108,7 +108,7 @@ def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
                 raise bad_source(f"{shown} is no regular file")
 
 
-def _shown(entry: str | Path | None, folder: Path, path: str) -> str:
+def _shown_root(entry: str | Path | None, folder: Path, path: str) -> str:
     """Convert the path of an entry of the real `folder` to a path below `path`."""
     if entry is None or not Path(entry).is_relative_to(folder):
         return path

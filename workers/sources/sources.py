@@ -13,12 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...bus.objects import ObjectReader
-from ...schemas.control import WeightSource
+from ...bus.objects.reader import ObjectReader
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
-from ...schemas.weights import PublishedVersion, Staging
+from ...schemas.weights import PublishedVersion, Staging, WeightSource
 from .adapter import check_adapter, is_adapter
 from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config, start_content
 from .content import ContentHasher

@@ -21,11 +21,12 @@ from ...protocol.fleet.unserved import WaitLimit
 from .. import connect as with_asyncio
 from ..batch import Batch, Requests, check_iterable, check_request
 from ..batch_times import BatchTimes
-from ..client import Client, ClientStats, batch_of
+from ..client import Client, batch_of
 from ..fleet import Fleet
 from ..generation import Generation
 from ..group_prompts import InexactGroups, Prompt
 from ..record.writer import RunRecorder
+from ..runtime import ClientStats
 from .groups import BlockingGroups, HandedPrompts
 from .owner_thread import OwnerThread
 

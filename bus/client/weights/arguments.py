@@ -9,9 +9,10 @@ from typing import Any, Final, TypedDict
 import msgspec
 
 from ....schemas.checks import check_bool, check_float, check_int, describe
-from ....schemas.control import Canary, LoadLora, PauseMode, UpdateWeights, WeightSource
+from ....schemas.control import LoadLora, PauseMode, UpdateWeights
 from ....schemas.errors import InvalidRequest
 from ....schemas.limits import MAX_TIMEOUT_S
+from ....schemas.weights import Canary, WeightSource
 from ...auth.credentials import Credentials
 from ...control.ack_collector import OnAck
 from ...control.controller import check_command

@@ -29,7 +29,7 @@ def fill(
     shown = f"{os.fspath(folder)}, and version {manifest.version} was published with"
     known = {name: sha256 for name, sha256 in manifest.files.items() if name != INDEX}
     if differing := sorted(known.items() ^ {(name, file.sha256) for name, file in files.items()}):
-        raise _bad(f"{shown} another {differing[0][0]}")
+        raise _bad_base(f"{shown} another {differing[0][0]}")
     entries = {entry.name: entry for entry in manifest.tensors}
     tensors: dict[str, SnapshotTensor] = {}
     for name, tensor in folder_tensors(folder):
@@ -37,17 +37,17 @@ def fill(
         own = content.copy()
         entry = entries.get(name)
         if entry is None or name in tensors or hashlib.sha256(own.data).hexdigest() != entry.sha256:
-            raise _bad(f"{shown} another {name[:200]}, or without it")
+            raise _bad_base(f"{shown} another {name[:200]}, or without it")
         if (entry.dtype, entry.shape) != (kind.dtype, kind.shape):
-            raise _bad(f"{shown} another dtype or shape of {name[:200]}")
+            raise _bad_base(f"{shown} another dtype or shape of {name[:200]}")
         tensors[name] = SnapshotTensor(kind, entry.file, entry.sha256, own)
     if missing := sorted(entries.keys() - tensors.keys()):
-        raise _bad(f"{shown} {missing[0][:200]}, which the folder lacks")
+        raise _bad_base(f"{shown} {missing[0][:200]}, which the folder lacks")
     snapshot.tensors = {name: tensors[name] for name in entries}
     snapshot.digest = manifest.digest
 
 
-def _bad(problem: str) -> InvalidRequest:
+def _bad_base(problem: str) -> InvalidRequest:
     return InvalidRequest(
         field="base", problem=f"is {problem}", allowed="the content of the last published version, or no base"
     )

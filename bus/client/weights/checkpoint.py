@@ -56,11 +56,11 @@ def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
         for file in _weight_files(path):
             for name, stored in _read_header(file).items():
                 if name in kinds:
-                    raise _bad(path, f"has the tensor {name[:200]!r} in two files")
+                    raise _bad_folder(path, f"has the tensor {name[:200]!r} in two files")
                 kinds[name] = TensorKind(stored.dtype, stored.shape)
         return Checkpoint(kinds, _other_files(path))
     except OSError as error:
-        raise _bad(path, f"cannot be read: {error.strerror or error}") from error
+        raise _bad_folder(path, f"cannot be read: {error.strerror or error}") from error
 
 
 def folder_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, RawTensor]]:
@@ -75,7 +75,7 @@ def folder_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, RawTen
             with file.open("rb") as opened:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise _bad(file, f"cannot be read: {error.strerror or error}") from error
+            raise _bad_folder(file, f"cannot be read: {error.strerror or error}") from error
         content = np.frombuffer(mapped, np.uint8)
         for name, stored in tensors.items():
             yield name, RawTensor(stored.dtype, stored.shape, content[stored.begin : stored.end])
@@ -84,7 +84,7 @@ def folder_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, RawTen
 def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise _bad(folder, "has no safetensors files")
+        raise _bad_folder(folder, "has no safetensors files")
     return files
 
 
@@ -93,7 +93,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             return read_header(opened.fileno())
         except BadSafetensors as error:
-            raise _bad(file, str(error)) from error
+            raise _bad_folder(file, str(error)) from error
 
 
 def _other_files(folder: Path) -> dict[str, FolderFile]:
@@ -115,7 +115,7 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
             data = opened.read(MAX_FILE_BYTES + 1)
         num_bytes += len(data)
         if len(data) > MAX_FILE_BYTES or num_bytes > MAX_FILES_BYTES or len(found) == MAX_FILES:
-            raise _bad(
+            raise _bad_folder(
                 folder,
                 f"has {name!r}, which exceeds the limits for files besides the weights (at most {MAX_FILES} files of"
                 f" {MAX_FILE_BYTES} bytes each, {MAX_FILES_BYTES} bytes together)",
@@ -124,5 +124,5 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
     return found
 
 
-def _bad(path: Path, problem: str) -> InvalidRequest:
+def _bad_folder(path: Path, problem: str) -> InvalidRequest:
     return InvalidRequest(field="checkpoint", problem=f"{path} {problem}", allowed="the folder of a whole checkpoint")

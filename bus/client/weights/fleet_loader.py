@@ -4,8 +4,8 @@ import logging
 
 from msgspec import structs
 
-from ....schemas.control import WeightSource
 from ....schemas.errors import ControlCode, ControlError, NoWorkers, RollbusError
+from ....schemas.weights import WeightSource
 from ...control.updates import Updates
 from ...control.uploads import sources_in
 from ...control.versions import VersionStore

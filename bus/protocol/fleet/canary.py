@@ -7,12 +7,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.control import Canary
 from ....schemas.errors import InvalidRequest, RemoteProtocolError
 from ....schemas.presence import Capabilities
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import DTYPES, Rows, expected_rows
 from ....schemas.sampling import SamplingParams
+from ....schemas.weights import Canary
 
 __all__ = ["agrees", "canary_request", "canary_rows", "check_expected"]
 

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from ....schemas.control import Ack, AckError, AckStatus
+from ....schemas.acks import Ack, AckError, AckStatus
 from ....schemas.errors import ControlCode, RollbusError
 from ....schemas.presence import WorkerPresence
 from ..html import as_html

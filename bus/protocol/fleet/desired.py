@@ -10,17 +10,10 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from ....schemas import limits
-from ....schemas.control import (
-    AnyCommand,
-    FinishWeightUpdate,
-    LoadLora,
-    UnloadLora,
-    UpdateWeights,
-    WeightSource,
-    lora_register,
-)
+from ....schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora, UpdateWeights, lora_register
 from ....schemas.desired import DesiredState, Recorded, SeenCommand
 from ....schemas.errors import ControlCode, ControlError
+from ....schemas.weights import WeightSource
 
 __all__ = [
     "WEIGHTS",

@@ -5,10 +5,12 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from ....schemas.control import Ack, LoadLora, UpdateWeights, WeightSource
+from ....schemas.acks import Ack
+from ....schemas.control import LoadLora, UpdateWeights
 from ....schemas.desired import DesiredState
 from ....schemas.errors import ControlCode, ControlError
 from ....schemas.presence import WorkerPresence
+from ....schemas.weights import WeightSource
 
 __all__ = ["pin", "unpinned", "without"]
 

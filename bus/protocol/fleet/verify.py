@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from ....schemas.control import Ack, Canary
+from ....schemas.acks import Ack
+from ....schemas.weights import Canary
 from .canary import agrees
 
 __all__ = ["dissenters"]

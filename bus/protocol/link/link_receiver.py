@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ....schemas.frame_header import FrameHeader
-from ....schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey
+from ....schemas.messages import Frame, LinkMessage, RequestKey
+from ....schemas.wire_version import WIRE_VERSION
 
 __all__ = ["MAX_UNACKED_FRAMES", "RESEND_INTERVAL_S", "UNREADABLE_GAP_S", "FrameVerdict", "LinkReceiver"]
 

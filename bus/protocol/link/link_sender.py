@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from ....schemas.chunk import Chunk, ChunkError
 from ....schemas.errors import RemoteProtocolError
 from ....schemas.limits import INITIAL_CREDIT_BYTES
-from ....schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, encode
+from ....schemas.messages import Frame, LinkMessage, RequestKey, encode
+from ....schemas.wire_version import WIRE_VERSION
 from ..stream.chunk_sizes import chunk_bytes
 from ..stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from ..stream.engine_step import RequestStep

@@ -1,7 +1,8 @@
 """The worker's half of plain mode: puts one request into frames for a program without a link."""
 
 from ....schemas.chunk import Chunk, ChunkError
-from ....schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from ....schemas.messages import Frame, RequestKey, encode
+from ....schemas.wire_version import WIRE_VERSION
 from ..stream.chunk_sizes import chunk_bytes
 from ..stream.chunk_writer import ChunkWriter
 from ..stream.engine_step import RequestStep

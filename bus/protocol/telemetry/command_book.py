@@ -7,7 +7,8 @@ from typing import Final
 
 import msgspec
 
-from ....schemas.control import LOAD_TIMEOUT_S, Ack, AckStatus, Command
+from ....schemas.acks import Ack, AckStatus
+from ....schemas.control import LOAD_TIMEOUT_S, Command
 
 __all__ = ["AWAITED", "MAX_COMMANDS", "MAX_LINES", "MAX_WORKERS", "CommandBook", "CommandLine", "WorkerAnswer"]
 

@@ -12,9 +12,9 @@ __all__ = ["WINDOW_S", "FleetRates", "Rates"]
 
 WINDOW_S: Final = 10.0
 """Seconds that rates cover: ten presence messages of a worker."""
-STEP_S: Final = 0.5
+RATE_STEP_S: Final = 0.5
 """Faster presence messages of a worker count as one, and no rate covers less time: workers answer pings immediately. So
-at most `WINDOW_S` / `STEP_S` + 3 presence messages of each worker are kept."""
+at most `WINDOW_S` / `RATE_STEP_S` + 3 presence messages of each worker are kept."""
 MAX_SECONDS: Final = 1e12
 """The maximum of a sum of seconds that a worker publishes, so that sums over workers stay finite."""
 
@@ -90,15 +90,15 @@ class _FollowedWorker:
         if counted and any(now < before for now, before in zip(new.counts, counted[-1].counts, strict=True)):
             # Another process or engine counts now, so the earlier counts are useless for its rates.
             counted.clear()
-        if len(counted) > 1 and counted[-1].at - counted[-2].at < STEP_S:
+        if len(counted) > 1 and counted[-1].at - counted[-2].at < RATE_STEP_S:
             counted.pop()
         counted.append(new)
         # The remaining counts always cover a step: the first rates after an outage cover the whole outage.
-        while new.at - counted[0].at > WINDOW_S and new.at - counted[1].at >= STEP_S:
+        while new.at - counted[0].at > WINDOW_S and new.at - counted[1].at >= RATE_STEP_S:
             counted.popleft()
         first = counted[0]
         seconds = new.at - first.at
-        if seconds < STEP_S:
+        if seconds < RATE_STEP_S:
             self.rates = NO_RATES
         else:
             self.rates = Rates(*((now - then) / seconds for now, then in zip(new.counts, first.counts, strict=True)))

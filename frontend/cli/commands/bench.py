@@ -25,7 +25,7 @@ from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from .... import bus
-    from ..bench import BenchOptions
+    from ..bench.bench import BenchOptions
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "names_nobody", "run"]
 
@@ -102,7 +102,7 @@ def number_or_none(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     """Measure and print the result."""
-    from ..bench import BenchOptions
+    from ..bench.bench import BenchOptions
     from ..bench.load import BenchLoad
 
     if args.synthetic and args.model is not None:

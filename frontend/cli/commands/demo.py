@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     from ..local_fleet import check_vllm, default_state_dir
     from ..prompts import read_prompts
     from ..row_fields import Defaults
-    from ..tour import Tour
+    from ..tour.tour import Tour
 
     refuse_options(args, ["nats"], "here: this command starts its own server")
     if args.rl:

@@ -36,7 +36,7 @@ async def run(args: argparse.Namespace) -> int:
     from ....bus.control.uploads import sources_in
     from ....bus.nats.connection import connected
     from ....bus.nats.server import Server
-    from ....bus.objects import sign_folder
+    from ....bus.objects.signed import sign_folder
     from ....bus.subjects import Subjects
     from ..console import print_json, write
 

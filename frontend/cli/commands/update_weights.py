@@ -25,7 +25,7 @@ from ..control import add_send_options, add_source_options, add_switch_options, 
 from ..exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
-    from ....schemas.control import Canary
+    from ....schemas.weights import Canary
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -95,7 +95,7 @@ def read_canary(path: Path) -> "Canary":
     """
     import msgspec
 
-    from ....schemas.control import Canary
+    from ....schemas.weights import Canary
 
     try:
         return msgspec.json.decode(path.read_bytes(), type=Canary)

@@ -12,7 +12,7 @@ Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "n
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 """Sort keys in the order in which the key `s` selects them."""
 Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end", "open", "back"]
-_KEYS: Final[dict[bytes, Key]] = {
+_SORT_KEYS: Final[dict[bytes, Key]] = {
     b"q": "quit",
     b"Q": "quit",
     b"s": "sort",
@@ -68,7 +68,7 @@ class KeyReader:
         # The length of a prefix is bounded, so little is buffered.
         self._rest = partial[0] if partial else b""
         found = _SEQUENCE.findall(data[: len(data) - len(self._rest)])
-        return [_KEYS[sequence] for sequence in found if sequence in _KEYS]
+        return [_SORT_KEYS[sequence] for sequence in found if sequence in _SORT_KEYS]
 
 
 def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> TopOptions | None:

@@ -17,7 +17,7 @@ from .workers_table import per_s
 __all__ = ["COMMAND_COLUMNS", "MODEL_COLUMNS", "Section", "command_rows", "model_rows", "sections"]
 
 MODEL_COLUMNS: Final = ("model", "workers", "tokens/s", "epoch", "version", "weights from", "state", "LoRAs", "behind")
-SPARE_COLUMNS: Final = ("weights from", "LoRAs", "tokens/s")
+MODEL_SPARE_COLUMNS: Final = ("weights from", "LoRAs", "tokens/s")
 COMMAND_COLUMNS: Final = ("command", "of", "epoch", "for", "done")
 MAX_COMMANDS: Final = 5
 """Limit on commands of each model: the latest of those that are still in the desired state."""
@@ -45,7 +45,7 @@ def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Se
     every = (
         Section(PROBLEM_COLUMNS, problem_rows(problems)),
         Section(QUEUE_COLUMNS, queue_rows(depths)),
-        Section(MODEL_COLUMNS, model_rows(state, rates, model), SPARE_COLUMNS),
+        Section(MODEL_COLUMNS, model_rows(state, rates, model), MODEL_SPARE_COLUMNS),
         Section(COMMAND_COLUMNS, command_rows(state, model)),
     )
     return [section for section in every if section.rows]

@@ -16,7 +16,7 @@ from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, 
 from .commands import CommandCall
 from .reading import read_fields
 
-__all__ = ["ADMIN_ROUTES", "ROUTES"]
+__all__ = ["NOT_SERVED_ROUTES", "ROUTES"]
 
 Command = Callable[[CommandCall[Any]], Awaitable[Response]]
 _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]] = {
@@ -70,7 +70,7 @@ _WEIGHT_INFO: Final = HttpRoute(reads.weight_info, query=reads.FleetQuery)
 ADMIN_ROUTES: Final[RouteTable] = {
     **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
     ("DELETE", "/v1/loras/{name:path}"): HttpRoute(loras.remove_lora, query=bodies.SendBody),
-    **not_served.ADMIN_ROUTES,
+    **not_served.NOT_SERVED_ROUTES,
 }
 """Routes that change the fleet, or that would change it if the service supported them."""
 ROUTES: Final[RouteTable] = {

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..errors import HttpError
 from ..service import Handler, HttpRoute, RouteTable, Service
 
-__all__ = ["ADMIN_ROUTES", "DATA_ROUTES"]
+__all__ = ["NOT_SERVED_ROUTES", "DATA_ROUTES"]
 
 INSTEAD: Final = {
     ("POST", "/init_broadcaster"): (
@@ -60,5 +60,5 @@ def _refusal(method: str, path: str, instead: str) -> Handler:
 _ALL: Final[RouteTable] = {key: HttpRoute(_refusal(*key, instead), answer={}) for key, instead in INSTEAD.items()}
 DATA_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key[1].startswith("/v1/")}
 """Routes of OpenAI, whose clients have the data token."""
-ADMIN_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key not in DATA_ROUTES}
+NOT_SERVED_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key not in DATA_ROUTES}
 """Routes that would change the fleet."""

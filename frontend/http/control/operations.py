@@ -17,7 +17,8 @@ from starlette.responses import Response
 from .... import bus
 from ....bus.protocol.fleet.desired import effective
 from ....bus.protocol.fleet.roster import workers_that_must_ack
-from ....schemas.control import Ack, Pause
+from ....schemas.acks import Ack
+from ....schemas.control import Pause
 from ....schemas.desired import DesiredState
 from ....schemas.errors import InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState

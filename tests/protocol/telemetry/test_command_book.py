@@ -1,9 +1,10 @@
 """The state of commands as an observer of commands and acks knows it."""
 
 from rollbus.bus.protocol.telemetry.command_book import MAX_COMMANDS, MAX_LINES, MAX_WORKERS, CommandBook
-from rollbus.schemas.control import Ack, AckError, AckStatus, Pause, UpdateWeights, WeightSource
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.control import Pause, UpdateWeights
 from rollbus.schemas.errors import ControlCode
-from rollbus.schemas.weights import Staging
+from rollbus.schemas.weights import Staging, WeightSource
 
 
 def ack(worker: str, status: AckStatus, command_id: str = "c", **fields: object) -> Ack:

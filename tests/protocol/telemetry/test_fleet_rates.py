@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.telemetry import fleet_rates
-from rollbus.bus.protocol.telemetry.fleet_rates import STEP_S, WINDOW_S, FleetRates, Rates
+from rollbus.bus.protocol.telemetry.fleet_rates import RATE_STEP_S, WINDOW_S, FleetRates, Rates
 from rollbus.schemas import limits
-from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence
+from rollbus.schemas.counters import WorkerCounters
+from rollbus.schemas.presence import EngineStats, WorkerPresence
 from tests.support.presences import presence
 
 ANY_COUNT = st.integers(0, limits.MAX_COUNT) | st.integers(0, 1_000)
@@ -187,11 +188,11 @@ def test_rates_are_finite_and_not_negative_for_any_presences(announcements: list
 
     for sums in (rates.of_fleet(), Rates.sum(models.values())):
         assert sums == pytest.approx(Rates.sum(each))
-    assert all(len(known.counted) <= WINDOW_S / STEP_S + 3 for known in rates._workers.values())
+    assert all(len(known.counted) <= WINDOW_S / RATE_STEP_S + 3 for known in rates._workers.values())
 
 
 @given(
-    growth=st.lists(st.tuples(GROWTH, st.floats(STEP_S, WINDOW_S)), min_size=2, max_size=40),
+    growth=st.lists(st.tuples(GROWTH, st.floats(RATE_STEP_S, WINDOW_S)), min_size=2, max_size=40),
 )
 def test_rates_are_the_growth_over_the_window(growth: list[tuple[tuple[int, ...], float]]) -> None:
     """Rates equal the growth since the earliest presence within the window."""
@@ -219,6 +220,6 @@ def test_frequent_presences_do_not_change_the_rates(gaps: list[float]) -> None:
     for later in gaps:
         now += later
         rates.observe(announced("a", tuple([int(now * 1_000_000)] * 8)), now)
-        assert len(rates._workers["a"].counted) <= WINDOW_S / STEP_S + 3
-    if now - gaps[0] >= STEP_S:
+        assert len(rates._workers["a"].counted) <= WINDOW_S / RATE_STEP_S + 3
+    if now - gaps[0] >= RATE_STEP_S:
         assert rates.of("a").tokens_per_s == pytest.approx(1_000_000, rel=0.001)

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
 from ....schemas.weights import Verified
-from ..engine import RequestStep, TokenBatch
 from .calls import Calls, check_supported
 from .capabilities import describe_engine, kv_cache_tokens_of, prefix_age_of
 from .controls import Controls

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from ....schemas.errors import ErrorCode
 from ....schemas.messages import KvTransfer
@@ -14,7 +15,6 @@ from ....schemas.presence import Capabilities, RoutedExpertsInfo
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
 from ....schemas.sampling import SamplingParams
-from ..engine import RequestStep, TokenBatch
 from .kv.params import encode_params
 from .masks import VllmMask, mask_of
 from .params import no_token_left
