@@ -24,7 +24,7 @@ from .contract_check import check as check_contract
 from .cores import compute_in_core
 from .extension import extension_name
 from .kv.config import FIELD as KV_FIELD
-from .kv.config import routing_refusal
+from .kv.config import connector_refusal
 from .ownership import kill, owned_executor
 from .preload import begin_preload, forked_cores
 from .routing import ARGUMENT as ROUTING
@@ -314,7 +314,7 @@ def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:
             "engine argument 'kv_offloading_size': vLLM would restore KV of prompt tokens with unknown routed experts; "
             "allowed with routed experts: none, or the engine argument 'enable_return_routed_experts': false"
         )
-    refusal = routing_refusal(args.kv_transfer_config)
+    refusal = connector_refusal(args.kv_transfer_config)
     if refusal is not None:
         raise EngineDead(f"engine argument '{KV_FIELD}': {refusal}")
 

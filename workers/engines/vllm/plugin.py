@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .extension import is_ours
-from .kv.config import routing_refusal
+from .kv.config import connector_refusal
 from .kv.params import TAKES_KV
 
 __all__ = ["install", "keep_external_hits"]
@@ -126,4 +126,4 @@ def _may_lift(config: Any) -> bool:
     The checks of other engines stay unchanged.
     """
     is_worker = is_ours(getattr(config.parallel_config, "worker_extension_cls", None))
-    return is_worker and routing_refusal(config.kv_transfer_config) is None
+    return is_worker and connector_refusal(config.kv_transfer_config) is None

@@ -15,7 +15,7 @@ __all__ = [
     "connector_config",
     "connector_names",
     "describe_connector",
-    "routing_refusal",
+    "connector_refusal",
 ]
 
 FIELD = "kv_transfer_config"
@@ -142,7 +142,7 @@ def describe_connector(config: Any) -> str | None:
     return " ".join([*parts, str(model.dtype).removeprefix("torch."), f"kv-{config.cache_config.cache_dtype}"])
 
 
-def routing_refusal(config: Any) -> str | None:
+def connector_refusal(config: Any) -> str | None:
     """Return why the connectors of this `KVTransferConfig` prevent routed experts; None: they are compatible.
 
     If this engine did not compute the KV of a prompt token, its experts are unknown, and vLLM returns a row that
