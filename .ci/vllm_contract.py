@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from rollbus.workers.engines.vllm.contract_check import find_gaps, needs_of, release_in
+from rollbus.workers.engines.vllm.names import find_gaps, needs_of, release_in
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".make" / "vllm"

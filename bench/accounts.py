@@ -29,7 +29,7 @@ from rollbus.bus.nats.connection import connected, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.cli.figures import Spread, in_turns
+from rollbus.frontend.cli.tables import Spread, in_turns
 
 __all__: list[str] = []
 

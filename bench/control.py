@@ -23,7 +23,7 @@ import rollbus
 from bench.report import Report, add_arguments
 from bench.ways import Way, running
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import Spread, percentile
+from rollbus.frontend.cli.tables import Spread, percentile
 from rollbus.schemas.acks import Ack, AckStatus
 
 __all__: list[str] = []

@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 
 from bench.report import Report, add_arguments
-from rollbus.bus.protocol.telemetry.expert_book import ExpertBook
-from rollbus.frontend.cli.figures import Spread
+from rollbus.bus.protocol.telemetry.experts import ExpertBook
+from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for

@@ -18,8 +18,8 @@ import uvloop
 import rollbus
 from bench.on_the_bus import START_S, WORKER, bus_request, secure_bus, worker_process
 from bench.report import Report, add_arguments
-from rollbus.bus.queue.limits import QueueLimits
-from rollbus.frontend.cli.figures import percentile
+from rollbus.bus.queue.streams import QueueLimits
+from rollbus.frontend.cli.tables import percentile
 
 __all__: list[str] = []
 

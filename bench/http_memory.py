@@ -22,7 +22,7 @@ import rollbus
 from bench.memory import peak_bytes, reset_peak, resident_bytes
 from bench.report import Report, add_arguments
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import in_turns, spreads
+from rollbus.frontend.cli.tables import in_turns, spreads
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine

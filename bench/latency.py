@@ -19,7 +19,7 @@ from bench.latency_ways import IN_PROCESS, OVER_THE_BUS
 from bench.real_engine import ask, on_real_engines
 from bench.report import Report, add_arguments
 from bench.ways import Way, running
-from rollbus.frontend.cli.figures import in_turns, percentile, spreads
+from rollbus.frontend.cli.tables import in_turns, percentile, spreads
 
 __all__: list[str] = []
 

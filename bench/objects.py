@@ -22,7 +22,7 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.writer import put_folder
-from rollbus.frontend.cli.figures import Spread, in_turns
+from rollbus.frontend.cli.tables import Spread, in_turns
 
 MEGABYTE = 1024 * 1024
 BUCKET = "bench"

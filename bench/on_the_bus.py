@@ -12,7 +12,7 @@ from pathlib import Path
 import rollbus
 from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
 from rollbus.bus.auth.users import ensure_users
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rollbus.frontend.cli.figures import Spread, cell
+from rollbus.frontend.cli.tables import Spread, cell
 
 __all__ = ["with_tables"]
 

@@ -45,7 +45,7 @@ from bench.report import Report, add_arguments
 from bench.ways import Way as PlayerProcess
 from bench.ways import running
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import percentile, spreads
+from rollbus.frontend.cli.tables import percentile, spreads
 
 __all__ = ["FLEETS", "SIMULATED", "SIMULATED_TRACES", "Fleet", "run_fleet", "simulate"]
 

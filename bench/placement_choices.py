@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 from bench.placement_engine import Job
 from bench.placement_traces import Conversation
-from rollbus.bus.protocol.placement.policy import Placement, PlacementNeeds, PlacementPolicy, PlacementReason
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from rollbus.bus.protocol.placement.worker_load import WorkerLoad
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 from rollbus.schemas.presence import WorkerPresence
 
 __all__ = ["LeastLoaded", "Ours", "QueueOnly", "SessionsOnly", "Static", "session_of"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollbus.bus.protocol.placement.policy import PlacementNeeds, PlacementPolicy
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, piece_hashes
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS, PrefixScope, piece_hashes
+from rollbus.bus.protocol.queue.placement import PlacementNeeds, PlacementPolicy
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 
 __all__ = ["measure_decisions"]

@@ -19,7 +19,7 @@ __all__ = ["MODEL", "BlockCache", "Engine", "EngineShape", "Job"]
 MODEL: Final = "simulated"
 LEASE_S: Final = 10.0
 MEMORY_S: Final = 10.0
-"""Seconds over which the decode rate is averaged, as in `rollbus.workers.engines.token_rates`."""
+"""Seconds over which the decode rate is averaged, as in `rollbus.workers.engines.rates`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,19 +34,12 @@ from bench.on_the_bus import START_S
 from bench.placement_choices import session_of
 from bench.placement_traces import Conversation, Shape, Tokens, Trace, Turn, least_computed, make_trace
 from bench.ways import answer
-from rollbus.bus.protocol.placement.policy import (
-    Placement,
-    PlacementNeeds,
-    PlacementPolicy,
-    PlacementReason,
-)
-from rollbus.bus.protocol.placement.prefix_index import PrefixIndex
-from rollbus.bus.protocol.placement.worker_load import WorkerLoad
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.protocol.queue.load import PrefixIndex, WorkerLoad
+from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 
 __all__ = ["SLOW", "WAYS", "Played", "Player", "patched"]
 
-POLICY: Final = "rollbus.bus.protocol.placement.model_policies.PlacementPolicy"
+POLICY: Final = "rollbus.bus.protocol.queue.placement.PlacementPolicy"
 """The class that the other ways replace in their clients."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 SETTLE_S: Final = 2.0

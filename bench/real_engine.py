@@ -27,7 +27,7 @@ from bench.loads import Load, parse_loads, rate
 from bench.real_engine_ways import PROMPT_TOKENS, WAYS
 from bench.report import Report, add_arguments
 from bench.ways import Way, running
-from rollbus.frontend.cli.figures import Spread, Value
+from rollbus.frontend.cli.tables import Spread, Value
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
 __all__ = ["ask", "on_real_engines"]

@@ -24,7 +24,7 @@ from bench.routing_engine import CASES, Case
 from bench.routing_ways import WAYS
 from bench.ways import Way, running
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import Spread, in_turns, spreads
+from rollbus.frontend.cli.tables import Spread, in_turns, spreads
 
 __all__: list[str] = []
 

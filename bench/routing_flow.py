@@ -20,7 +20,7 @@ import rollbus
 from bench.routing_engine import CASES, CLOCK, RoutedEngine, clock_us
 from bench.routing_ways import bus_request, running_worker
 from bench.ways import answer
-from rollbus.frontend.cli.figures import percentile
+from rollbus.frontend.cli.tables import percentile
 
 __all__: list[str] = []
 

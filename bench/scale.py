@@ -26,7 +26,7 @@ from typing import Final
 from bench.report import Report, add_arguments
 from bench.scale_fleet import Fleet, Used, started_fleet
 from rollbus.bus.client.dispatch import ORPHAN_AGE_S
-from rollbus.frontend.cli.figures import spreads
+from rollbus.frontend.cli.tables import spreads
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
 __all__ = ["PARTS", "measure_backlog", "measure_fleets", "measure_models"]

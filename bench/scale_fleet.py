@@ -15,8 +15,7 @@ from bench.scale_sides import FLEET, START_TIMEOUT_S, Counts
 from bench.ways import Way, running
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.queue.limits import QueueLimits
-from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from bench.scale_plot import number, plot
 from bench.weights_paper import weights_rows
-from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.link_sender import LinkSender
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
-from rollbus.schemas.wire_version import WIRE_VERSION
 
 __all__ = ["DOC", "RESULTS", "frame_bytes", "with_tables"]
 

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rollbus.frontend.cli.figures import Spread
+from rollbus.frontend.cli.tables import Spread
 
 __all__ = ["number", "plot"]
 

@@ -33,7 +33,7 @@ from bench.on_the_bus import START_S, worker_process
 from bench.placement_traces import LENGTH_SIGMA, MAX_TIMES
 from bench.report import Report, add_arguments
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import Spread
+from rollbus.frontend.cli.tables import Spread
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
 __all__ = ["Load", "prompts_of", "take_steps"]

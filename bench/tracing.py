@@ -49,7 +49,7 @@ async def fleet(url: str, way: str) -> AsyncIterator[rollbus.Client]:
     if way == "off":
         worker, options = Worker(config, engine), {}
     else:
-        from rollbus.bus.tracing.switch import make_tracer
+        from rollbus.bus.tracing.spans import make_tracer
         from rollbus.workers.request_spans import RequestSpans
 
         tracer = make_tracer(tracing, service_name="bench")

@@ -30,7 +30,7 @@ import rollbus
 from bench.report import Report, add_arguments
 from bench.trainer_peak import write_messages
 from bench.trainer_ways import NUM_LAYERS, TOP_K, WAYS, Rollout, differences, make_rollout, tensor_bytes
-from rollbus.frontend.cli.figures import Spread, Value, in_turns
+from rollbus.frontend.cli.tables import Spread, Value, in_turns
 from rollbus.schemas.chunk import FinishReason
 from rollbus.trainer import MicroBatch, Stitcher, pack
 

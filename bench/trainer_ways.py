@@ -23,21 +23,20 @@ import torch
 
 import rollbus
 from rollbus.bus.client.calls import Call, Inbox
-from rollbus.bus.client.children import ChildRequest
-from rollbus.bus.client.exchange import AttemptCoordinator
+from rollbus.bus.client.coordinator import AttemptCoordinator, ChildRequest
 from rollbus.bus.protocol.attempt.events import PublishingPossible
-from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
-from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.link_sender import LinkSender
 from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import RequestError
 from rollbus.schemas.messages import LinkMessage, RequestKey, decode_frame
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.schemas.wire_version import WIRE_VERSION
 from rollbus.trainer import MicroBatch, Stitcher, pack
 
 __all__ = [

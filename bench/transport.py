@@ -24,7 +24,7 @@ from bench.loads import Load, parse_loads, rate
 from bench.report import Report, add_arguments
 from bench.transport_ways import WAYS
 from bench.ways import Way, running
-from rollbus.frontend.cli.figures import Spread, Value
+from rollbus.frontend.cli.tables import Spread, Value
 
 __all__: list[str] = []
 

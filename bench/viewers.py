@@ -20,7 +20,7 @@ import rollbus
 from bench.http_memory import running_service, running_worker
 from bench.report import Report, add_arguments
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import in_turns, spreads
+from rollbus.frontend.cli.tables import in_turns, spreads
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 

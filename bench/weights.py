@@ -41,7 +41,7 @@ from bench.weights_fleet import ENGINE_ARGS, MODEL, SETTLE_S, STREAMS, Fleet, st
 from bench.weights_peer import peers
 from bench.weights_trainer import MEASURED, Trainer, make_checkpoint
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.figures import Spread, in_turns, spreads
+from rollbus.frontend.cli.tables import Spread, in_turns, spreads
 
 __all__: list[str] = []
 CACHE: Final = Path.home() / ".cache" / "rollbus" / "bench"

@@ -27,7 +27,7 @@ from verifiers.v1.trace import Branch, Trace
 from verifiers.v1.types import Response
 
 from ..trainer.errors import PackError
-from ..trainer.sample import NOT_SAMPLED, Sample
+from ..trainer.stitching import NOT_SAMPLED, Sample
 
 __all__ = ["samples", "weight_versions"]
 

@@ -3,6 +3,14 @@
 A command is one map with its name under `command`. A worker rejects unknown names and fields, so a misspelt option
 causes an error instead of a default. Each worker that a command names acks it: first `accepted`, then optionally
 `progress`, and finally exactly one of `applied`, `failed`, `unsupported`, `stale`.
+
+TODO certificate: The certificate beside a signature: the fleet's root key states what a user may change.
+
+TODO desired: The desired state of a model's workers: one JSON value for each fleet and model in a NATS KV bucket.
+
+The desired state consists of registers: `pause`, `weights`, `flush`, `sleep`, and `lora:<name>` for each adapter. A
+register holds the last command that set it, with the epoch that recorded the command. Epochs count the recorded
+commands, so commands of concurrent controllers have one order.
 """
 
 import re
@@ -13,45 +21,10 @@ import msgspec
 from msgspec import Meta
 
 from . import limits
-from .acks import Ack, AckError, AckStatus
 from .checks import check_float, check_int, check_matches, check_name, check_request_id, check_subject_token
 from .errors import InvalidRequest
 from .telemetry import RequestKind
-from .weights import Canary, Digest, Verified, WeightSource
-
-__all__ = [
-    "LORA_REGISTER",
-    "Abort",
-    "Ack",
-    "AckError",
-    "AckStatus",
-    "AnyCommand",
-    "Canary",
-    "CancelWeightUpdate",
-    "CheckWeights",
-    "Command",
-    "Drain",
-    "Fence",
-    "FinishWeightUpdate",
-    "FlushCache",
-    "InitWeightTransfer",
-    "LoadLora",
-    "Pause",
-    "PauseMode",
-    "ReadExperts",
-    "ReadRequest",
-    "Resume",
-    "Sleep",
-    "StartWeightUpdate",
-    "State",
-    "UnloadLora",
-    "UpdateWeightChunk",
-    "UpdateWeights",
-    "Verified",
-    "Wake",
-    "WeightSource",
-    "lora_register",
-]
+from .weights import Canary, Digest, WeightSource
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Handling of the requests in flight. `abort` aborts them immediately, `wait` finishes them first, and `keep` continues
@@ -397,3 +370,98 @@ AnyCommand = (
     | CancelWeightUpdate
 )
 """All types of commands."""
+
+
+Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The user that signs with a key, and the permissions of that user. JSON, signed by the fleet's root key."""
+
+    fleet: str
+    """Name of the fleet. Other fleets reject the certificate."""
+    role: Name
+    """Role of the user."""
+    name: str
+    """Name of the user. Commands of this user are valid only on the user's own subject."""
+    key: Annotated[str, Meta(max_length=64)]
+    """Public key of the user's signatures: Ed25519, base64url."""
+    models: tuple[Name, ...] | None = None
+    """Models whose commands, desired states and uploads the user may sign; None: every model."""
+    commands: tuple[Name, ...] | None = None
+    """Names of the commands that the user may send; None: all commands."""
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_subject_token("fleet", self.fleet)
+        check_subject_token("name", self.name)
+        for model in self.models or ():
+            check_name("models", model)
+
+    def covers_model(self, model: str) -> bool:
+        """Return True if the user may change this model."""
+        return self.models is None or model in self.models
+
+    def covers_command(self, command: str) -> bool:
+        """Return True if the user may send this command."""
+        return self.commands is None or command in self.commands
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the user may not send every command for every model."""
+        return self.models is not None or self.commands is not None
+
+
+Epoch = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The content of one register."""
+
+    epoch: Epoch
+    """Epoch that recorded the command."""
+    command: AnyCommand
+    """Command that set the register."""
+    by: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """Who set it, as its controller says: a client, or `http:` and a user of the HTTP service. Empty: not announced."""
+    at: Annotated[float, Meta(ge=0)] = 0.0
+    """Unix time of the recording, by the clock of the author. 0: not announced."""
+
+
+class SeenCommand(msgspec.Struct, frozen=True, array_like=True):
+    """A recorded command, whether or not a register still holds it."""
+
+    id: str
+    """Id of the command."""
+    epoch: Epoch
+    """Epoch that recorded the command."""
+
+
+class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state of the workers of one model."""
+
+    v: Literal[1] = 1
+    """Wire version."""
+    model: str
+    """Name of the model."""
+    epoch: Epoch = 0
+    """Number of commands recorded so far."""
+    registers: dict[str, Recorded] = {}
+    """Registers for all workers of the model, by register name."""
+    workers: dict[str, dict[str, Recorded]] = {}
+    """Registers for single workers, by worker id and register name. Of two commands for one register, the later command
+    counts."""
+    seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
+    """Last recorded commands. A repeated command is not recorded again."""
+    bucket: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """Random id that the first state of a bucket gets and all later states keep. A state with this id and an older
+    epoch is a stale read. Empty: the program that wrote the state does not know this field."""
+
+    def __post_init__(self) -> None:
+        """Check the model's name."""
+        check_name("model", self.model)
+
+    @property
+    def is_first(self) -> bool:
+        """True if no command was ever recorded. Such a state only makes the model known."""
+        return not (self.registers or self.workers or self.seen)

@@ -17,38 +17,17 @@ RollbusError
     │   └── NoWorkers         no live worker serves the model
     ├── RequestTimeout        its deadline passed
     └── RequestFailed         after a worker accepted it
+
+TODO exit_codes: Exit codes of a worker process. The programs that start workers act on them.
+
+TODO foreign_code: The boundary to foreign code: vLLM, torch, transformers and others do not document which exceptions they raise.
 """
 
 import enum
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
-
-__all__ = [
-    "ERRORS",
-    "FREE_SPACE",
-    "BusBroken",
-    "BusClosed",
-    "ControlCode",
-    "ControlError",
-    "DuplicateWorker",
-    "EngineDead",
-    "ErrorCode",
-    "ErrorFacts",
-    "InvalidRequest",
-    "LocalProtocolError",
-    "NoWorkers",
-    "PermissionDenied",
-    "RemoteProtocolError",
-    "RequestError",
-    "RequestFailed",
-    "RequestRejected",
-    "RequestTimeout",
-    "RollbusError",
-    "ServerUnreachable",
-    "TlsFailed",
-    "is_disk_full",
-    "request_error",
-]
 
 
 class ErrorCode(enum.StrEnum):
@@ -358,3 +337,35 @@ def request_error(
         return RequestTimeout(stage="generation", message=message, request_id=request_id)
     kind = RequestFailed if ERRORS[code].admitted else RequestRejected
     return kind(code=code, message=message, request_id=request_id)
+
+
+EXIT_DUPLICATE_WORKER: Final = 78
+"""Another live worker has the same id. A restart cannot help, so no supervisor restarts the process."""
+
+
+class ForeignError(Exception):
+    """Foreign code failed. The text is `type: message` of the original exception.
+
+    Attributes:
+        cause: the original exception.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause = cause
+
+
+@contextmanager
+def foreign_code(*known: type[Exception]) -> Iterator[None]:
+    """Run the body and pass on only exceptions of the types `known` unchanged.
+
+    Raises:
+        ForeignError: the body raised any other exception.
+    """
+    try:
+        yield
+    except known:
+        raise
+    except Exception as exc:
+        # Boundary: otherwise a new exception type of a foreign release would end an engine, a worker or a service.
+        raise ForeignError(exc) from exc

@@ -23,17 +23,15 @@ import uvloop
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
-from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
-from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
-from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
-from ..schemas.worker_options import add_engine_options, add_process_options, check_start
+from ..bus.tracing.spans import Tracing, check_tracing, make_tracer
+from ..schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
+from ..schemas.options import add_engine_options, add_process_options, check_start
 from .config import WorkerConfig, default_cache_dir, default_worker_id
 from .engines import make_engine
 from .engines.engine import Engine
 from .probe import ProbeServer, listen
-from .reach import wait_for_server
 from .request_spans import RequestSpans
-from .worker import Worker
+from .worker import Worker, wait_for_server
 
 __all__ = ["main", "serve"]
 

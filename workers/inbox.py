@@ -16,7 +16,7 @@ from nats.aio.subscription import Subscription
 
 from ..bus.logs import RejectionCount
 from ..bus.nats.connection import Connection, subscribe
-from ..bus.protocol.fleet.flood import DROP_S, FloodMeter
+from ..bus.protocol.fleet.leases import DROP_S, FloodMeter
 from ..schemas.errors import RemoteProtocolError
 
 __all__ = ["WorkerInbox"]

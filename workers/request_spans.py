@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ..bus.protocol.telemetry.timeline import RETURNED
+from ..bus.protocol.telemetry.requests import RETURNED
 from ..bus.tracing import names
 from ..bus.tracing.spans import Attribute, Span, SpanContext, SpanEvent, Tracer
 from ..schemas.chunk import FinishReason

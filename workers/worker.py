@@ -6,6 +6,12 @@ requests and unacknowledged chunks), `publisher` (outgoing messages) and `contro
 
 Every accepted request ends with one terminal chunk to its client, unless the process is killed or its lease expires. In
 these cases, clients detect the end by the expired lease or by the new incarnation.
+
+TODO assembly: Creates the parts of a worker that execute commands.
+
+TODO reach: Waits for a NATS server and for the queue of a model, because a supervisor may start the worker before the server.
+
+TODO worker_stats: The counters of a worker.
 """
 
 import asyncio
@@ -14,16 +20,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Final
 
 from nats.aio.msg import Msg
 
-from ..bus.nats.connection import Connection, open_connection, subscribe
-from ..bus.nats.permitted import check_permitted
-from ..bus.protocol.fleet.flood import FloodMeter
+from ..bus.control.store import DesiredStore
+from ..bus.nats.connection import Connection, ConnectionStats, check_permitted, open_connection, subscribe
+from ..bus.nats.server import Server
+from ..bus.objects.reader import ObjectReader
+from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent
-from ..bus.queue.puller import QueuePuller
+from ..bus.queue.puller import PullerStats, QueuePuller
+from ..bus.queue.streams import ensure_queue
 from ..bus.subjects import Subjects
 from ..schemas.errors import (
     BusBroken,
@@ -33,31 +44,200 @@ from ..schemas.errors import (
     RemoteProtocolError,
     RequestError,
     RollbusError,
+    ServerUnreachable,
 )
 from ..schemas.limits import MAX_ERROR_CHARS
 from ..schemas.messages import decode_client_presence, decode_link_message
-from ..schemas.presence import LoraInfo, WorkerPresence, WorkerState
+from ..schemas.presence import LoraInfo, WorkerCounters, WorkerPresence, WorkerState
 from ..schemas.telemetry import RequestTimeline
 from .config import WorkerConfig
-from .control.assembly import make_control, make_sources
-from .control.command_handler import CommandHandler
+from .control.acks import AckPublisher
+from .control.commands import CommandHandler, OneOffCommands, TelemetryReads
+from .control.content import StartPeers
+from .control.desired import DesiredReader
+from .control.loras import Loras
+from .control.reconciler import PendingSources, Reconciler
+from .control.registers import Registers
+from .control.staging import Stager, StagerStats
+from .control.transfer import Transfer
+from .control.weights import WeightManager
 from .engines.engine import Engine
 from .engines.engine_runner import EngineRunner
 from .inbox import WorkerInbox
-from .lifecycle.identity import HOST, IdGuard, log_name
-from .lifecycle.lifecycle import HEARTBEAT_S, WorkerLifecycle
-from .reach import wait_for_queue
+from .lifecycle import HEARTBEAT_S, HOST, IdGuard, WorkerLifecycle, log_name
 from .requests.in_flight import InFlightRequests
-from .requests.intake import RequestIntake
+from .requests.intake import IntakeStats, RequestIntake
 from .requests.links import WorkerLinks
 from .requests.outbound import Outbound, OutboundLink
 from .requests.publisher import OutboundPublisher
-from .requests.worker_requests import Instructions
-from .worker_stats import WorkerStats
-
-__all__ = ["Worker"]
+from .requests.steps import WorkerLinkStats
+from .requests.table import Instructions
+from .sources.sources import WeightSources
+from .sources.threads import NICE
 
 logger = logging.getLogger(__name__)
+
+
+def make_sources(config: WorkerConfig) -> WeightSources:
+    """Return the sources of weights and adapters that this worker may use."""
+    return WeightSources(
+        roots=[Path(root) for root in config.weight_roots],
+        own=None if config.model_path is None else Path(config.model_path),
+        cache=Path(config.cache_dir) / config.fleet,
+        model=config.model,
+        worker=config.worker_id,
+        objects=ObjectReader(
+            config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate, nice=NICE
+        ),
+        stage_bytes=config.stage_bytes,
+    )
+
+
+def make_control(
+    config: WorkerConfig,
+    nats: Connection,
+    lifecycle: WorkerLifecycle,
+    in_flight: InFlightRequests,
+    publisher: OutboundPublisher,
+    sources: WeightSources,
+) -> CommandHandler:
+    """Create the parts that execute commands, without starting them."""
+    versions = in_flight.links.versions
+    loras = Loras(in_flight, sources, versions)
+    weights = WeightManager(config, in_flight, sources, loras, versions)
+    weights.start.peers = StartPeers(config, nats)
+    transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
+    registers = Registers(in_flight, weights, loras, transfer)
+    store = DesiredStore(nats, Subjects(config.fleet))
+    # A worker with credentials may write no state: an admin creates the first one with the queue.
+    reader = DesiredReader(
+        store,
+        model=config.model,
+        worker=config.worker_id,
+        max_age_s=config.lease_s,
+        may_begin=config.credentials is None,
+    )
+    lifecycle.knows_target = lambda: reader.is_fresh
+    stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
+    reconciler = Reconciler(
+        reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
+    )
+    acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
+    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
+    one_off = OneOffCommands(lifecycle, in_flight, reconciler, reads)
+    return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)
+
+
+REPEAT_S: Final = 30.0
+"""Seconds between two log lines about the wait. The end of a log then shows one, and a day has a few thousand."""
+
+QUEUE_RETRY_S: Final = 1.0
+"""Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
+
+
+async def wait_for_server(server: Server, *, name: str) -> None:
+    """Wait without a time limit until a NATS server accepts this user.
+
+    Args:
+        name: name of the connection in the server's monitoring.
+
+    Cancellation: leaves no connection open.
+
+    Raises:
+        BusBroken: the server refuses this user, or TLS fails. A longer wait would not help.
+    """
+    next_line_at = 0.0
+    while True:
+        try:
+            connection = await open_connection(server, name=name)
+        except ServerUnreachable as exc:
+            # The attempt itself waited before it failed, so no sleep is needed.
+            if time.monotonic() >= next_line_at:
+                next_line_at = time.monotonic() + REPEAT_S
+                logger.warning("worker.server_awaited error=%s", exc)
+        else:
+            await connection.shut()
+            return
+
+
+async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
+    """Wait until the queue exists, because clients publish to it as soon as they know that a worker serves.
+
+    Args:
+        pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.
+    """
+    while not pulls.ensured:
+        try:
+            await ensure_queue(nats, subjects, model)
+            return
+        except BusBroken as exc:
+            logger.warning("worker.queue_awaited model=%s error=%s", model, exc)
+        await asyncio.sleep(QUEUE_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """Counters since the start. Every message that a worker drops is counted."""
+
+    intake: IntakeStats
+    links: WorkerLinkStats
+    puller: PullerStats
+    frames: int
+    """Published frames, including repeated ones."""
+    frames_lost: int
+    """Frames that could not be published. A link sends them again."""
+    bad_messages: int
+    """Messages of clients that could not be decoded."""
+    bad_commands: int
+    """Commands that could not be decoded and had no usable id or controller to answer, and refused desired states."""
+    times_fenced: int
+    connection: ConnectionStats
+    """Messages that were dropped before the worker received them, and messages whose handling failed."""
+    credit_stalls: int
+    """Number of times that chunks waited for credit of the client."""
+    stagings: StagerStats
+
+    def counters(self) -> WorkerCounters:
+        """Return the counters that presence contains."""
+        links = self.links
+        return WorkerCounters(
+            requests=links.offered,
+            rejected=links.rejected,
+            ended=links.ended,
+            failed=links.failed,
+            aborted=links.stopped,
+            over_budget=links.over_budget,
+            returned=self.intake.returned + self.intake.too_new + self.puller.given_back,
+            given_up=links.fenced,
+            prompt_tokens=links.prompt_tokens,
+            generated_tokens=links.generated_tokens,
+            routing_bytes=links.routing_bytes,
+            first_tokens=links.first_tokens,
+            first_tokens_s=round(links.first_tokens_s, 6),
+            next_tokens=links.next_tokens,
+            next_tokens_s=round(links.next_tokens_s, 6),
+            credit_stalls=self.credit_stalls,
+            frames=self.frames,
+            frames_resent=links.frames_resent,
+            frames_lost=self.frames_lost,
+            links_broken=links.links_broken,
+            clients_lost=links.clients_gone,
+            requests_of_lost_clients=links.requests_of_gone,
+            fences=self.times_fenced,
+            dropped_msgs=self.connection.dropped_msgs,
+            weights_fetched_bytes=self.stagings.fetched_bytes,
+            weights_staged=self.stagings.staged,
+            weights_stagings_failed=self.stagings.failed,
+            weights_stagings_cancelled=self.stagings.cancelled,
+            weights_staging_s=round(self.stagings.seconds, 3),
+            weights_paused_s=round(self.stagings.paused_s, 3),
+            placed=self.intake.placed,
+            placements_refused=self.intake.refused,
+            cached_prompt_tokens=links.cached_prompt_tokens,
+            recomputed_prompt_tokens=links.recomputed_prompt_tokens,
+            **self.intake.placed_for,
+        )
+
 
 KEEP_S = 2.0
 """Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""

@@ -17,9 +17,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...schemas.errors import InvalidRequest
-from .files import write_new
-from .tls import Tls
-from .users import CONFIG_FILE
+from .credentials import Tls
+from .users import CONFIG_FILE, write_new
 
 __all__ = ["ROUTE_PORT_OFFSET", "ClusterConfig", "Node", "parse_nodes", "write_cluster"]
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from ...schemas.errors import InvalidRequest
-from .credentials import Role, User, load_credentials
-from .files import replace_file
+from .credentials import Role, Tls, User, load_credentials
 from .permissions import permissions
-from .tls import Tls
-from .users import WantedUser, credentials_path, keep_for_leafs, known_users
+from .users import WantedUser, credentials_path, keep_for_leafs, known_users, replace_file
 
 __all__ = ["LeafLink", "write_leaf"]
 

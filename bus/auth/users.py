@@ -7,41 +7,144 @@
     DIR/<fleet>/root.seed           the secret of the root key, which certifies admins, frontends and publishers
 
 A key is written once and never replaced. Each fleet has its own accounts.
+
+TODO files: Private files, which only their owner can read and which are written as a whole.
+
+TODO roots: The root keys of a fleet, and the certificates that they sign.
+
+DIR/<fleet>/root.seed the key that signs certificates; only `rollbus auth` needs it, never a running service
+DIR/<fleet>/root*.seed other keys that readers trust too, such as the previous key during a replacement
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
+from ...schemas.control import Certificate
 from ...schemas.errors import BusBroken, InvalidRequest
-from ...schemas.writable import check_writable
-from . import nkeys
-from .accounts import account_of, accounts
-from .credentials import CLIENT_ROLES, Credentials, Role, User, load_credentials
-from .files import replace_file, write_new
-from .roots import Roots, ensure_roots
-from .tls import Tls
+from ...schemas.options import check_writable
+from . import credentials as nkeys
+from .credentials import (
+    CLIENT_ROLES,
+    BadSignature,
+    Credentials,
+    Role,
+    Tls,
+    User,
+    decode_key,
+    encode_key,
+    issue,
+    load_credentials,
+    public_key,
+    signing_key,
+)
+from .permissions import account_of, accounts
 
-__all__ = [
-    "CONFIG_FILE",
-    "SERVER_FILE",
-    "UserFile",
-    "WantedUser",
-    "certify",
-    "credentials_path",
-    "ensure_users",
-    "keep_for_leafs",
-    "known_users",
-    "remove_user",
-    "write_server_config",
-]
+FILE_MODE: Final = 0o600
+
+
+def is_private(path: str | os.PathLike[str]) -> bool:
+    """Return True if only the owner can read the file."""
+    return not stat.S_IMODE(Path(path).stat().st_mode) & ~FILE_MODE
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Create a file. The file must not exist."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
+        file.write(data)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file atomically: a reader sees the old or the new content. The file keeps its owner."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    write_new(partial, data)
+    with contextlib.suppress(FileNotFoundError):
+        before = path.stat()
+        if before.st_uid != partial.stat().st_uid:
+            os.chown(partial, before.st_uid, before.st_gid)
+    partial.replace(path)
+
+
+ROOT_FILE: Final = "root.seed"
+ROOT_FILES: Final = "root*.seed"
+SIGNING_ROLES: Final = frozenset({Role.ADMIN, Role.FRONTEND, Role.PUBLISHER})
+"""Roles that may change the fleet. `rollbus.bus.auth.permissions` defines where they may publish the change."""
+PUBLISHER_COMMANDS: Final = (
+    "check_weights",
+    "update_weights",
+    "fence",
+    "init_weight_transfer",
+    "start_weight_update",
+    "update_weight_chunk",
+    "finish_weight_update",
+)
+"""Commands that a publisher may sign: new weights by a folder or a transfer, and the commands that `Updates` adds.
+These are the check before an update, and the fence of differing workers after it.
+
+`load_lora` cannot be added. Workers of this release and of older releases let a publisher change only the registers of
+these commands. An adapter's register is not among them, so these workers would reject the whole state, with the
+weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The root keys of one fleet. The first key signs."""
+
+    secrets: tuple[bytes, ...]
+
+    def __repr__(self) -> str:
+        """Return one line without keys."""
+        return f"<Roots {len(self.secrets)}>"
+
+    def certify(self, credentials: Credentials, user: User) -> Credentials:
+        """Return the credentials with the trusted root keys and, for users that may change something, a certificate."""
+        certificate = ""
+        if user.role in SIGNING_ROLES:
+            is_publisher = user.role is Role.PUBLISHER
+            found = Certificate(
+                fleet=user.fleet,
+                role=user.role,
+                name=user.name,
+                key=signing_key(credentials.seed),
+                models=user.models if is_publisher else None,
+                commands=PUBLISHER_COMMANDS if is_publisher else None,
+            )
+            certificate = issue(self.secrets[0], found)
+        return replace(credentials, roots=tuple(map(public_key, self.secrets)), certificate=certificate)
+
+
+def ensure_roots(folder: Path) -> Roots:
+    """Load the root keys of the fleet whose credentials are in `folder`. Create the first key if it is missing.
+
+    Raises:
+        BusBroken: a file has other content.
+        OSError: a file cannot be read or written.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = folder / ROOT_FILE
+    if not own.exists():
+        write_new(own, f"{encode_key(secrets.token_bytes(32))}\n".encode())
+    others = sorted(path for path in folder.glob(ROOT_FILES) if path != own)
+    return Roots(tuple(map(_read_root, (own, *others))))
+
+
+def _read_root(path: Path) -> bytes:
+    try:
+        return decode_key(path.read_text().strip())
+    except (BadSignature, UnicodeDecodeError):
+        raise BusBroken(f"{path} is not a root key: 43 characters in base64url, from `rollbus auth init`") from None
+
 
 USERS_FILE: Final = "users.json"
 CONFIG_FILE: Final = "users.conf"

@@ -1,22 +1,92 @@
-"""The requests of one `complete_many`: the requests in flight, and the source of the next requests."""
+"""The requests of one `complete_many`: the requests in flight, and the source of the next requests.
+
+TODO drawing: Draws items from an iterable or async iterable of the caller, one at a time and only on demand.
+
+TODO group_prompts: The prompts of a trainer's groups, drawn from the caller's source one at a time and only on demand.
+"""
 
 import asyncio
 import time
+import uuid
 from collections import deque
-from collections.abc import AsyncIterable, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from msgspec.structs import replace
 
 from ...schemas.checks import check_int, describe
 from ...schemas.errors import InvalidRequest, NoWorkers, RequestError
 from ...schemas.limits import MAX_IN_FLIGHT
-from ...schemas.request import GenerateRequest, TokenIds, as_request
-from .batch_times import BatchTimes
+from ...schemas.request import GenerateRequest, TokenIds, as_request, check_continuable
+from ...schemas.sampling import SamplingParams
 from .call_registry import CallRegistry
 from .calls import Call
-from .drawing import Drawing
 from .generation import Generation, join_samples
+from .times import BatchTimes
 
-__all__ = ["AsyncRequests", "Batch", "RequestSource", "Requests", "check_iterable", "check_request"]
+T = TypeVar("T")
+
+
+class Drawing(Generic[T]):
+    """Draws items from one source. Use it from the caller's loop.
+
+    Args:
+        source: iterable or async iterable of the caller.
+        wake: called when an async iterable has returned an item, ended or raised an error.
+    """
+
+    def __init__(self, source: Iterable[T] | AsyncIterable[T], wake: Callable[[], None]) -> None:
+        self._source = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
+        self._wake = wake
+        # At most one task. It stays until `pop` reads its item: cancelling it would end an async generator.
+        self._next: asyncio.Task[T] | None = None
+
+    def __repr__(self) -> str:
+        """Return one line with the state."""
+        return f"<Drawing {'idle' if self._next is None else 'drawing'}>"
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `pop` has an item or the end. If False, the next item is being drawn, and `wake` will be called."""
+        if isinstance(self._source, Iterator):
+            return True
+        if self._next is None:
+            self._next = self._start(self._source)
+        return self._next.done()
+
+    def _start(self, source: AsyncIterator[T]) -> asyncio.Task[T]:
+        async def draw() -> T:
+            return await anext(source)
+
+        # Not in a task group: a failure would cancel the caller's task, also while it runs other code.
+        drawing = asyncio.get_running_loop().create_task(draw(), name="client.draw")
+        drawing.add_done_callback(lambda _: self._wake())
+        return drawing
+
+    def pop(self) -> T:
+        """Return the next item. Call this only if `is_ready`.
+
+        Raises:
+            StopIteration: the source has ended. An async source raises `StopAsyncIteration`.
+            Exception: the source raised it.
+        """
+        if isinstance(self._source, Iterator):
+            return next(self._source)
+        if self._next is None:
+            raise RuntimeError("no item is being drawn; check `is_ready` before `pop`")
+        drawing, self._next = self._next, None
+        return drawing.result()
+
+    async def close(self) -> None:
+        """Cancel the pending draw and wait until the source has cleaned up."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait({self._next})
+            if not self._next.cancelled():
+                # Retrieve the error: asyncio warns about errors that no code has retrieved.
+                self._next.exception()
+
 
 Requests = Iterable[GenerateRequest | TokenIds]
 AsyncRequests = AsyncIterable[GenerateRequest | TokenIds]
@@ -173,3 +243,94 @@ def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
         allowed = "requests, or the token ids of each prompt"
         raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed=allowed)
     return as_request(drawn, fields)
+
+
+InexactGroups = Literal["refuse", "continue", "drop"]
+"""Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPrompt:
+    """A prompt with a key of the caller."""
+
+    prompt: "GenerateRequest | TokenIds"
+    """A request, or token ids that get the sampling parameters of the groups."""
+    key: object = None
+    """Returned as `Group.key`. The key stays in this process."""
+
+
+Prompt = GenerateRequest | TokenIds | GroupPrompt
+Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """Builds requests from prompts."""
+
+    n: int
+    sampling: SamplingParams
+    """Sampling parameters of prompts that are token ids."""
+    inexact: InexactGroups
+
+    def request(self, prompt: "GenerateRequest | TokenIds") -> GenerateRequest:
+        """Return the request for a group of answers, with a group id.
+
+        Each request gets a new request id, because a data set can repeat a request while the first one runs.
+
+        Raises:
+            InvalidRequest: a field is wrong, or the sampler has state and `inexact` is `refuse`.
+        """
+        if not isinstance(prompt, GenerateRequest):
+            prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
+        if prompt.sampling.n not in (1, self.n):
+            raise InvalidRequest(field="sampling.n", problem=f"is {prompt.sampling.n}", allowed=f"1, or n={self.n}")
+        if self.inexact == "refuse":
+            check_continuable(prompt.sampling)
+        group_id = prompt.group_id or uuid.uuid4().hex
+        sampling = replace(prompt.sampling, n=self.n)
+        return replace(prompt, request_id=uuid.uuid4().hex, group_id=group_id, sampling=sampling)
+
+
+class GroupPrompts:
+    """Prompts from an iterable or an async iterable, one at a time.
+
+    Args:
+        prompts: the caller's prompts.
+        form: builds the requests.
+        wake: called when an async iterable has returned a prompt, ended or raised an error.
+
+    Raises:
+        InvalidRequest: `prompts` is not iterable.
+    """
+
+    def __init__(self, prompts: Prompts, form: PromptForm, wake: Callable[[], None]) -> None:
+        if not isinstance(prompts, Iterable | AsyncIterable):
+            raise InvalidRequest(
+                field="prompts", problem=f"is {describe(prompts)}", allowed="an iterable or an async iterable"
+            )
+        self._drawing: Drawing[Prompt] = Drawing(prompts, wake)
+        self._form = form
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `pop` has a prompt or the end. If False, a prompt is being drawn, and `wake` will be called."""
+        return self._drawing.is_ready
+
+    def pop(self) -> tuple[GenerateRequest, object] | None:
+        """Return the next request and its key, or None if no prompts are left. Call this only if `is_ready`.
+
+        Raises:
+            InvalidRequest: the prompt is not valid. The next prompt may be valid.
+            Exception: the iterable raised it.
+        """
+        try:
+            prompt = self._drawing.pop()
+        except (StopIteration, StopAsyncIteration):
+            return None
+        if isinstance(prompt, GroupPrompt):
+            return self._form.request(prompt.prompt), prompt.key
+        return self._form.request(prompt), None
+
+    async def close(self) -> None:
+        """Cancel the pending draw and wait until the source has cleaned up."""
+        await self._drawing.close()

@@ -13,18 +13,16 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack
 
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
-from ...schemas.request import GenerateRequest
-from ...schemas.request_ids import wire_id
-from ..protocol.fleet.unserved import WaitLimit
-from ..tracing.spans import TracingStats
-from ..tracing.switch import make_tracer
+from ...schemas.request import GenerateRequest, wire_id
+from ..protocol.fleet.presence import WaitLimit
+from ..tracing.spans import TracingStats, make_tracer
 from .calls import Call, CallResult, Inbox
 from .config import ClientConfig
 from .fleet import Fleet
 from .generation import Generation, SampleOrigin
-from .loop_thread import FORKED, LoopThread
 from .record.writer import RunRecorder
 from .runtime import ClientRuntime, ClientStats, open_client_runtime
+from .thread import FORKED, LoopThread
 
 __all__ = ["CallRegistry"]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..nats.server import Server
 from ..subjects import Subjects
-from ..tracing.switch import Tracing
+from ..tracing.spans import Tracing
 
 __all__ = ["ClientConfig"]
 

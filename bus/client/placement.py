@@ -16,16 +16,19 @@ import numpy as np
 
 from ...schemas.errors import ErrorCode, RequestError
 from ...schemas.presence import WorkerPresence
-from ..protocol.attempt.states import UNPUBLISHED
-from ..protocol.fleet.fleet_snapshot import FleetSnapshot
-from ..protocol.fleet.presence_table import LostWorker, PresenceTable
-from ..protocol.placement.group_leaders import GroupLeaders
-from ..protocol.placement.model_policies import ModelPolicies
-from ..protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementNeeds, PlacementReason
-from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from ..protocol.placement.worker_load import WorkerLoad
-from ..protocol.queue.follower_backlog import MAX_FOLLOWERS
-from .children import ChildRequest
+from ..protocol.attempt.machine import UNPUBLISHED
+from ..protocol.fleet.presence import FleetSnapshot, LostWorker, PresenceTable
+from ..protocol.queue.fairness import MAX_FOLLOWERS
+from ..protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from ..protocol.queue.placement import (
+    SIBLINGS_PER_PIECE,
+    GroupLeaders,
+    ModelPolicies,
+    Placement,
+    PlacementNeeds,
+    PlacementReason,
+)
+from .coordinator import ChildRequest
 
 __all__ = ["Placed", "PlacementStats", "RequestPlacement"]
 

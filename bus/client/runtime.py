@@ -16,24 +16,19 @@ from ...schemas.messages import decode_client_presence, encode_json
 from ...schemas.presence import ClientPresence, ClientState, WorkerPresence
 from ..control.controller import Controller
 from ..control.updates import Updates
-from ..control.uploads import Uploads
 from ..logs import RejectionCount
-from ..nats.connection import CLOSE_TIMEOUT_S, Connection, open_connection, publish, subscribe
-from ..nats.permitted import check_permitted
-from ..protocol.fleet.lease import DEFAULT_LEASE_S
-from ..protocol.fleet.presence_table import LEASE_MARGIN_S, LostWorker
+from ..nats.connection import CLOSE_TIMEOUT_S, Connection, check_permitted, open_connection, publish, subscribe
+from ..objects.uploads import Uploads
+from ..protocol.fleet.leases import DEFAULT_LEASE_S
+from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker
 from ..tracing.spans import TracingStats
 from .config import ClientConfig
+from .coordinator import AttemptCoordinator, Losses
 from .dispatch import RequestDispatcher
-from .durations import Durations
-from .exchange import AttemptCoordinator
-from .links import ClientLinks
-from .losses import Losses
-from .model_names import ModelNames
-from .pauses import PauseWarnings
-from .presence_watcher import PresenceWatcher
-from .result_check import ResultCheck
-from .silence import SilenceChecks
+from .links import ClientLinks, ResultCheck
+from .models import ModelNames
+from .presence import PauseWarnings, PresenceWatcher, SilenceChecks
+from .times import Durations
 
 __all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
 

@@ -8,11 +8,10 @@ import msgspec
 
 from ...schemas.checks import check_int
 from ...schemas.errors import BusBroken, PermissionDenied
+from ..nats.client import PatchedNatsClient
 from ..nats.connection import connected
-from ..nats.jetstream import NO_PEERS, ApiError, Unanswered, ask
-from ..nats.patched_client import PatchedNatsClient
+from ..nats.jetstream import NO_PEERS, ApiError, StreamInfo, Unanswered, ask, list_streams, parse_stream
 from ..nats.server import MAX_REPLICAS, Server
-from ..nats.stream_info import StreamInfo, list_streams, parse_stream
 from ..objects.layout import stream_of
 from ..queue.streams import STREAM_LANES
 from ..subjects import BUCKET, Subjects

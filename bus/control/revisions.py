@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from ...schemas.desired import DesiredState
+from ...schemas.control import DesiredState
 from ...schemas.errors import BusBroken, RemoteProtocolError
 from ...schemas.messages import decode_desired
-from ..auth.signatures import SIGNED, BadSignature
+from ..auth.credentials import SIGNED, BadSignature
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, headers_of
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, TRY_S, ApiError, ask, headers_of
 from ..protocol.fleet.authority import check_limited_state
 from ..subjects import BUCKET, Subjects, encode_token
-from .retries import TRY_S
 
 __all__ = ["HISTORY", "STREAM", "Found", "Revisions", "StoredState"]
 

@@ -15,17 +15,25 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ...schemas.control import AnyCommand, UnloadLora
-from ...schemas.desired import DesiredState
+from ...schemas.control import AnyCommand, DesiredState, UnloadLora
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from ...schemas.messages import encode_json
 from ..logs import RejectionCount
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, ask, create_stream, put
+from ..nats.jetstream import (
+    NO_STREAM,
+    TRY_S,
+    WRONG_LAST_SEQUENCE,
+    ApiError,
+    Retries,
+    Unanswered,
+    ask,
+    create_stream,
+    put,
+)
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
-from .retries import TRY_S, Retries
 from .revisions import HISTORY, STREAM, Found, Revisions, StoredState
 
 __all__ = ["DesiredStore"]
@@ -78,7 +86,7 @@ class DesiredStore:
     async def read(self, model: str) -> DesiredState | None:
         """Return the desired state of `model`, or None if nothing was ever recorded. A deleted state is empty.
 
-        In a cluster, the state may be older than one that was read before: see `rollbus.bus.protocol.fleet.read_order`.
+        In a cluster, the state may be older than one that was read before: see `rollbus.bus.protocol.fleet.desired`.
 
         Raises:
             RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.

@@ -1,7 +1,12 @@
-"""Loads weights and adapters into a fleet: upload, check, record, apply, compare."""
+"""Loads weights and adapters into a fleet: upload, check, record, apply, compare.
+
+TODO provision: Creates the queues and buckets that a fleet's workers and controllers may use but not create.
+
+On a server without permissions, workers and controllers create them by themselves.
+"""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -16,6 +21,7 @@ from ...schemas.control import (
     AnyCommand,
     CancelWeightUpdate,
     CheckWeights,
+    DesiredState,
     Fence,
     FinishWeightUpdate,
     LoadLora,
@@ -23,25 +29,26 @@ from ...schemas.control import (
     UnloadLora,
     UpdateWeights,
 )
-from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.weights import WeightSource
+from ..nats.connection import connected
+from ..nats.server import Server
+from ..objects.catalog import set_bucket_bytes
+from ..objects.uploads import Uploads, sources_in
 from ..protocol.fleet import desired
-from ..protocol.fleet.behind import check_started
-from ..protocol.fleet.canary import check_expected
-from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum
-from ..protocol.fleet.pinning import pin
-from ..protocol.fleet.roster import Roster
-from ..protocol.fleet.transfer_lease import check_any_can_finish
-from ..protocol.fleet.verify import dissenters
-from .ack_collector import OnAck
-from .controller import CommandOutcome, Controller, Revise, check_command
-from .uploads import Uploads, sources_in
-
-__all__ = ["Updates"]
+from ..protocol.fleet.authority import pin
+from ..protocol.fleet.canary import check_expected, dissenters
+from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum, Roster
+from ..protocol.fleet.desired import check_started
+from ..protocol.fleet.leases import check_any_can_finish
+from ..queue.streams import ensure_queue, set_limits
+from ..subjects import Subjects, published_bucket
+from .controller import CommandOutcome, Controller, OnAck, Revise, check_command
+from .store import DesiredStore
 
 logger = logging.getLogger(__name__)
+
 
 FENCE_TIMEOUT_S: Final = 10.0
 """Seconds for a worker to stop serving, which requires only the receipt of the command."""
@@ -396,3 +403,42 @@ def _at_next_version(state: DesiredState, command: LoadLora) -> LoadLora:
 
 def _revise_version(state: DesiredState, command: AnyCommand) -> AnyCommand:
     return _at_next_version(state, command) if isinstance(command, LoadLora) else command
+
+
+async def provision(
+    server: Server,
+    fleet: str,
+    models: Iterable[str],
+    limits: Mapping[str, int] | None = None,
+    *,
+    upload_bytes: int | None = None,
+) -> dict[str, str]:
+    """Create the queues of `models` and the bucket of desired states, and make the models known. Safe to repeat.
+
+    Args:
+        limits: limits of the queues, by the field names of `QueueLimits`; queues that exist get them too.
+        upload_bytes: size in bytes of each model's bucket for published weights; buckets that exist are resized. None:
+            create no such bucket.
+
+    Returns:
+        By bucket for published weights: `created`, `resized` or `unchanged`; empty without `upload_bytes`.
+
+    Raises:
+        BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` if the user is no admin.
+        ControlError: a bucket for published weights cannot be created, or holds more than its new size.
+        InvalidRequest: the fleet's name is not valid in a subject, or a queue holds more than a limit allows.
+    """
+    subjects, buckets = Subjects(fleet), dict[str, str]()
+    async with connected(server, name=f"rollbus provision {fleet}") as nats:
+        store = DesiredStore(nats, subjects)
+        await store.ensure_bucket()
+        for model in models:
+            await ensure_queue(nats, subjects, model)
+            if limits:
+                await set_limits(nats, subjects, model, limits)
+            if upload_bytes:
+                bucket = published_bucket(fleet, model)
+                buckets[bucket] = await set_bucket_bytes(nats, bucket, upload_bytes)
+            # Last, because the state makes the model known.
+            await store.begin(model)
+    return buckets

@@ -1,9 +1,12 @@
-"""The connection to NATS: the patched nats-py client with rollbus's options and errors."""
+"""The connection to NATS: the patched nats-py client with rollbus's options and errors.
+
+TODO permitted: Publishes and subscribes with a check of the user's permission, where a denial would otherwise go unnoticed.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,26 +17,14 @@ from nats.aio.subscription import Subscription
 from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
 
 from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError, ServerUnreachable
-from ..auth.signatures import Signatures
+from ..auth.credentials import Signatures
 from ..subjects import PREFIX
-from .address import redact
-from .denials import MAX_LOGGED, Denials
-from .failed_servers import FailedServers
-from .patched_client import PatchedNatsClient
-from .server import Server, default_url
-
-__all__ = [
-    "Connection",
-    "ConnectionStats",
-    "connected",
-    "default_url",
-    "drain",
-    "open_connection",
-    "publish",
-    "subscribe",
-]
+from .client import PatchedNatsClient
+from .failures import MAX_LOGGED, Denials, FailedServers
+from .server import Server, redact
 
 logger = logging.getLogger(__name__)
+
 
 CONNECT_TIMEOUT_S: Final = 3.0
 """Seconds for the first connection: enough for a server that is starting, and short for a mistyped address."""
@@ -398,3 +389,61 @@ def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Call
                 logger.warning("nats.stream_delivery_dropped subject=%s so_far=%s", message.subject, nats.streamed_msgs)
 
     return handle
+
+
+ANSWER_S: Final = 3.0
+"""Seconds for the server's answer. If the server does not answer, other calls report that."""
+
+
+async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
+    """Publish, and wait until the server has checked the user's permission, if the server answers.
+
+    Raises:
+        PermissionDenied: the user may not publish.
+        Exception: the errors of `publish`.
+    """
+    async with nats.denials.expected(subject):
+        await publish(nats, subject, data, headers=headers)
+        await nats.confirm(timeout_s=ANSWER_S)
+
+
+async def subscribe_permitted(
+    nats: Connection,
+    subject: str,
+    handler: Callable[[Msg], Awaitable[None]],
+    *,
+    max_pending_msgs: int,
+    max_pending_bytes: int,
+) -> Subscription:
+    """Subscribe, and wait until the server has checked the user's permission, if the server answers.
+
+    Raises:
+        PermissionDenied: the user may not subscribe; the subscription is removed.
+        Exception: the errors of `subscribe`.
+    """
+    async with AsyncExitStack() as undo:
+        async with nats.denials.expected(subject, "subscribe"):
+            subscription = await subscribe(
+                nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
+            )
+            # Otherwise each reconnect would subscribe again, and after a cancellation no caller owns the subscription.
+            undo.push_async_callback(_end, nats, subscription)
+            await nats.confirm(timeout_s=ANSWER_S)
+        undo.pop_all()
+    return subscription
+
+
+async def _end(nats: Connection, subscription: Subscription) -> None:
+    if not nats.is_closed:
+        await subscription.unsubscribe()
+
+
+async def check_permitted(nats: Connection) -> None:
+    """Wait until the server has processed all earlier publications and subscriptions.
+
+    Raises:
+        PermissionDenied: the user lacks the permission for one of them.
+    """
+    await nats.confirm(timeout_s=ANSWER_S)
+    if nats.denials.first is not None:
+        raise nats.denials.first

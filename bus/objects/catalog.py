@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 from nats.aio.client import Client
 
-from ...schemas.certificate import Certificate
+from ...schemas.control import Certificate
 from ...schemas.errors import ControlCode, ControlError
-from ..auth.signatures import BadSignature
+from ..auth.credentials import BadSignature
 from ..logs import RejectionCount
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, headers_of

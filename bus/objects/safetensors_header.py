@@ -12,8 +12,8 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from ...schemas.decoding import MALFORMED
 from ...schemas.manifest import DTYPE_BITS
-from ...schemas.wire_version import MALFORMED
 
 __all__ = ["BadSafetensors", "StoredTensor", "read_header"]
 

@@ -23,8 +23,7 @@ from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
 from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
 from ..subjects import LANES, Subjects
-from .limits import QueueLimits
-from .streams import PROBE_HEADER, ensure_queue, stream_name
+from .streams import PROBE_HEADER, QueueLimits, ensure_queue, stream_name
 
 __all__ = ["NAK_DELAY_S", "PullerStats", "QueuePuller", "QueuedRequest"]
 

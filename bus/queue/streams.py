@@ -3,35 +3,73 @@
 Each model has two streams. One has the lanes `high`, `normal` and `low`. The lane `resume` has its own stream, so that
 new requests can never fill the queue for requests that were already running. In each lane, all workers of the model
 share one durable consumer. A request leaves its stream when a worker acks it, or at its deadline.
+
+TODO limits: The limits of a model's queue, for all clients together and for each client.
+
+TODO set_limits: Changes the limits of an existing queue without losing a request.
+
+If a server receives a lower limit than the contents of a stream, it deletes the oldest messages without an error.
+Therefore the limits are first compared with the contents, and workers never change limits.
 """
 
 import hashlib
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 from nats.aio.client import Client
 
-from ...schemas.errors import BusBroken, PermissionDenied
+from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied
 from ...schemas.request import Lane
-from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds
-from ..nats.patched_client import PatchedNatsClient
-from ..nats.stream_info import parse_stream
+from ..nats.client import PatchedNatsClient
+from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds, parse_stream
 from ..subjects import LANES, Subjects, encode_token
-from .limits import QueueLimits
 
-__all__ = [
-    "PROBE_HEADER",
-    "STREAM_LANES",
-    "QueueDepth",
-    "StoredRange",
-    "delete_queue",
-    "ensure_queue",
-    "queue_clients",
-    "queue_depths",
-    "stored_in",
-    "stream_name",
-]
+RESUME_SHARE: Final = 4
+"""Resumed requests that a client may have in the queue, for each new one. A lost worker may have had that many."""
+
+
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one model's queue.
+
+    They apply when its streams are created, and later through `rollbus make-queue`.
+    """
+
+    max_msgs: int = 65_536
+    """Requests that wait in the lanes high, normal and low: minutes of work for hundreds of GPUs."""
+    max_bytes: int = 1024**3
+    """Their total bytes: as many requests with prompts of 4,000 tokens. The server reserves them on its disk if it can.
+    """
+    max_per_client: int = 1024
+    """Requests of one client in one of these lanes. The client holds further requests back and publishes them when
+    there is room. In a first-in, first-out lane, equal limits give equal shares of requests. Workers that accept a
+    thousand requests at once leave room for the next thousand within a round trip."""
+    resume_max_msgs: int = 1_000_000
+    """Resumed requests: more than a fleet can have in flight."""
+    resume_max_bytes: int = 4 * 1024**3
+    """Their total bytes."""
+    ack_wait_s: float = 5.0
+    """Seconds without an ack or in-progress from its worker after which a request goes to another worker."""
+
+    def of_stream(self, lane: Lane) -> dict[str, Any]:
+        """Return the limits of the stream with `lane`, by JetStream's names."""
+        return bounds_of_stream(lane, msgspec.structs.asdict(self))
+
+
+def bounds_of_stream(lane: Lane, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits of the stream with `lane`, by JetStream's names.
+
+    Args:
+        limits: the limits, by the field names of `QueueLimits`. A missing name sets no limit.
+    """
+    prefix, share = ("resume_", RESUME_SHARE) if lane == "resume" else ("", 1)
+    bounds = {name: limits[prefix + name] for name in ("max_msgs", "max_bytes") if prefix + name in limits}
+    if "max_per_client" in limits:
+        # The subject has client, model and lane.
+        bounds |= {"max_msgs_per_subject": limits["max_per_client"] * share, "discard_new_per_subject": True}
+    return bounds
+
 
 DUPLICATE_WINDOW_S: Final = 120.0
 """Seconds for which the server detects duplicates: far longer than any client repeats an unanswered publish."""
@@ -269,3 +307,42 @@ def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...]) -> d
         "allow_msg_ttl": True,
         "duplicate_window": nanoseconds(DUPLICATE_WINDOW_S),
     }
+
+
+async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mapping[str, int]) -> None:
+    """Set these limits for the existing streams of `model`. Other limits stay.
+
+    Args:
+        limits: the limits, by the field names of `QueueLimits`.
+
+    Raises:
+        InvalidRequest: a stream holds more than a limit, which the error names; this stream is not changed.
+        BusBroken: JetStream does not answer, or refuses; the message quotes it.
+    """
+    try:
+        for lanes in STREAM_LANES:
+            name = stream_name(subjects, model, lanes[0])
+            info = await ask(nats, f"STREAM.INFO.{name}", {"subjects_filter": ">"})
+            bounds = bounds_of_stream(lanes[0], limits)
+            _check_held(name, info["state"], bounds)
+            # Keep the other settings: an operator's replicas and placement stay.
+            await ask(nats, f"STREAM.UPDATE.{name}", {**info["config"], **bounds})
+    except ApiError as error:
+        raise BusBroken(f"the limits of the queue of {model!r} cannot be set: {error}") from error
+
+
+def _check_held(stream: str, state: dict[str, Any], bounds: dict[str, Any]) -> None:
+    """Check that no limit is below the contents of the stream."""
+    of_clients = state.get("subjects") or {}
+    held = {
+        "max_msgs": state["messages"],
+        "max_bytes": state["bytes"],
+        "max_msgs_per_subject": max(of_clients.values(), default=0),
+    }
+    for bound, now in held.items():
+        if now > bounds.get(bound, now):
+            raise InvalidRequest(
+                field=bound,
+                problem=f"is {bounds[bound]}, and {stream} holds {now}",
+                allowed=f"{now} or more, until workers have pulled some",
+            )

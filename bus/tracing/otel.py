@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace.span import TraceState
 from opentelemetry.util.types import Attributes
 
-from ...schemas.foreign_code import ForeignError, foreign_code
+from ...schemas.errors import ForeignError, foreign_code
 from .spans import Span, SpanContext, SpanKind, TracingStats, new_span_id, new_trace_id
 
 __all__ = ["OtelTracer", "exporting_tracer", "is_provider", "tracer_of"]

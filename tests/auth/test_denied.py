@@ -8,9 +8,8 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from rollbus.bus.auth.credentials import Credentials, Role
-from rollbus.bus.auth.nkeys import new_seed
-from rollbus.bus.control.provision import provision
+from rollbus.bus.auth.credentials import Credentials, Role, new_seed
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import open_connection, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server

@@ -10,10 +10,9 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
-from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.credentials import Credentials, Role, Tls, load_credentials
 from rollbus.bus.auth.users import credentials_path, ensure_users, remove_user, write_server_config
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server

@@ -5,7 +5,7 @@ import base64
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rollbus.bus.auth.nkeys import BadKey, new_seed, nkey_public_key, sign
+from rollbus.bus.auth.credentials import BadKey, new_seed, nkey_public_key, sign
 
 # From the documentation of nats-server.
 SEED = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"

@@ -8,8 +8,8 @@ import pytest
 import rollbus
 from rollbus.bus.auth import permissions
 from rollbus.bus.nats.jetstream import put
-from rollbus.bus.queue.set_limits import set_limits
-from rollbus.bus.queue.storing import QueueProbes
+from rollbus.bus.queue.publisher import QueueProbes
+from rollbus.bus.queue.streams import set_limits
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.messages import RequestMessage, encode
 from tests.auth.support import FLEET, MODEL, guarded

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.series import History, Point
-from rollbus.frontend.http.live import live_fleet
+from rollbus.bus.protocol.telemetry.rates import History, Point
+from rollbus.frontend.http.live import fleet as live_fleet
 
 __all__ = ["remember_an_hour"]
 

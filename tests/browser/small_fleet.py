@@ -14,8 +14,7 @@ from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 from rollbus.schemas.rows import Rows
 from rollbus.schemas.weights import Staging
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.engines.synthetic.model import SyntheticModel
-from rollbus.workers.engines.synthetic.weights import SyntheticWeights, checksum_of
+from rollbus.workers.engines.synthetic.model import SyntheticModel, SyntheticWeights, checksum_of
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence

@@ -11,8 +11,7 @@ from selenium.webdriver import Chrome
 
 from rollbus.schemas.rows import Rows
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.engines.synthetic.model import SyntheticModel
-from rollbus.workers.engines.synthetic.weights import SyntheticWeights, checksum_of
+from rollbus.workers.engines.synthetic.model import SyntheticModel, SyntheticWeights, checksum_of
 from tests.browser.expert_view import counts_of, until_counts
 from tests.browser.page import opened
 from tests.browser.small_fleet import under_load

@@ -12,7 +12,7 @@ from bench.placement_sim import Simulation
 from bench.placement_traces import Shape, block_keys, least_computed, make_trace
 from bench.placement_ways import WAYS
 from bench.report import Report
-from rollbus.frontend.cli.figures import Spread
+from rollbus.frontend.cli.tables import Spread
 
 ENGINE = EngineShape(slots=16)
 SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)

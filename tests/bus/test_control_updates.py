@@ -94,7 +94,7 @@ async def test_an_update_with_an_unanswered_check_is_not_recorded(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a live worker does not answer the check, it may be unable to load the weights, so nothing is recorded."""
-    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.control.controller.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = silent
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=1, timeout_s=0.3))
@@ -216,7 +216,7 @@ async def test_the_error_states_that_a_fence_was_not_confirmed(
 ) -> None:
     """If a worker does not confirm its fence, the error states that it may still serve unverified weights."""
     monkeypatch.setattr("rollbus.bus.control.updates.FENCE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.control.controller.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
         for name in ("a", "c"):
             control[name].reply = loads(GOOD)

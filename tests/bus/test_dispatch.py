@@ -9,9 +9,8 @@ from nats.js import JetStreamContext
 
 import rollbus
 from rollbus import Generation, NoWorkers, RequestRejected
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
-from rollbus.bus.queue.set_limits import set_limits
-from rollbus.bus.queue.streams import StoredRange, stored_in, stream_name
+from rollbus.bus.protocol.queue.placement import rendezvous
+from rollbus.bus.queue.streams import StoredRange, set_limits, stored_in, stream_name
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_ATTEMPTS

@@ -11,10 +11,10 @@ from rollbus import GenerateRequest, RequestFailed, SamplingParams
 from rollbus.bus.client.client import registry_of
 from rollbus.bus.client.links import ClientLinks
 from rollbus.bus.nats.connection import publish
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import WorkerState
-from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.hand_worker import chunk, failure, hand_worker, request
 from tests.support.outcomes import error_of
 from tests.support.streams import all_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.protocol.telemetry.expert_window import ExpertWindow
+from rollbus.bus.protocol.telemetry.experts import ExpertWindow
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import ask, folders, serving

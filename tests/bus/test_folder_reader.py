@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.objects.folder_reader import FolderReader
-from rollbus.bus.objects.reader import ObjectReader
-from rollbus.bus.objects.token_bucket import BURST_S, TokenBucket
+from rollbus.bus.objects.reader import BURST_S, FolderReader, ObjectReader, TokenBucket
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from tests.support.connections import opened

@@ -9,7 +9,7 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
-from rollbus.bus.protocol.placement.policy import PlacementReason
+from rollbus.bus.protocol.queue.placement import PlacementReason
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand

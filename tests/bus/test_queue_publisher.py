@@ -10,9 +10,8 @@ from nats.aio.msg import Msg
 import rollbus.bus.queue.publisher
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
-from rollbus.bus.queue.limits import QueueLimits
 from rollbus.bus.queue.publisher import _result_of
-from rollbus.bus.queue.streams import ensure_queue, queue_depths, stream_name
+from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
 from rollbus.schemas.request import Lane

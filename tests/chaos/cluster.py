@@ -21,9 +21,9 @@ import msgspec
 
 import rollbus
 from rollbus.bus.client.generation import Generation
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.cli.local_users import local_users
+from rollbus.frontend.cli.local.fleet import local_users
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

@@ -25,16 +25,16 @@ import uvloop
 
 import rollbus
 from bench.ways import answer
-from rollbus.bus.client.weights.checkpoint import folder_tensors
-from rollbus.bus.client.weights.fleet_loader import FleetLoader
-from rollbus.bus.control import versions
-from rollbus.bus.control.chain_key import ChainKey
-from rollbus.bus.control.publication import Publication
 from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.objects.catalog import list_prefix
 from rollbus.bus.objects.layout import parts_subject
 from rollbus.bus.protocol.weights import chain
+from rollbus.bus.publish import versions
+from rollbus.bus.publish.chain_store import ChainKey
+from rollbus.bus.publish.publication import Publication
+from rollbus.bus.publish.tensors import folder_tensors
+from rollbus.bus.publish.version_publisher import FleetLoader
 from rollbus.schemas.errors import ControlCode
 from tests.support.connections import opened
 

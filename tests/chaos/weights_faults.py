@@ -17,14 +17,14 @@ from nats.aio.msg import Msg
 
 import rollbus
 from bench.ways import Way, running
-from rollbus.bus.control.ack_collector import OnAck
+from rollbus.bus.control.controller import OnAck
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.control.uploads import sources_in
-from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.objects.catalog import list_objects, list_subjects
 from rollbus.bus.objects.layout import parts_subject
+from rollbus.bus.objects.uploads import sources_in
 from rollbus.bus.protocol.weights.chain import MAX_DELTAS
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.control import UpdateWeights

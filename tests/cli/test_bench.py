@@ -17,9 +17,7 @@ import rollbus
 from rollbus import GenerateRequest, NoWorkers
 from rollbus.frontend.cli import app
 from rollbus.frontend.cli.app import main
-from rollbus.frontend.cli.bench.bench import BenchTarget, target_of
-from rollbus.frontend.cli.bench.load import BenchLoad
-from rollbus.frontend.cli.bench.rounds import measure
+from rollbus.frontend.cli.bench import BenchLoad, BenchTarget, measure, target_of
 from rollbus.frontend.cli.commands.bench import names_nobody
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of
 from rollbus.schemas.errors import InvalidRequest

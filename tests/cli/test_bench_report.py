@@ -3,11 +3,8 @@
 import json
 from array import array
 
-from rollbus.frontend.cli.bench.bench import BenchOptions, BenchTarget
-from rollbus.frontend.cli.bench.load import BenchLoad
-from rollbus.frontend.cli.bench.report import Report
-from rollbus.frontend.cli.bench.rounds import ConcurrencyResult, Round
-from rollbus.frontend.cli.figures import Spread, percentile
+from rollbus.frontend.cli.bench import BenchLoad, BenchOptions, BenchTarget, ConcurrencyResult, Report, Round
+from rollbus.frontend.cli.tables import Spread, percentile
 
 
 def report(*outcomes: ConcurrencyResult) -> Report:

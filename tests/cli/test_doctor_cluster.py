@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollbus.bus.control.provision import provision
 from rollbus.bus.control.replicas import set_replicas
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
-from rollbus.frontend.cli.doctor.findings import Finding, Status
+from rollbus.frontend.cli.doctor.host import Finding, Status
+from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
 from tests.cli.support import run_rollbus
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_cluster import NatsCluster, nats_cluster

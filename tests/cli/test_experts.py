@@ -9,8 +9,8 @@ import pytest
 
 from rollbus.frontend.cli.app import main
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.expert_map import LEGEND, map_lines
-from rollbus.schemas.install import pip_install
+from rollbus.frontend.cli.watch.experts import LEGEND, map_lines
+from rollbus.schemas.options import pip_install
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.expert_counts import asked_until, planes_of

@@ -2,10 +2,9 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus import CommandIncomplete, CommandResult
-from rollbus.frontend.cli.control import AckCounter
+from rollbus.frontend.cli.control import COLUMNS, AckCounter, ledger_rows, summary
 from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
-from rollbus.frontend.cli.ledger import COLUMNS, ledger_rows, summary
-from rollbus.frontend.ledger import ledger_as_json
+from rollbus.frontend.command_json import ledger_as_json
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, Verified

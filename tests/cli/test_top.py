@@ -15,8 +15,8 @@ from rollbus.bus.nats.connection import connected, publish
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.messages import encode_json
+from rollbus.schemas.presence import WorkerCounters
 from tests.cli.support import Terminal, on_terminal, run_rollbus
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_server import require_binary
@@ -29,7 +29,7 @@ ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"
 FAILING = """
 from rich.text import Text
-from rollbus.frontend.cli.top.full_screen import FullScreen
+from rollbus.frontend.cli.watch.terminal import FullScreen
 
 with FullScreen() as screen:
     screen.show(Text("drawn"))

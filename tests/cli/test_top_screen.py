@@ -11,16 +11,23 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 
 from rollbus import FleetState, QueueDepth
-from rollbus.bus.protocol.telemetry.fleet_rates import FleetRates
-from rollbus.frontend.cli.top import options as top_options
-from rollbus.frontend.cli.top.options import SORTS, Key, KeyReader, TopOptions, press
-from rollbus.frontend.cli.top.plain import print_top, top_as_json
-from rollbus.frontend.cli.top.screen import TopView, draw
-from rollbus.frontend.cli.top.sections import command_rows, model_rows
-from rollbus.schemas.control import Drain, LoadLora, Pause, UpdateWeights
-from rollbus.schemas.counters import WorkerCounters
-from rollbus.schemas.desired import DesiredState, Recorded
-from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
+from rollbus.bus.protocol.telemetry.rates import FleetRates
+from rollbus.frontend.cli.watch import top as top_options
+from rollbus.frontend.cli.watch.top import (
+    SORTS,
+    Key,
+    KeyReader,
+    TopOptions,
+    TopView,
+    command_rows,
+    draw,
+    model_rows,
+    press,
+    print_top,
+    top_as_json,
+)
+from rollbus.schemas.control import DesiredState, Drain, LoadLora, Pause, Recorded, UpdateWeights
+from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.weights import Staging, WeightSource
 from tests.support.presences import capabilities, presence
 

@@ -10,8 +10,8 @@ import pytest
 from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.commands.up import nats_port
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.worker_options import python_env, worker_flags
-from rollbus.schemas.option_types import duration, size
+from rollbus.frontend.cli.options import python_env, worker_flags
+from rollbus.schemas.options import duration, size
 from rollbus.workers.__main__ import main as worker_main
 from rollbus.workers.__main__ import parser as process_parser
 from rollbus.workers.engines import ENGINES
@@ -145,7 +145,7 @@ def test_a_start_that_must_fail_is_refused_before_any_process(
     names["model"].mkdir()
     (names["model"] / "config.json").write_text("{}")
     names["file"].write_text("")
-    monkeypatch.setattr("rollbus.schemas.worker_options.computes_on_cpu", lambda: True)
+    monkeypatch.setattr("rollbus.schemas.options.computes_on_cpu", lambda: True)
     monkeypatch.setattr("rollbus.workers.__main__.make_engine", lambda *_: pytest.fail("an engine was made"))
     monkeypatch.setattr("rollbus.frontend.cli.commands.up._up", lambda *_: pytest.fail("the fleet was started"))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.bus.control.provision import provision
 from rollbus.bus.control.replicas import ReplicaChange, set_replicas
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.workers.engines.vllm import feeds
+from rollbus.workers.engines.vllm import feed
 from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.support.vllm_engine import Engines, RunningEngine, running_engines
@@ -104,11 +104,11 @@ def reloaded(engines: Engines) -> RunningEngine:
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the engine's ids of preempted requests, which grows as the `moe` engine reports them."""
     seen: list[str] = []
-    read = feeds._output
+    read = feed._output
 
     def spy(output: Any) -> Any:
         seen.extend(output.request_id for event in output.events or () if event.type == PREEMPTED)
         return read(output)
 
-    monkeypatch.setattr(feeds, "_output", spy)
+    monkeypatch.setattr(feed, "_output", spy)
     return seen

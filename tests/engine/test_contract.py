@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.errors import EngineDead
-from rollbus.workers.engines.vllm import contract_check
-from rollbus.workers.engines.vllm.contract import CONTRACT
-from rollbus.workers.engines.vllm.contract_check import find_gaps, release_in
-from rollbus.workers.engines.vllm.contract_loaded import check_loaded
-from rollbus.workers.engines.vllm.contract_need import Need
+from rollbus.workers.engines.vllm import names as contract_check
+from rollbus.workers.engines.vllm.names import CONTRACT, Need, check_loaded, find_gaps, release_in
 from tests.support.doctored_vllm import doctored_vllm, installed_vllm
 
 ROOT = Path(__file__).resolve().parent.parent.parent

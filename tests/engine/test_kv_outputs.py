@@ -11,7 +11,7 @@ from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm.loaded import LoadSerials
+from rollbus.workers.engines.vllm.loads import LoadSerials
 from rollbus.workers.engines.vllm.outputs import OpenRequests, StepOutput
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")

@@ -10,7 +10,7 @@ from bench.transport import cpu_ms, measure, row, turn
 from bench.transport_sse import event
 from bench.transport_ways import WAYS
 from bench.ways import Way
-from rollbus.frontend.cli.figures import Spread
+from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.chunk import FinishReason
 
 

@@ -22,10 +22,10 @@ from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm import plugin
-from rollbus.workers.engines.vllm.feeds import CoreFeed
+from rollbus.workers.engines.vllm.feed import CoreFeed
 from rollbus.workers.engines.vllm.launch import set_environment
 from rollbus.workers.engines.vllm.outputs import OpenRequests
-from rollbus.workers.engines.vllm.ownership import owned_executor
+from rollbus.workers.engines.vllm.processes import owned_executor
 from tests.engine.hand_rows import HAND_ROWS, PROMPT_LEN, START, TOKENS
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")

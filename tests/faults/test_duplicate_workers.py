@@ -12,11 +12,11 @@ import pytest
 
 import rollbus
 from rollbus.bus.nats.server import Server
-from rollbus.bus.protocol.fleet.duplicates import TIE_S
-from rollbus.schemas.exit_codes import EXIT_DUPLICATE_WORKER
+from rollbus.bus.protocol.fleet.leases import TIE_S
+from rollbus.schemas.errors import EXIT_DUPLICATE_WORKER
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.lifecycle.identity import IdGuard
+from rollbus.workers.lifecycle import IdGuard
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import ask

@@ -9,7 +9,7 @@ import rollbus
 from rollbus.bus.protocol.attempt import machine
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.bus.queue import streams
-from rollbus.bus.queue.limits import QueueLimits
+from rollbus.bus.queue.streams import QueueLimits
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.disagg import SHAPES, role_worker, until_paired
 from tests.support.invariants import observing

@@ -11,8 +11,8 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
-from rollbus.bus.protocol.placement.policy import PlacementReason
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS
+from rollbus.bus.protocol.queue.placement import PlacementReason
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import write_checkpoint

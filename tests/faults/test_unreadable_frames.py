@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollbus.bus.nats.connection import publish
-from rollbus.bus.protocol.link import link_sender
+from rollbus.bus.protocol.stream import link_sender
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import Frame, RequestKey, encode

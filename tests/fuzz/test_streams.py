@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.link_receiver import FrameVerdict, LinkReceiver
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.chunk import Chunk, PromptLogprobs, RoutedExperts
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import RemoteProtocolError
 from rollbus.schemas.messages import Frame, decode_frame, encode
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.fuzz.mutations import harmed
 from tests.support.scenarios import Scenario, scenarios
 

@@ -10,6 +10,7 @@ from rollbus.schemas.control import (
     CancelWeightUpdate,
     CheckWeights,
     Command,
+    DesiredState,
     Drain,
     Fence,
     FinishWeightUpdate,
@@ -19,7 +20,9 @@ from rollbus.schemas.control import (
     Pause,
     ReadExperts,
     ReadRequest,
+    Recorded,
     Resume,
+    SeenCommand,
     Sleep,
     StartWeightUpdate,
     State,
@@ -28,7 +31,6 @@ from rollbus.schemas.control import (
     UpdateWeights,
     Wake,
 )
-from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.telemetry import (
     ExpertCounts,

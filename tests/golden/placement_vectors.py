@@ -2,9 +2,8 @@
 
 import msgspec
 
-from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.messages import KvTransfer, RequestMessage, Sibling, encode
-from rollbus.schemas.presence import Capabilities, WorkerPresence, WorkerState
+from rollbus.schemas.presence import Capabilities, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.schemas.telemetry import LostAttempt

@@ -1,7 +1,14 @@
 """The golden messages of worker presence by name. As in `vectors`, messages are appended and never edited."""
 
-from rollbus.schemas.counters import WorkerCounters
-from rollbus.schemas.presence import Capabilities, EngineStats, LoraInfo, SamplingLimits, WorkerPresence, WorkerState
+from rollbus.schemas.presence import (
+    Capabilities,
+    EngineStats,
+    LoraInfo,
+    SamplingLimits,
+    WorkerCounters,
+    WorkerPresence,
+    WorkerState,
+)
 from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
 
 __all__ = ["PRESENCE_VECTORS"]

@@ -9,8 +9,7 @@ import pytest
 
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import Chunk
-from rollbus.schemas.control import AnyCommand
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import AnyCommand, DesiredState
 from rollbus.schemas.messages import (
     Frame,
     LinkMessage,

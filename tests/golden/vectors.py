@@ -16,8 +16,7 @@ from rollbus.schemas.chunk import (
     RoutedExperts,
     TopLogprobs,
 )
-from rollbus.schemas.control import Command
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import Command, DesiredState
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, encode
 from rollbus.schemas.presence import (

@@ -11,7 +11,7 @@ from unittest import mock
 import httpx
 
 from rollbus import Chunk
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.service import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
@@ -82,7 +82,7 @@ async def control_http(
     config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
     async with contextlib.AsyncExitStack() as stack:
         # The tests ping workers of this process often, so a short wait suffices.
-        stack.enter_context(mock.patch("rollbus.bus.client.presence_watcher.PING_WAIT_S", PING_WAIT_S))
+        stack.enter_context(mock.patch("rollbus.bus.client.presence.PING_WAIT_S", PING_WAIT_S))
         engines = []
         for i, model in enumerate(models or ("synthetic",) * count):
             fields: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollbus.frontend.http.answer_types import ChatAnswer, CompletionAnswer, GenerateAnswer
+from rollbus.frontend.http.tokens import ChatAnswer, CompletionAnswer, GenerateAnswer
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
 

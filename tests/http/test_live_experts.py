@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.client import presence_watcher
-from rollbus.frontend.http.live import expert_feeds
+from rollbus.bus.client import presence
+from rollbus.frontend.http.live import experts as expert_feeds
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import PATH, watching
 from tests.http.support import http_before, http_service
@@ -20,7 +20,7 @@ SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the service ask for counts continuously, and wait only briefly for absent workers."""
-    monkeypatch.setattr(presence_watcher, "PING_WAIT_S", 0.15)
+    monkeypatch.setattr(presence, "PING_WAIT_S", 0.15)
     monkeypatch.setattr(expert_feeds, "PERIOD_S", 0.2)
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import httpx
 
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.service import Settings
 from rollbus.schemas.errors import ErrorCode
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker

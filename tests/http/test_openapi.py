@@ -17,9 +17,9 @@ from schemathesis.specs.openapi.checks import (
 from starlette.routing import Route
 
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN, make_app
-from rollbus.frontend.http.control.not_served import NOT_SERVED_ROUTES, DATA_ROUTES
-from rollbus.frontend.http.openapi import document
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
+from rollbus.frontend.http.docs import document
+from rollbus.frontend.http.service import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before, http_service

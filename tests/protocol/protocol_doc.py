@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rollbus.bus.subjects
-from rollbus.bus.protocol.attempt.states import OPEN, OUT, REQUEST, RequestEvent, RequestState
+from rollbus.bus.protocol.attempt.machine import OPEN, OUT, REQUEST, RequestEvent, RequestState
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.bus.protocol.states import (
     SPEAKING,

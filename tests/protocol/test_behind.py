@@ -2,11 +2,9 @@
 
 import pytest
 
-from rollbus.bus.protocol.fleet.behind import shows_ack, stale_workers
-from rollbus.bus.protocol.fleet.desired import record
+from rollbus.bus.protocol.fleet.desired import record, shows_ack, stale_workers
 from rollbus.schemas.acks import Ack, AckStatus
-from rollbus.schemas.control import Drain, Pause
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, Drain, Pause
 from rollbus.schemas.presence import WorkerState
 from tests.support.presences import presence
 

@@ -6,15 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.stream.chunk_sizes import CHUNK_OVERHEAD_BYTES, chunk_bytes
-from rollbus.bus.protocol.stream.chunk_verifier import ChunkVerifier
-from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.chunk_writer import CHUNK_OVERHEAD_BYTES, ChunkWriter, chunk_bytes
 from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.verification import ChunkVerifier
 from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
 from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import RoutedExpertsInfo
-from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")

@@ -1,6 +1,6 @@
 """The count of credit stalls of a link, by which an operator recognizes a slow client."""
 
-from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.bus.protocol.stream.link_sender import LinkSender
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.messages import RequestKey
 from tests.protocol.test_link_sender import (

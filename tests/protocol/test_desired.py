@@ -19,6 +19,7 @@ from rollbus.bus.protocol.fleet.desired import (
 from rollbus.schemas import limits
 from rollbus.schemas.control import (
     AnyCommand,
+    DesiredState,
     Drain,
     FinishWeightUpdate,
     FlushCache,
@@ -31,7 +32,6 @@ from rollbus.schemas.control import (
     UpdateWeights,
     Wake,
 )
-from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_desired, encode_json
 from rollbus.schemas.weights import WeightSource

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.duplicates import MAX_PROOF_S, SILENCE_S, TIE_S, DuplicateWatch, OwnIncarnation
+from rollbus.bus.protocol.fleet.leases import MAX_PROOF_S, SILENCE_S, TIE_S, DuplicateWatch, OwnIncarnation
 from rollbus.schemas.presence import WorkerState
 from tests.support.presences import presence
 

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.presence_table import LEASE_MARGIN_S, MAX_NAMESAKES, LostWorker, PresenceTable, Survivor
+from rollbus.bus.protocol.fleet.presence import LEASE_MARGIN_S, MAX_NAMESAKES, LostWorker, PresenceTable, Survivor
 from rollbus.schemas.errors import InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.support.presences import capabilities, presence

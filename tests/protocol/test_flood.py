@@ -1,6 +1,6 @@
 """When the messages of a subscription are a flood."""
 
-from rollbus.bus.protocol.fleet.flood import MAX_FROM_ALL, MAX_FROM_ONE, FloodMeter
+from rollbus.bus.protocol.fleet.leases import MAX_FROM_ALL, MAX_FROM_ONE, FloodMeter
 
 
 def test_one_sender_floods_with_more_than_its_messages_in_a_second() -> None:

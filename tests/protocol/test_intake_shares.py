@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.intake_shares import ASKED_S, MAX_CLIENTS, MAX_IN_TURN, IntakeShares
+from rollbus.bus.protocol.queue.fairness import ASKED_S, MAX_CLIENTS, MAX_IN_TURN, IntakeShares
 from rollbus.schemas.request import Lane
 
 CLIENTS = ("a", "b", "c")

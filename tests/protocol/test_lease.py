@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollbus.bus.protocol.fleet import lease
-from rollbus.bus.protocol.fleet.lease import DEFAULT_LEASE_S, MAX_LEASE_S, ClientLeases, EndedIncarnation, WorkerLease
+from rollbus.bus.protocol.fleet import leases as lease
+from rollbus.bus.protocol.fleet.leases import DEFAULT_LEASE_S, MAX_LEASE_S, ClientLeases, EndedIncarnation, WorkerLease
 from rollbus.schemas.presence import ClientPresence, ClientState
 
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.link.link_receiver import MAX_UNACKED_FRAMES, RESEND_INTERVAL_S, FrameVerdict, LinkReceiver
-from rollbus.bus.protocol.link.link_sender import LinkSender
+from rollbus.bus.protocol.stream.link_receiver import MAX_UNACKED_FRAMES, RESEND_INTERVAL_S, FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.link_sender import LinkSender
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.messages import Frame, RequestKey, decode_frame
-from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import simple
 
 OFFER = [RequestKey("r")]

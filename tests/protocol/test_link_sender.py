@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 
-from rollbus.bus.protocol.link.link_sender import SMALL_BYTES, LinkInstructions, LinkSender
-from rollbus.bus.protocol.link.plain_sender import PlainSender
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.link_sender import SMALL_BYTES, LinkInstructions, LinkSender, PlainSender
 from rollbus.schemas.chunk import ChunkError, FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
 from rollbus.schemas.presence import RoutedExpertsInfo
-from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.scenarios import Scenario, assert_complete, make_scenario, simple
 
 MAX_FRAME_BYTES = 64 * 1024 - 4096

@@ -2,10 +2,8 @@
 
 import pytest
 
-from rollbus.bus.protocol.fleet.desired import record
-from rollbus.bus.protocol.fleet.read_order import STALE_S, ReadOrder, ReadVerdict
-from rollbus.schemas.control import FlushCache
-from rollbus.schemas.desired import DesiredState
+from rollbus.bus.protocol.fleet.desired import STALE_S, ReadOrder, ReadVerdict, record
+from rollbus.schemas.control import DesiredState, FlushCache
 
 CURRENT, STALE, LOST = ReadVerdict.CURRENT, ReadVerdict.STALE, ReadVerdict.LOST
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.protocol.queue.placement import rendezvous
 
 WORKERS = [f"worker-{i}" for i in range(16)]
 KEYS = [f"session-{i}" for i in range(16_000)]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.stream.row_buffer import KEPT_BYTES, RowBuffer
+from rollbus.bus.protocol.stream.buffers import KEPT_BYTES, RowBuffer
 from rollbus.schemas.rows import Rows
 
 ROW = (4, 2)

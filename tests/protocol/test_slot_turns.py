@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.follower_backlog import FOLLOW_S, MAX_FOLLOWERS
-from rollbus.bus.protocol.queue.follower_shares import MAX_AHEAD, MAX_CLIENTS, MESSAGES_SEEN, FollowerShares
-from rollbus.bus.protocol.queue.slot_turns import SlotRequest, SlotTurns
+from rollbus.bus.protocol.queue.fairness import (
+    FOLLOW_S,
+    MAX_AHEAD,
+    MAX_CLIENTS,
+    MAX_FOLLOWERS,
+    MESSAGES_SEEN,
+    FollowerShares,
+    SlotRequest,
+    SlotTurns,
+)
 from rollbus.schemas.request import Lane
 
 NORMAL: tuple[Lane, ...] = ("normal",)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from rollbus.bus.protocol.attempt.states import REQUEST, RequestEvent, RequestState
+from rollbus.bus.protocol.attempt.machine import REQUEST, RequestEvent, RequestState
 from rollbus.bus.protocol.states import (
     WORKER,
     WORKER_REQUEST,

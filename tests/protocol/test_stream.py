@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.stream.chunk_verifier import ChunkVerifier
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.verification import ChunkVerifier
 from rollbus.schemas.errors import RemoteProtocolError
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo

@@ -3,17 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.transfer_lease import (
-    OWNER_LOST_S,
-    TransferLease,
-    check_any_can_finish,
-    check_continues,
-)
+from rollbus.bus.protocol.fleet.leases import OWNER_LOST_S, TransferLease, check_any_can_finish, check_continues
 from rollbus.schemas.control import FinishWeightUpdate
 from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.options import DEFAULT_IDLE_S
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import OpenTransfer
-from rollbus.schemas.worker_options import DEFAULT_IDLE_S
 from tests.golden.vectors import VECTORS
 
 FINISH = FinishWeightUpdate(version=7)

@@ -4,17 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.link.link_receiver import (
+from rollbus.bus.protocol.stream.link_receiver import (
     MAX_FAILED_RESENDS,
     RESEND_INTERVAL_S,
     UNREADABLE_GAP_S,
     FrameVerdict,
     LinkReceiver,
 )
-from rollbus.bus.protocol.link.link_sender import LinkSender
-from rollbus.schemas.frame_header import FrameHeader
-from rollbus.schemas.messages import Frame, RequestKey, decode_frame
-from rollbus.schemas.wire_version import WIRE_VERSION
+from rollbus.bus.protocol.stream.link_sender import LinkSender
+from rollbus.schemas.decoding import WIRE_VERSION
+from rollbus.schemas.messages import Frame, FrameHeader, RequestKey, decode_frame
 from tests.support.scenarios import simple
 
 WINDOW = 2**20

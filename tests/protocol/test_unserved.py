@@ -3,9 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.fleet_snapshot import FleetSnapshot
-from rollbus.bus.protocol.fleet.presence_table import MAX_GIVEN_UP, PresenceTable
-from rollbus.bus.protocol.fleet.unserved import UnservedModels, WaitLimit
+from rollbus.bus.protocol.fleet.presence import MAX_GIVEN_UP, FleetSnapshot, PresenceTable, UnservedModels, WaitLimit
 from rollbus.schemas.errors import NoWorkers
 from rollbus.schemas.presence import WorkerState
 from tests.support.presences import presence

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.verify import dissenters
+from rollbus.bus.protocol.fleet.canary import dissenters
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.weights import Canary
 from tests.protocol.test_ledger import ack

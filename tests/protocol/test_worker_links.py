@@ -1,8 +1,8 @@
 """The links of one worker id that a client follows: one after the other, or those of two workers side by side."""
 
-from rollbus.bus.protocol.link.worker_links import FollowedLinks
+from rollbus.bus.protocol.stream.link_receiver import FollowedLinks
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.messages import Frame, RequestKey
-from rollbus.schemas.wire_version import WIRE_VERSION
 
 
 def frame(incarnation: str, *, link: int = 0, client: str = "c") -> Frame:

@@ -19,7 +19,6 @@ from rollbus.schemas.chunk import (
     SamplingMask,
     TopLogprobs,
 )
-from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, Sibling, encode
 from rollbus.schemas.presence import (
@@ -29,6 +28,7 @@ from rollbus.schemas.presence import (
     EngineStats,
     LoraInfo,
     RoutedExpertsInfo,
+    WorkerCounters,
     WorkerPresence,
     WorkerState,
 )

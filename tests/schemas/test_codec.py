@@ -29,9 +29,8 @@ from rollbus.schemas.messages import (
     encode,
     encode_json,
 )
-from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request import GenerateRequest, request_id_of
 from rollbus.schemas.request_fields import request_from_json
-from rollbus.schemas.request_ids import request_id_of
 from tests.schemas import control_strategies as control
 from tests.schemas import strategies as wire
 

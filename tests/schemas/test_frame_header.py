@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.schemas.frame_header import decode_frame_header
-from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.messages import RequestKey, decode_frame_header
 from tests.fuzz.mutations import harmed
 
 GOOD = ["r", 1, 0, 4, 0, b"\1\0\0\0"]

@@ -24,9 +24,8 @@ from rollbus.schemas.messages import (
     encode_json,
 )
 from rollbus.schemas.presence import WorkerState
-from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request import GenerateRequest, request_id_of
 from rollbus.schemas.request_fields import request_from_json
-from rollbus.schemas.request_ids import request_id_of
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import presence
 

@@ -7,8 +7,7 @@ import pytest
 
 from rollbus.schemas import limits
 from rollbus.schemas.acks import AckStatus
-from rollbus.schemas.control import Pause, Resume, UpdateWeights
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, Pause, Resume, UpdateWeights
 from rollbus.schemas.errors import ControlCode, InvalidRequest, RemoteProtocolError
 from rollbus.schemas.messages import command_id_of, decode_ack, decode_command, decode_desired, encode_json
 from rollbus.schemas.weights import WeightSource

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.limits import MAX_COUNT
+from rollbus.schemas.presence import WorkerCounters
 from rollbus.schemas.weights import PublishedVersion
 
 

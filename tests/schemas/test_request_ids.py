@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from rollbus.schemas.checks import REQUEST_ID_PATTERN
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.messages import decode_request, encode
-from rollbus.schemas.request import GenerateRequest
-from rollbus.schemas.request_ids import check_given_id, wire_id
+from rollbus.schemas.request import GenerateRequest, check_given_id, wire_id
 
 
 @pytest.mark.parametrize("name", ["r", "a:b_C-9", "r" * 128])

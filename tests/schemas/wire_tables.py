@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect as wire_types
 
-from rollbus.schemas import certificate, chunk, control, desired, limits, messages, presence, telemetry, weights
+from rollbus.schemas import acks, chunk, control, limits, messages, presence, telemetry, weights
 from rollbus.schemas.errors import ERRORS, ControlCode, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -50,14 +50,14 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(weights.Staging, weights.OpenTransfer, weights.PublishedVersion, weights.UpdateTiming),
     *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
     *(telemetry.RequestTimeline, telemetry.RequestProgress, telemetry.LostAttempt, telemetry.TimelineEvent),
-    *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
-    certificate.Certificate,
+    *(acks.Ack, acks.AckError, control.DesiredState, control.Recorded, control.SeenCommand),
+    control.Certificate,
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),
 )
 STRUCTS = {kind.__name__: kind for kind in _STRUCTS}
 ENUMS = {
     kind.__name__: kind
-    for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, control.AckStatus, ControlCode)
+    for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, acks.AckStatus, ControlCode)
 }
 LISTS = ("commands", "errors", "limits")
 """Tables that combine several structs or enums."""

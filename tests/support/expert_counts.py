@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 import rollbus
 from rollbus import ExpertAnswers, Generation
-from rollbus.bus.protocol.telemetry.expert_window import ExpertWindow
+from rollbus.bus.protocol.telemetry.experts import ExpertWindow
 from rollbus.schemas.rows import Rows
 from tests.support.patience import SOON_S
 

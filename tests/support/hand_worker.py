@@ -12,11 +12,12 @@ from nats.aio.msg import Msg
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.protocol.queue.placement import rendezvous
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import (
     Frame,
@@ -31,9 +32,8 @@ from rollbus.schemas.messages import (
     encode_json,
 )
 from rollbus.schemas.presence import ClientPresence, EngineStats, WorkerState
-from rollbus.schemas.request_ids import request_id_of
+from rollbus.schemas.request import request_id_of
 from rollbus.schemas.weights import OpenTransfer
-from rollbus.schemas.wire_version import WIRE_VERSION
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
 

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import AsyncIterator
 
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.queue.limits import QueueLimits
 from rollbus.bus.queue.publisher import PublishResult, QueuePublisher
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
-from rollbus.bus.queue.streams import stored_in
+from rollbus.bus.queue.streams import QueueLimits, stored_in
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.request import Lane
 from tests.support.connections import opened

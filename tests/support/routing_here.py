@@ -2,8 +2,7 @@
 
 import functools
 
-from rollbus.workers.engines.vllm.launch import set_environment
-from rollbus.workers.engines.vllm.routing import cpu_refusal
+from rollbus.workers.engines.vllm.launch import cpu_refusal, set_environment
 
 __all__ = ["no_routing_here"]
 

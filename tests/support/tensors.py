@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rollbus.bus.protocol.weights.safetensors_layout import layouts, ordered
+from rollbus.bus.protocol.weights.tensors import layouts, ordered
 from rollbus.schemas.manifest import TensorEntry
 
 __all__ = ["Amount", "RandomTensor", "Tensors", "changed", "hashes", "hashes_in", "make_tensors", "write"]

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.objects.writer import put_folder
-from rollbus.bus.protocol.weights.safetensors_layout import layouts
-from rollbus.bus.protocol.weights.tensor_delta import encode_delta
+from rollbus.bus.protocol.weights.tensors import encode_delta, layouts
 from rollbus.schemas.manifest import (
     MANIFEST,
     Link,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import rollbus
-from rollbus.bus.tracing.switch import make_tracer
+from rollbus.bus.tracing.spans import make_tracer
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.__main__ import main
 
@@ -18,7 +18,7 @@ import asyncio, sys
 import httpx
 import rollbus
 from rollbus.frontend.http.server import listen, serving
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.service import Settings
 from rollbus.workers import __main__
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic import SyntheticEngine

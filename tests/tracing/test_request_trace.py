@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.tracing import names
-from rollbus.bus.tracing.switch import make_tracer
-from rollbus.frontend.http.settings import Settings
+from rollbus.bus.tracing.spans import make_tracer
+from rollbus.frontend.http.service import Settings
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.messages import KvTransfer
 from rollbus.workers.config import WorkerConfig

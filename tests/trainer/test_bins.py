@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.trainer.bins import fit
+from rollbus.trainer.packing import fit
 
 
 def naive_fit(sizes: list[int], capacity: int, max_items: int | None) -> list[list[int]]:

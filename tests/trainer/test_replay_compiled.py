@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from rollbus.trainer.errors import ReplayError
-from rollbus.trainer.replay.context import replay
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, random_rows, run, tokens
 
 pytestmark = [

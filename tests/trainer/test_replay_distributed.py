@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed
 
-from rollbus.trainer.replay.context import replay
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run
 
 pytestmark = pytest.mark.slow

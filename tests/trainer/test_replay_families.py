@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollbus.trainer.replay.context import replay
-from rollbus.trainer.replay.formulas import SUPPORTED
+from rollbus.trainer.replay import SUPPORTED, replay
 from tests.trainer.replay_models import (
     FAMILIES,
     NUM_EXPERTS,

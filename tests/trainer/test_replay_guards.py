@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollbus.trainer.errors import ReplayError
-from rollbus.trainer.replay.context import replay
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run, tokens
 
 pytestmark = pytest.mark.slow

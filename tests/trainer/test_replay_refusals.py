@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rollbus.trainer.errors import ReplayError
-from rollbus.trainer.replay.context import replay
+from rollbus.trainer.replay import replay
 from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run, seen, tokens
 
 pytestmark = pytest.mark.slow

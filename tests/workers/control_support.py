@@ -24,7 +24,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests.in_flight import InFlightRequests
 from rollbus.workers.requests.intake import RequestIntake
 from rollbus.workers.requests.links import WorkerLinks
-from rollbus.workers.requests.worker_requests import Instructions
+from rollbus.workers.requests.table import Instructions
 from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.workers.links_support import MAX_PAYLOAD, NOW, Ear

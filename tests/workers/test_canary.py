@@ -18,8 +18,7 @@ from rollbus.schemas.rows import Rows
 from rollbus.schemas.weights import Canary
 from rollbus.workers.control.canary import own_request, read_canary
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.requests.admission import check_request
-from rollbus.workers.requests.versions import Versions
+from rollbus.workers.requests.admission import Versions, check_request
 
 PROMPT_LEN, NUM_TOKENS, NUM_LAYERS, TOP_K = 20, 4, 5, 2
 

@@ -14,8 +14,8 @@ from rollbus.workers.control.staging import StageKey
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.sources import content
-from rollbus.workers.sources.quiet_threads import Scratch
 from rollbus.workers.sources.sources import WeightSources
+from rollbus.workers.sources.threads import Scratch
 from tests.support.checkpoints import ignore, write_adapter, write_checkpoint, write_safetensors, write_sharded
 from tests.workers.control_support import load_lora, rig, source, update
 

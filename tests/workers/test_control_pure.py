@@ -12,18 +12,18 @@ from rollbus.schemas.control import (
     FinishWeightUpdate,
     FlushCache,
     Pause,
+    Recorded,
     Resume,
     Sleep,
     UnloadLora,
     UpdateWeights,
     Wake,
 )
-from rollbus.schemas.desired import Recorded
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
 from rollbus.schemas.weights import WeightSource
-from rollbus.workers.control.command_log import CommandLog, ReceivedCommand
-from rollbus.workers.control.desire import (
+from rollbus.workers.control.acks import CommandLog, ReceivedCommand
+from rollbus.workers.control.desired import (
     HandledRegister,
     PendingRegister,
     RegisterOutcome,

@@ -7,9 +7,8 @@ from contextlib import aclosing
 import pytest
 
 import rollbus
-from rollbus.schemas.counters import WorkerCounters
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
-from rollbus.schemas.presence import WorkerPresence
+from rollbus.schemas.presence import WorkerCounters, WorkerPresence
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S

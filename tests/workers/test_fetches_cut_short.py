@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollbus.bus.objects.catalog import delete_prefix
-from rollbus.bus.objects.folder_reader import FolderReader
-from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.reader import FolderReader, ObjectReader
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource

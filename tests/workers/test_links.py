@@ -10,7 +10,7 @@ from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.requests.links import REMEMBER_S
-from rollbus.workers.requests.worker_requests import Instructions
+from rollbus.workers.requests.table import Instructions
 from tests.workers.links_support import (
     LATE,
     MAX_PAYLOAD,

@@ -14,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import rollbus
 from rollbus.bus.worker_metrics import exposition
-from rollbus.schemas.counters import WorkerCounters
-from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
+from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.weights import PublishedVersion
 from rollbus.workers import probe as probe_module
 from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, ProbeServer, listen

@@ -7,10 +7,10 @@ from rollbus.schemas.control import ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_ack, encode_json
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline, TimelineEvent
-from rollbus.workers.control.ack_publisher import cut_ack
-from rollbus.workers.control.reads import READS_PER_S, TelemetryReads
-from rollbus.workers.requests.expert_counter import ExpertCounter
-from rollbus.workers.requests.worker_requests import WorkerRequestTable
+from rollbus.workers.control.acks import cut_ack
+from rollbus.workers.control.commands import READS_PER_S, TelemetryReads
+from rollbus.workers.requests.steps import ExpertCounter
+from rollbus.workers.requests.table import WorkerRequestTable
 from tests.support.requests import endless
 from tests.workers.support import StartControlled
 

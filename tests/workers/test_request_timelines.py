@@ -12,7 +12,7 @@ from rollbus.schemas.presence import ClientState
 from rollbus.schemas.telemetry import RequestTimeline
 from rollbus.workers.requests.incoming import IncomingRequest
 from rollbus.workers.requests.links import WorkerLinks
-from rollbus.workers.requests.worker_requests import Instructions
+from rollbus.workers.requests.table import Instructions
 from tests.workers.links_support import LATE, NOW, Ear, capabilities, make_links, queued, request_of, step
 
 ENDS = {

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollbus.bus.nats.connection import publish
-from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
+from rollbus.bus.protocol.queue.fairness import MAX_FOLLOWERS
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode

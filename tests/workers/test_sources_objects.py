@@ -9,14 +9,14 @@ import pytest
 
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.objects.catalog import delete_prefix
-from rollbus.bus.objects.folder_reader import FolderReader
-from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.reader import FolderReader, ObjectReader
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource
-from rollbus.workers.sources import folder_store, staged
-from rollbus.workers.sources.folder_store import FolderStore, PartialFolder
+from rollbus.workers.sources import store as folder_store
+from rollbus.workers.sources import store as staged
 from rollbus.workers.sources.sources import WeightSources
+from rollbus.workers.sources.store import FolderStore, PartialFolder
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket

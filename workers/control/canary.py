@@ -19,7 +19,7 @@ from ...schemas.request import GenerateRequest
 from ...schemas.rows import DTYPES, expected_rows
 from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
-from .deadline import Deadline
+from .staging import Deadline
 
 __all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_canary"]
 

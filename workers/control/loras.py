@@ -13,14 +13,12 @@ from ...schemas.control import LoadLora, UnloadLora
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.weights import WeightSource
+from ..requests.admission import Versions
 from ..requests.in_flight import InFlightRequests
-from ..requests.versions import Versions
-from ..sources.progress import Report
 from ..sources.sources import WeightSources
+from ..sources.threads import Report
 from .content import check_content
-from .deadline import Deadline
-from .staging import StageKey
-from .supported import check_adapters_supported
+from .staging import Deadline, StageKey, check_adapters_supported
 
 __all__ = ["Loras"]
 

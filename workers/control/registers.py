@@ -5,7 +5,7 @@ import logging
 from msgspec.structs import replace
 
 from ...bus.protocol.fleet.desired import WEIGHTS
-from ...bus.protocol.fleet.transfer_lease import check_finish
+from ...bus.protocol.fleet.leases import check_finish
 from ...schemas.control import (
     LORA_REGISTER,
     AnyCommand,
@@ -23,8 +23,8 @@ from ...schemas.control import (
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
-from ..sources.progress import Report
-from .desire import SLEEP
+from ..sources.threads import Report
+from .desired import SLEEP
 from .loras import Loras
 from .staging import StageKey
 from .transfer import Transfer

@@ -2,28 +2,125 @@
 
 Sources of recorded commands come first, in the order of recording, then sources of checks. The staging of a source that
 is no longer needed is cancelled. A later staging of the source continues its partial download.
+
+TODO boundary: The boundary of one command. An error of an engine or a source ends the worker only if the engine is dead.
+
+TODO deadline: The time limit of a command.
+
+TODO supported: Checks that an engine supports a source, before the source is fetched.
+
+TODO update_clock: Measures the phases of a weight update. The caller passes the time.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import Capabilities
-from ...schemas.weights import PublishedVersion, Staging, WeightSource
+from ...schemas.weights import PublishedVersion, Staging, UpdateTiming, WeightSource
 from ..sources.sources import WeightSources
-from .boundary import command_boundary
-from .supported import check_adapters_supported, check_weights_supported
-
-__all__ = ["StageCost", "StageKey", "StagedContent", "Stager", "StagerStats"]
 
 logger = logging.getLogger(__name__)
+
+
+class UnknownFailure(ControlError):
+    """An undocumented error of an engine or a source: the effect of the command is unknown."""
+
+
+@contextmanager
+def command_boundary(command: str) -> Iterator[None]:
+    """Run the block, which executes `command`.
+
+    Raises:
+        ControlError: the command failed. The class is `UnknownFailure` if the error was not a ControlError.
+        TimeoutError: the command exceeded its time limit.
+        EngineDead: the engine is dead.
+    """
+    try:
+        yield
+    except (ControlError, TimeoutError, EngineDead):
+        raise
+    except Exception as exc:
+        # Boundary: the worker publishes a failed ack and continues.
+        logger.exception("command.failed command=%s", command)
+        raise UnknownFailure(ControlCode.ENGINE_ERROR, f"{type(exc).__name__}: {exc}") from exc
+
+
+class Deadline:
+    """The deadline of a command after its `timeout_s`. The remaining time limits every step of the command.
+
+    Args:
+        timeout_s: seconds until the deadline.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Remaining seconds, at least 0."""
+        return max(self._at - time.monotonic(), 0.0)
+
+    @contextlib.asynccontextmanager
+    async def bound(self, what: str) -> AsyncIterator[None]:
+        """Cancel the block at the deadline.
+
+        Raises:
+            ControlError: `timeout`. The message names `what`, the step of the command.
+        """
+        try:
+            async with asyncio.timeout(self.left_s) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            problem = f"{what} was not done within the command's {self._timeout_s:g} s"
+            raise ControlError(ControlCode.TIMEOUT, problem) from None
+
+
+def check_weights_supported(source: WeightSource, capabilities: Capabilities) -> None:
+    """Check that the engine can replace its weights by those of `source`.
+
+    Raises:
+        ControlError: `unsupported`.
+    """
+    if not capabilities.weight_updates:
+        raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot replace its weights")
+    _check_fetchable(source, capabilities)
+
+
+def check_adapters_supported(source: WeightSource, capabilities: Capabilities) -> None:
+    """Check that the engine can load the LoRA adapter of `source`.
+
+    Raises:
+        ControlError: `unsupported`.
+    """
+    if not capabilities.max_loras:
+        raise ControlError(
+            ControlCode.UNSUPPORTED,
+            "this engine loads no LoRA adapters; its arguments may enable adapters (for vLLM: 'enable_lora')",
+        )
+    _check_fetchable(source, capabilities)
+
+
+def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
+    if source.objects is not None and not capabilities.weight_deltas:
+        raise ControlError(
+            ControlCode.UNSUPPORTED,
+            f"{source} is refused: processes of this engine may run on several machines, but fetched files are only on "
+            "the worker's machine; allowed: the path of a folder that all these machines share",
+        )
+
 
 WAITING: Final = "waiting"
 """Stage of a source that waits until another source is staged."""
@@ -253,3 +350,31 @@ class Stager:
         if source.path is not None:
             # The command is recorded with the real path.
             self._costs[StageKey(WeightSource(path=str(folder)), is_adapter)] = self._costs[job.key]
+
+
+@dataclass(slots=True)
+class UpdateClock:
+    """The times of one update."""
+
+    stopped_at: float | None = None
+    """Monotonic time at which the requests were stopped, or None if no weights were replaced."""
+    loaded_s: float = 0.0
+    canary_s: float = 0.0
+
+    def timing(self, seen_at: float, cost: StageCost, now: float) -> UpdateTiming | None:
+        """Return the timing of an update whose engine resumes at `now`, or None if no weights were replaced.
+
+        Args:
+            seen_at: monotonic time at which the worker read the command.
+            cost: cost of staging the source of the command.
+        """
+        if self.stopped_at is None:
+            return None
+        return UpdateTiming(
+            fetched_bytes=cost.fetched_bytes,
+            staged_s=round(cost.staged_s, 3),
+            waited_s=round(max(self.stopped_at - max(seen_at, cost.done_at), 0.0), 3),
+            paused_s=round(max(now - self.stopped_at, 0.0), 3),
+            loaded_s=round(self.loaded_s, 3),
+            canary_s=round(self.canary_s, 3),
+        )

@@ -13,16 +13,14 @@ from ...schemas.control import LOAD_TIMEOUT_S, FinishWeightUpdate, PauseMode, Up
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.weights import Canary, Verified, WeightSource
 from ..config import WorkerConfig
+from ..requests.admission import Versions
 from ..requests.in_flight import InFlightRequests
-from ..requests.versions import Versions
-from ..sources.progress import Report
 from ..sources.sources import WeightSources
+from ..sources.threads import Report
 from .canary import Canaries, Fingerprint, fingerprint_of
 from .content import StartContent, check_content
-from .deadline import Deadline
 from .loras import Loras
-from .supported import check_weights_supported
-from .update_clock import UpdateClock
+from .staging import Deadline, UpdateClock, check_weights_supported
 
 __all__ = ["UNTOUCHED", "WeightManager"]
 

@@ -19,7 +19,7 @@ from ...schemas.request import GenerateRequest
 from ..engines.engine_runner import EngineRunner
 from .intake import RequestIntake
 from .links import WorkerLinks
-from .worker_requests import Instructions
+from .table import Instructions
 
 __all__ = ["InFlightRequests"]
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from ...bus.logs import RejectionCount
-from ...bus.protocol.fleet.lease import ClientLeases, EndedIncarnation
+from ...bus.protocol.fleet.leases import ClientLeases, EndedIncarnation
 from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
@@ -24,13 +24,11 @@ from ...schemas.presence import Capabilities, ClientPresence, ClientState
 from ...schemas.request import GenerateRequest
 from ..config import LEASE_MARGIN_S, WorkerConfig
 from ..engines.engine import Engine
+from .admission import Versions
 from .incoming import IncomingRequest
-from .link_stats import WorkerLinkStats
 from .outbound import Outbound, OutboundLink, OutboundRegistry, OutgoingFrame, PlainOutbound
-from .step_dispatcher import StepDispatcher
-from .terminator import RequestTerminator
-from .versions import Versions
-from .worker_requests import Instructions, RequestOrigin, WorkerRequest, WorkerRequestTable
+from .steps import RequestTerminator, StepDispatcher, WorkerLinkStats
+from .table import Instructions, RequestOrigin, WorkerRequest, WorkerRequestTable
 
 __all__ = ["WorkerLinks"]
 

@@ -4,9 +4,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ...bus.protocol.link.link_sender import LinkSender
-from ...bus.protocol.link.plain_sender import PlainSender
 from ...bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
+from ...bus.protocol.stream.link_sender import LinkSender, PlainSender
 from ...bus.queue.puller import QueuedRequest
 from ...bus.subjects import Subjects
 from ...schemas.messages import RequestKey

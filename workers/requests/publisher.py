@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from ...bus.nats.connection import Connection, publish
 from ...schemas.errors import BusBroken, LocalProtocolError
-from ..lifecycle.lifecycle import WorkerLifecycle
+from ..lifecycle import WorkerLifecycle
 from .links import WorkerLinks
 from .outbound import Outbound
 

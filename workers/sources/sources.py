@@ -18,18 +18,24 @@ from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging, WeightSource
-from .adapter import check_adapter, is_adapter
-from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config, start_content
-from .content import ContentHasher
-from .fetcher import Checks, Fetcher
-from .folder_store import FolderStore, Hold
-from .headers import Tensor
-from .places import clear_old_cache, store_root
-from .progress import Progress, Report
-from .published import check_manifest
-from .roots import allowed_folder, bad_source
-from .staged import StagedFolders
-from .watched import FolderContent, Watched, WatchedFolders, find_changed_file, folder_content
+from .checkpoint import (
+    FolderContent,
+    Watched,
+    WatchedFolders,
+    check_adapter,
+    check_model,
+    find_changed_file,
+    folder_content,
+    has_checkpoint,
+    is_adapter,
+    read_checkpoint,
+    read_config,
+    start_content,
+)
+from .content import ContentHasher, Tensor, allowed_folder, bad_source
+from .fetcher import Checks, Fetcher, check_manifest
+from .store import FolderStore, Hold, StagedFolders, clear_old_cache, store_root
+from .threads import Progress, Report
 
 __all__ = ["Report", "Staged", "WeightSources"]
 

@@ -14,12 +14,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...bus.protocol.weights.safetensors_layout import FileLayout, layouts
-from ...bus.protocol.weights.tensor_delta import DeltaError, Encoded, apply_delta
+from ...bus.protocol.weights.tensors import DeltaError, Encoded, FileLayout, apply_delta, layouts
 from ...schemas.manifest import Manifest, TensorDelta, TensorEntry
-from .headers import Tensor
-from .quiet_threads import Job, Scratch
-from .roots import bad_source, open_regular
+from .content import Tensor, bad_source, open_regular
+from .threads import Job, Scratch
 
 __all__ = [
     "Change",

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from ....schemas.errors import InvalidRequest
 from ..generation import Generation, SampleKey
-from .columns import KEY, KINDS, Kind, RecordRow, import_pyarrow, with_siblings
-from .writer import WriterFile
+from .writer import KEY, KINDS, Kind, RecordRow, WriterFile, import_pyarrow, with_siblings
 
 __all__ = ["RunRecord", "SampleScore", "read_record"]
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from .rendezvous import rendezvous
+from .placement import rendezvous
 
 __all__ = ["Decision", "PrefillFallback", "PrefillQueue", "PrefillRequirements", "PrefillWorkerInfo"]
 

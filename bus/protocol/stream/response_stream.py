@@ -17,13 +17,11 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ....schemas.chunk import Chunk, End, FinishReason
-from ....schemas.continuation import rest_of, why_ended
 from ....schemas.messages import KvTransfer
-from ....schemas.request import GenerateRequest
+from ....schemas.request import GenerateRequest, rest_of, why_ended
 from ....schemas.telemetry import LostAttempt
-from .chunk_verifier import ChunkVerifier
-from .kv_versions import kv_arrays
-from .result_arrays import join_chunks
+from .result_arrays import join_chunks, kv_arrays
+from .verification import ChunkVerifier
 
 __all__ = ["ResponseStream"]
 

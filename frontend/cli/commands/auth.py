@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import refuse_options
 from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options
 
 if TYPE_CHECKING:
     from ....bus.auth.users import UserFile, WantedUser
@@ -119,7 +119,7 @@ def _models_of(args: argparse.Namespace) -> "dict[WantedUser, tuple[str, ...]]":
 def _init(
     args: argparse.Namespace, users: "tuple[WantedUser, ...]", models: "dict[WantedUser, tuple[str, ...]]"
 ) -> int:
-    from ....bus.auth.tls import Tls
+    from ....bus.auth.credentials import Tls
     from ....bus.auth.users import CONFIG_FILE, SERVER_FILE, ensure_users, write_server_config
     from ..console import print_json
 

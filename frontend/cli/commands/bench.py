@@ -19,13 +19,13 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from ....schemas.option_types import non_negative_int, positive_int
-from ..arguments import refuse_options, without_password
+from ....schemas.options import non_negative_int, positive_int
 from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options, without_password
 
 if TYPE_CHECKING:
     from .... import bus
-    from ..bench.bench import BenchOptions
+    from ..bench import BenchOptions
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "names_nobody", "run"]
 
@@ -102,8 +102,7 @@ def number_or_none(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     """Measure and print the result."""
-    from ..bench.bench import BenchOptions
-    from ..bench.load import BenchLoad
+    from ..bench import BenchLoad, BenchOptions
 
     if args.synthetic and args.model is not None:
         raise CommandFailed("--model names a model of a fleet, and --synthetic uses its own model", ExitCode.USAGE)
@@ -147,8 +146,7 @@ def names_nobody(args: argparse.Namespace) -> bool:
 
 async def _bench(args: argparse.Namespace, options: "BenchOptions") -> int:
     from .... import bus
-    from ..bench.bench import Bench, target_of
-    from ..bench.report import Report
+    from ..bench import Bench, Report, target_of
     from ..console import print_json
 
     async with _server(args, options) as server, bus.connect(server, fleet=args.fleet) as rb:
@@ -180,8 +178,8 @@ async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIt
         yield args.nats
         return
     from ..console import note
-    from ..fleet_display import FleetObserver
-    from ..local_fleet import LocalFleet, run_fleet
+    from ..local.display import FleetObserver
+    from ..local.fleet import LocalFleet, run_fleet
 
     note("starting a NATS server and a worker with a synthetic engine: the bench measures only the transport")
     # All requests are in the engine's batch, so the bench does not measure the queue of an engine.

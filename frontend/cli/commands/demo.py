@@ -11,12 +11,9 @@ import sys
 from collections.abc import Coroutine
 from pathlib import Path
 
-from ....schemas.install import pip_install
-from ....schemas.option_types import positive_int
-from ....schemas.writable import check_writable
-from ..arguments import refuse_options
+from ....schemas.options import check_writable, pip_install, positive_int
 from ..exits import CommandFailed, ExitCode
-from ..package import EXAMPLES_DIR
+from ..options import EXAMPLES_DIR, refuse_options
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -56,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     """Run the tour."""
-    from ..inputs import open_input
-    from ..local_fleet import check_vllm, default_state_dir
-    from ..prompts import read_prompts
-    from ..row_fields import Defaults
-    from ..tour.tour import Tour
+    from ..generate.inputs import open_input
+    from ..generate.rows import Defaults, read_prompts
+    from ..local.fleet import check_vllm, default_state_dir
+    from ..tour import Tour
 
     refuse_options(args, ["nats"], "here: this command starts its own server")
     if args.rl:
@@ -88,8 +84,8 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
 
 def _learn() -> int:
     """Run the RL loop and return its exit code."""
-    from ..local_fleet import check_vllm
-    from ..worker_options import python_env
+    from ..local.fleet import check_vllm
+    from ..options import python_env
 
     check_vllm()
     missing = [name for name in RL_LOOP_NEEDS if importlib.util.find_spec(name) is None]

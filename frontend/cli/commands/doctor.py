@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..exits import ExitCode
 
 if TYPE_CHECKING:
-    from ..doctor.findings import Finding
+    from ..doctor.host import Finding
 
 __all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
@@ -29,9 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Run the checks and print the findings."""
-    from ..doctor.bus import DoctorTarget, examine_bus
-    from ..doctor.findings import Status
-    from ..doctor.host_probe import HostProbe, examine_machine
+    from ..doctor.host import HostProbe, Status, examine_machine
+    from ..doctor.server import DoctorTarget, examine_bus
 
     findings = list(examine_machine(HostProbe.this()))
     target = DoctorTarget(url=args.nats, creds=os.environ.get("ROLLBUS_CREDS") or None, fleet=args.fleet)
@@ -45,7 +44,7 @@ def _show(args: argparse.Namespace, findings: "list[Finding]", *, is_well: bool)
     from dataclasses import asdict
 
     from ..console import print_json
-    from ..doctor.findings import Status
+    from ..doctor.host import Status
     from ..tables import print_table
 
     if args.json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from ..control import add_send_options, command
 
 if TYPE_CHECKING:
-    from ....bus.client.fleet_options import DrainOptions
+    from ....bus.client.fleet import DrainOptions
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

@@ -10,14 +10,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....schemas.install import pip_install
-from ....schemas.option_types import duration
-from ..arguments import refuse_options
+from ....schemas.options import duration, pip_install
 from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options
 
 if TYPE_CHECKING:
     from ....bus import ExpertAnswers
-    from ....bus.protocol.telemetry.expert_window import ExpertWindow, PlaneLoad
+    from ....bus.protocol.telemetry.experts import ExpertWindow, PlaneLoad
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -65,7 +64,7 @@ async def run(args: argparse.Namespace) -> int:
     """Ask the workers and print their counts."""
     from .... import bus
     from ..console import note, print_json
-    from ..expert_json import answers_as_json
+    from ..watch.experts import answers_as_json
 
     if args.png is not None:
         _check_drawable()
@@ -104,7 +103,7 @@ def _check_drawable() -> None:
 
 def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:
     from ..console import note
-    from ..expert_png import draw
+    from ..watch.experts import draw
 
     draw(args.png, window, _plane(window, args.plane), _title(args, answers, window))
     note(f"rollbus: the map is in {args.png}")
@@ -112,8 +111,8 @@ def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWin
 
 def _show(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:
     from ..console import write
-    from ..expert_map import LEGEND, VERSION_COLUMNS, map_lines, share_text, version_rows
     from ..tables import print_table, print_text
+    from ..watch.experts import LEGEND, VERSION_COLUMNS, map_lines, share_text, version_rows
 
     plane = _plane(window, args.plane)
     print_text(_title(args, answers, window))

@@ -9,9 +9,9 @@ import argparse
 import asyncio
 from contextlib import closing
 
-from ....schemas.worker_options import add_otel
+from ....schemas.options import add_otel
 from ..exits import ExitCode
-from ..http_service import (
+from ..local.http import (
     DEFAULT_ADDRESS,
     add_http_options,
     address,

@@ -24,15 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import is_disk_full
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
-from ....schemas.option_types import duration, non_negative_int, positive_int
-from ....schemas.writable import check_writable
-from ..arguments import add_tokenizer
-from ..byte_counts import size
+from ....schemas.options import check_writable, duration, non_negative_int, positive_int
+from ..console import size
 from ..exits import CommandFailed, ExitCode, cause_of
+from ..options import add_tokenizer
 
 if TYPE_CHECKING:
-    from ..job import GenerateRun
-    from ..results import ResultsFile
+    from ..generate.results import ResultsFile
+    from ..generate.run import GenerateRun
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
 
@@ -112,12 +111,9 @@ def run(args: argparse.Namespace) -> int:
     """Check the files, generate, and print a report."""
     from ..app import run_async
     from ..console import note, print_json, write
-    from ..first_run import FirstRun, read_first_run, write_first_run
-    from ..generate_bar import GenerateBar
-    from ..inputs import open_input
-    from ..job import GenerateRun
-    from ..prompts import check_input
-    from ..row_fields import Defaults
+    from ..generate.inputs import open_input
+    from ..generate.rows import Defaults, check_input
+    from ..generate.run import FirstRun, GenerateBar, GenerateRun, read_first_run, write_first_run
 
     rows_path = _check_paths(args)
     fields, sampling = _default_fields(args)
@@ -201,8 +197,7 @@ def _check_paths(args: argparse.Namespace) -> Path | None:
 @contextmanager
 def _open_output(path: Path, rows_path: Path | None) -> "Iterator[ResultsFile]":
     """Open the results as lines of JSON, which become parquet at the end if the name says so."""
-    from ..parquet_results import parquet_results
-    from ..results import open_results
+    from ..generate.results import open_results, parquet_results
 
     if path.suffix != ".parquet":
         with open_results(path, rows_path) as results:

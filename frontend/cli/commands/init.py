@@ -11,9 +11,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from ....schemas.writable import check_writable
-from ..config_file import config_template
+from ....schemas.options import check_writable
 from ..exits import CommandFailed, ExitCode
+from ..options import config_template
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -65,9 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files."""
-    from ..app import common_options
+    from ..app import CliParser, common_options
     from ..console import write
-    from ..parser import CliParser
     from . import up
 
     options = CliParser(add_help=False)

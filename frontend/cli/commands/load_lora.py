@@ -10,7 +10,7 @@ import argparse
 
 from msgspec.structs import astuple
 
-from ....schemas.option_types import non_negative_int
+from ....schemas.options import non_negative_int
 from ..control import add_send_options, add_source_options, command, source_of
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

@@ -7,7 +7,7 @@ of the queue.
 
 import argparse
 
-from ....schemas.option_types import positive_int, size
+from ....schemas.options import positive_int, size
 from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Create queues and bucket, and set limits."""
-    from ....bus.control.provision import provision
+    from ....bus.control.updates import provision
     from ....bus.nats.server import Server
     from ..console import print_json, write
 

@@ -18,10 +18,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ....schemas.option_types import duration, positive_int
-from ....schemas.writable import check_writable
-from ..arguments import refuse_options
+from ....schemas.options import check_writable, duration, positive_int
 from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options
 
 if TYPE_CHECKING:
     from ....bus.auth.credentials import Role
@@ -190,8 +189,7 @@ async def _replicas(args: argparse.Namespace) -> int:
 
 def _init(args: argparse.Namespace) -> int:
     from ....bus.auth.cluster import ClusterConfig, parse_nodes, write_cluster
-    from ....bus.auth.credentials import DEFAULT_FLEET, Role
-    from ....bus.auth.tls import Tls
+    from ....bus.auth.credentials import DEFAULT_FLEET, Role, Tls
     from ....bus.auth.users import ensure_users
     from ..console import print_json
 
@@ -227,9 +225,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _leaf(args: argparse.Namespace) -> int:
-    from ....bus.auth.credentials import DEFAULT_FLEET
+    from ....bus.auth.credentials import DEFAULT_FLEET, Tls
     from ....bus.auth.leaf import LeafLink, write_leaf
-    from ....bus.auth.tls import Tls
     from ..console import print_json, write
 
     if not args.hub or not args.user:

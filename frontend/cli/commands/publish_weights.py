@@ -13,14 +13,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....schemas.option_types import duration, non_negative_int
-from ..arguments import refuse_options
+from ....schemas.options import duration, non_negative_int
 from ..control import add_switch_options
 from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options
 
 if TYPE_CHECKING:
     from ....bus import Client, PublishedWeights
-    from ....bus.client.weights.arguments import PublishSettings
+    from ....bus.publish.options import PublishSettings
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -104,7 +104,7 @@ async def _publish(
     rb: "Client", model: str, args: argparse.Namespace, settings: "PublishSettings"
 ) -> "PublishedWeights":
     from ....bus import WeightPublisher
-    from ....bus.client.weights.checkpoint import folder_tensors
+    from ....bus.publish.tensors import folder_tensors
 
     async with WeightPublisher(rb, model=model, checkpoint=args.folder, base=args.base) as publisher:
         return await publisher.publish(folder_tensors(args.folder), version=args.version, **settings)
@@ -113,9 +113,8 @@ async def _publish(
 def _show(args: argparse.Namespace, published: "PublishedWeights") -> None:
     import msgspec
 
-    from ...ledger import ledger_as_json
-    from ..byte_counts import size
-    from ..console import print_json, write
+    from ...command_json import ledger_as_json
+    from ..console import print_json, size, write
     from ..control import show_ledger
 
     if args.json:

@@ -8,7 +8,7 @@ or that still runs, is readable too: the command prints what is missing.
 import argparse
 from pathlib import Path
 
-from ....schemas.install import pip_install
+from ....schemas.options import pip_install
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         "svg": None if args.svg is None else str(args.svg),
     }
     if args.svg is not None:
-        from ..record_picture import draw
+        from ..records import draw
 
         draw(args.svg, record)
     if args.json:

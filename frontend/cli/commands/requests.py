@@ -50,11 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Show the list until the user quits, or print it once."""
     from .... import bus
-    from ...request_traces import RequestQuery
+    from ...command_json import RequestQuery
     from ..console import print_json, write
-    from ..request_browser import browse
-    from ..request_tables import list_as_json, list_notes, list_table
-    from ..top.full_screen import is_capable
+    from ..watch.terminal import is_capable
+    from ..watch.traces import browse, list_as_json, list_notes, list_table
 
     query = RequestQuery(args.show, args.client, args.model, args.only_workers, args.limit)
     async with bus.connect(args.nats, fleet=args.fleet) as rb:

@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Sign the stored data."""
     from ....bus.control.store import DesiredStore
-    from ....bus.control.uploads import sources_in
     from ....bus.nats.connection import connected
     from ....bus.nats.server import Server
-    from ....bus.objects.signed import sign_folder
+    from ....bus.objects.uploads import sources_in
+    from ....bus.objects.writer import sign_folder
     from ....bus.subjects import Subjects
     from ..console import print_json, write
 

@@ -6,8 +6,8 @@ exit code 0.
 
 import argparse
 
-from ..arguments import START_SOME, no_workers
 from ..exits import ExitCode
+from ..options import START_SOME, no_workers
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -43,8 +43,7 @@ async def _print(args: argparse.Namespace) -> int:
 
     from .... import bus
     from ..console import print_json
-    from ..fleet_tables import state_as_json
-    from ..status_display import print_state
+    from ..watch.status import print_state, state_as_json
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
@@ -60,7 +59,7 @@ async def _print(args: argparse.Namespace) -> int:
 
 async def _watch(args: argparse.Namespace) -> int:
     from .... import bus
-    from ..status_display import watch_state
+    from ..watch.status import watch_state
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         await watch_state(rb, nothing=f"{no_workers(args.nats, args.fleet)}; {START_SOME}", as_json=args.json)

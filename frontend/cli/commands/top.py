@@ -8,10 +8,10 @@ use the command. It omits data that the user may not read.
 
 import argparse
 
-from ....schemas.option_types import duration
-from ..arguments import refuse_options
+from ....schemas.options import duration
 from ..exits import ExitCode
-from ..top.options import SORTS
+from ..options import refuse_options
+from ..watch.top import SORTS
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -49,10 +49,8 @@ async def run(args: argparse.Namespace) -> int:
     """Show the fleet until the user quits, or print it once."""
     from .... import bus
     from ..console import print_json
-    from ..top.full_screen import is_capable
-    from ..top.options import TopOptions
-    from ..top.plain import print_top, top_as_json
-    from ..top.top import read_view, run_top
+    from ..watch.terminal import is_capable, read_view, run_top
+    from ..watch.top import TopOptions, print_top, top_as_json
 
     if args.once or args.json:
         refuse_options(args, ["interval"], "with --once or --json")

@@ -8,7 +8,7 @@ exits with 1. If some workers do not answer, it exits with 3.
 import argparse
 import shutil
 
-from ....schemas.option_types import duration
+from ....schemas.options import duration
 from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Ask the workers and print the history."""
     from .... import bus
-    from ...request_traces import answer_of, find_timelines, unknown_request
+    from ...command_json import answer_of, find_timelines, unknown_request
     from ..console import print_json, write
-    from ..trace_tables import trace_lines
+    from ..watch.traces import trace_lines
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         trace = await find_timelines(rb.fleet, args.request_id, model=args.model, timeout_s=args.timeout_s)

@@ -30,12 +30,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ....schemas.option_types import non_negative_int, positive_int
-from ....schemas.worker_options import add_engine_options, check_start, is_hub_id
-from ....schemas.writable import check_writable
-from ..arguments import without_password
+from ....schemas.options import (
+    add_engine_options,
+    check_start,
+    check_writable,
+    is_hub_id,
+    non_negative_int,
+    positive_int,
+)
 from ..exits import CommandFailed, ExitCode
-from ..http_service import (
+from ..local.http import (
     DEFAULT_ADDRESS,
     add_http_options,
     address,
@@ -45,12 +49,11 @@ from ..http_service import (
     serve_http,
     settings_of,
 )
-from ..hub import use_model
-from ..worker_options import worker_flags
+from ..options import use_model, without_password, worker_flags
 
 if TYPE_CHECKING:
-    from ..local_fleet import LocalFleet
-    from ..log_file import LogFile
+    from ..local.display import LogFile
+    from ..local.fleet import LocalFleet
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "nats_port", "run"]
 
@@ -111,8 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run until a signal arrives."""
     from ..app import run_async
-    from ..gpus import divide_gpus
-    from ..local_fleet import check_vllm, default_state_dir, worker_names
+    from ..local.fleet import check_vllm, default_state_dir, divide_gpus, worker_names
 
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
@@ -179,8 +181,8 @@ async def _up(
     from ....bus.logs import LOG_VARIABLE
     from ..app import until_signalled
     from ..console import note
-    from ..fleet_display import FleetDisplay
-    from ..local_fleet import run_fleet, worker_names
+    from ..local.display import FleetDisplay
+    from ..local.fleet import run_fleet, worker_names
 
     names = worker_names(args.workers + args.prefill_workers)
     with ExitStack() as stack:
@@ -214,8 +216,8 @@ def _log_file(args: argparse.Namespace, stack: ExitStack) -> "tuple[LogFile | No
     On a terminal, logs go to a file. A program that reads stderr gets the logs there, and there is no file.
     """
     from ..console import note
-    from ..local_fleet import default_state_dir
-    from ..log_file import LogFile
+    from ..local.display import LogFile
+    from ..local.fleet import default_state_dir
 
     if args.log_format == "json" or not sys.stderr.isatty():
         return None, True
@@ -230,9 +232,8 @@ def _log_file(args: argparse.Namespace, stack: ExitStack) -> "tuple[LogFile | No
 
 async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     from ..console import note, waiting
-    from ..local_fleet import TINY_MOE, LocalFleet, default_state_dir, make_tiny_moe, worker_names
-    from ..local_users import local_users
-    from ..restarts import RestartRule
+    from ..local.fleet import TINY_MOE, LocalFleet, default_state_dir, local_users, make_tiny_moe, worker_names
+    from ..local.processes import RestartRule
 
     users = None
     if args.secure:

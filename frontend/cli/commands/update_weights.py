@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import astuple
 
-from ....schemas.option_types import non_negative_int
-from ..arguments import refuse_options
+from ....schemas.options import non_negative_int
 from ..control import add_send_options, add_source_options, add_switch_options, command, source_of
 from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options
 
 if TYPE_CHECKING:
     from ....schemas.weights import Canary

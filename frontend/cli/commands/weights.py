@@ -6,8 +6,8 @@ load the recorded version when they start.
 
 import argparse
 
-from ..arguments import check_known_model
 from ..exits import CommandFailed, ExitCode
+from ..options import check_known_model
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Read the chain records and ask the workers."""
     from .... import bus
-    from ....bus.control.chain_key import ChainKey
-    from ....bus.control.uploads import sources_in
     from ....bus.nats.connection import connected
     from ....bus.nats.server import Server
+    from ....bus.objects.uploads import sources_in
+    from ....bus.publish.chain_store import ChainKey
     from ....schemas.errors import ControlCode, ControlError
     from ..console import print_json
     from ..tables import print_table, print_text
-    from ..weights_tables import COLUMNS, ModelWeights, head_line, weights_as_json, weights_rows
+    from ..weights import COLUMNS, ModelWeights, head_line, weights_as_json, weights_rows
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         fleet = await rb.fleet.state()

@@ -9,8 +9,8 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from ..arguments import START_SOME, no_workers
 from ..exits import CommandFailed, ExitCode
+from ..options import START_SOME, no_workers
 
 if TYPE_CHECKING:
     from ....bus import FleetState, RequestList
@@ -36,9 +36,9 @@ async def run(args: argparse.Namespace) -> int:
 
     from .... import bus
     from ....schemas.errors import ControlCode, ControlError, NoWorkers
-    from ..causes import cause_lines, find_causes, of_model
     from ..console import print_json, write
     from ..tables import wrapped
+    from ..watch.why import cause_lines, find_causes, of_model
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()

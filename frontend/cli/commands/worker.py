@@ -6,10 +6,8 @@ This process becomes the worker: signals and the exit code are those of the work
 import argparse
 import os
 
-from ....schemas.worker_options import add_engine_options, add_process_options, flags_of
-from ..arguments import refuse_options
-from ..hub import use_model
-from ..worker_options import python_env, python_module, worker_flags
+from ....schemas.options import add_engine_options, add_process_options, flags_of
+from ..options import python_env, python_module, refuse_options, use_model, worker_flags
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

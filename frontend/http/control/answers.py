@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from .... import bus
 from ....schemas.errors import ControlCode
-from ...ledger import ledger_as_json
-from ..status import json_response
+from ...command_json import ledger_as_json
+from ..calls import json_response
 
 __all__ = [
     "LOAD_LORA_OF_VLLM",

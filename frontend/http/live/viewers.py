@@ -1,6 +1,10 @@
-"""The viewers, and the events that wait to be sent to each of them: only the newest event of each name."""
+"""The viewers, and the events that wait to be sent to each of them: only the newest event of each name.
+
+TODO boundary: Error boundary of the live view: an error in one part stops neither the service nor another part of the view.
+"""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -13,7 +17,8 @@ from ..calls import until_disconnect
 from ..errors import HttpError
 from .events import EventName
 
-__all__ = ["KEPT_FOR_ADMINS", "MAX_VIEWERS", "VIEWER_TIMEOUT_S", "Viewer", "ViewerStream", "Viewers"]
+logger = logging.getLogger(__name__)
+
 
 MAX_VIEWERS: Final = 200
 """Limit on viewers, far more than people who watch one fleet. At 1 MB/s each, more viewers would fill a network."""
@@ -156,3 +161,13 @@ class ViewerStream(Response):
         self._request.state.delivery.limit_wait(VIEWER_TIMEOUT_S)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await until_disconnect(receive, self._viewer.send_to(send))
+
+
+@contextmanager
+def contained(part: str) -> Iterator[None]:
+    """Log an error of the body, which is this part of the view, and continue after the body. Cancellation passes."""
+    try:
+        yield
+    except Exception:
+        # Boundary: an error in the live view must not stop the service that trainers use.
+        logger.exception("view.failed part=%s", part)

@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from ....schemas import limits
+from ..body import NO_TEXT, STRICT
 from ..errors import unsupported
-from ..lax import NO_TEXT, STRICT
-from ..routing_json import RowsFormat
 from ..sampling import SamplingFields, TokenIds, check_sampling
+from ..tokens import RowsFormat
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "OpenAIStreamOptions", "check_served"]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.placement.model_policies import ModelPolicies
+from rollbus.bus.protocol.queue.placement import ModelPolicies
 from tests.protocol.placement.worlds import presence
 
 events = st.lists(st.tuples(st.sampled_from("vw"), st.sampled_from(["a", "b", "c", None])), max_size=20)

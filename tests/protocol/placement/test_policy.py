@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.placement.policy import (
+from rollbus.bus.protocol.queue.load import MAX_REQUESTS, PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from rollbus.bus.protocol.queue.placement import (
     RUNNING_TOKENS,
     Placement,
     PlacementNeeds,
     PlacementPolicy,
     PlacementReason,
 )
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from rollbus.bus.protocol.placement.worker_load import MAX_REQUESTS, WorkerLoad
 from rollbus.schemas.presence import EngineStats
 from tests.protocol.placement.worlds import fleet, loads, placement_needs, presence, prompt
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rollbus.bus.protocol.fleet.command_result import CommandResult
-from rollbus.bus.protocol.telemetry.expert_answers import MAX_ASKED, choose_workers, loads_of, merge_answers
+from rollbus.bus.protocol.telemetry.experts import MAX_ASKED, choose_workers, loads_of, merge_answers
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode, InvalidRequest
 from rollbus.schemas.presence import RoutedExpertsInfo, WorkerPresence

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.telemetry.expert_window import (
-    add_windows,
-    decode_counts,
-    encode_counts,
-    imbalance,
-    merge_loads,
-)
+from rollbus.bus.protocol.telemetry.experts import add_windows, decode_counts, encode_counts, imbalance, merge_loads
 from rollbus.schemas.errors import RemoteProtocolError
 from rollbus.schemas.limits import MAX_EXPERT_VERSIONS
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.telemetry import fleet_rates
-from rollbus.bus.protocol.telemetry.fleet_rates import RATE_STEP_S, WINDOW_S, FleetRates, Rates
+from rollbus.bus.protocol.telemetry import rates as fleet_rates
+from rollbus.bus.protocol.telemetry.rates import RATE_STEP_S, WINDOW_S, FleetRates, Rates
 from rollbus.schemas import limits
-from rollbus.schemas.counters import WorkerCounters
-from rollbus.schemas.presence import EngineStats, WorkerPresence
+from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence
 from tests.support.presences import presence
 
 ANY_COUNT = st.integers(0, limits.MAX_COUNT) | st.integers(0, 1_000)

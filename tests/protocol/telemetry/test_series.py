@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.series import (
+from rollbus.bus.protocol.telemetry.rates import (
     FIELDS,
     MAX_MODELS,
     MAX_SERIES,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.timeline import MAX_ENDED, RETURNED, OpenTimeline, TimelineBook
+from rollbus.bus.protocol.telemetry.requests import MAX_ENDED, RETURNED, OpenTimeline, TimelineBook
 from rollbus.schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.telemetry import LostAttempt, RequestKind, RequestProgress, RequestTimeline, TimelineEvent

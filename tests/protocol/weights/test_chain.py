@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.protocol.weights import chain
-from rollbus.bus.protocol.weights.chain import AnchorReason, Contents
-from rollbus.bus.protocol.weights.fetch_plan import fetch_plans
-from rollbus.schemas.chain import MAX_HISTORY, ChainRecord, Holder, decode_chain
+from rollbus.bus.protocol.weights.chain import AnchorReason, Contents, fetch_plans
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError, RemoteProtocolError
-from rollbus.schemas.manifest import MAX_LINKS, Link, Manifest, TensorEntry, content_digest
+from rollbus.schemas.manifest import (
+    MAX_HISTORY,
+    MAX_LINKS,
+    ChainRecord,
+    Holder,
+    Link,
+    Manifest,
+    TensorEntry,
+    content_digest,
+    decode_chain,
+)
 
 ALICE = Holder(publisher="alice", incarnation="1")
 BOB = Holder(publisher="bob", incarnation="2")

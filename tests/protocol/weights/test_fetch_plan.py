@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.weights.fetch_plan import FetchPlan, fetch_plans
+from rollbus.bus.protocol.weights.chain import FetchPlan, fetch_plans
 from rollbus.schemas.manifest import Link
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollbus.bus.protocol.weights.silence import SIGN_S, Silence
+from rollbus.bus.protocol.weights.chain import SIGN_S, Silence
 
 
 def test_a_new_sign_resets_the_silence() -> None:

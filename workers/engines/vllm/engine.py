@@ -1,14 +1,24 @@
-"""The vLLM engine behind the worker's `Engine` protocol."""
+"""The vLLM engine behind the worker's `Engine` protocol.
+
+TODO controls: Access to a started vLLM engine for everything other than requests.
+
+TODO threads: Runs functions in threads and always waits for their end.
+
+TODO warm_up: The first requests of an engine. They cause vLLM to compile and allocate everything that it prepares at first use.
+"""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from msgspec.structs import replace
 
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
@@ -16,29 +26,98 @@ from ....schemas.errors import ControlCode, ControlError, EngineDead, InvalidReq
 from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
+from ....schemas.sampling import SamplingParams
 from ....schemas.weights import Verified
-from .calls import Calls, check_supported
-from .capabilities import describe_engine, kv_cache_tokens_of, prefix_age_of
-from .controls import Controls
-from .feeds import CoreFeed, Feed, RequestMaker
+from .calls import Calls, KvWatch, check_supported
+from .capabilities import describe_engine, find_refusals, kv_cache_tokens_of, prefix_age_of
+from .feed import CoreFeed, Feed, RequestMaker
 from .generate_feed import GenerateFeed
 from .kv.config import FIELD as KV_FIELD
-from .kv.config import connector_config
-from .kv.params import decode_params
-from .launch import Launch
-from .loaded import LoadSerials
+from .kv.config import connector_config, decode_params
+from .launch import Launch, preempts_only_paused
+from .loads import Adapters, LoadSerials, VllmWeightLoader
 from .outputs import OpenRequests
 from .params import to_vllm
-from .routing import preempts_only_paused
-from .threads import to_the_end
-from .warm_up import warm_up_rounds
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["VllmEngine"]
-
 logger = logging.getLogger(__name__)
+
+
+class Controls:
+    """The calls to a started engine, and the objects that use them for weights, adapters and KV.
+
+    Args:
+        loaded: serials of the loaded weights and adapters.
+    """
+
+    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, capabilities: Capabilities) -> None:
+        self.refusals = find_refusals(llm.vllm_config)
+        self.calls = Calls(llm)
+        self.kv_watch = KvWatch(self.calls)
+        self.weights = VllmWeightLoader(
+            llm,
+            self.calls,
+            loaded,
+            load_refusal=self.refusals.weight_updates,
+            transfer_refusal=self.refusals.weight_transfer,
+        )
+        self.adapters = Adapters(self.calls, loaded, max_loras=capabilities.max_loras, refusal=self.refusals.loras)
+
+
+CANCEL_AGAIN_S = 0.5
+"""Seconds between two calls of `on_cancel`. A cancelled start kills the new processes of vLLM at each call."""
+
+
+async def to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None) -> None:
+    """Run `work` in a thread and wait until it has ended.
+
+    Cancellation: call `on_cancel` repeatedly until `work` has ended, because a thread cannot be stopped.
+    """
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            if on_cancel is not None:
+                on_cancel()
+            try:
+                await asyncio.wait({future}, timeout=CANCEL_AGAIN_S)
+            except asyncio.CancelledError:
+                continue
+        # Retrieve the exception, so that asyncio does not log it as never retrieved.
+        future.exception()
+        raise
+
+
+WARM_UP_PROMPT_TOKENS = 32
+WARM_UP_TOKENS = 4
+GREEDY = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=WARM_UP_TOKENS, top_p=0.9, top_k=5, min_p=0.01, seed=0, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=WARM_UP_TOKENS, repetition_penalty=1.1, logit_bias={0: -1.0}, ignore_eos=True)
+WARM_UP_ROUNDS = ((GREEDY,), (SEEDED,), (RANDOM,), (RANDOM, RANDOM), (GREEDY, SEEDED, RANDOM))
+"""Sampling parameters of the requests that run together in each round. vLLM compiles code at its first use. It compiles
+separately for one row and for several rows, and for random sampling without seeds
+(v1/sample/ops/topk_topp_sampler.py: compiled_random_sample)."""
+
+
+def warm_up_rounds(capabilities: Capabilities, *, has_prompt_logprobs: bool) -> Iterator[list[GenerateRequest]]:
+    """Yield the requests of each round, which run together.
+
+    Args:
+        has_prompt_logprobs: True if this engine returns prompt logprobs.
+    """
+    room = capabilities.max_model_len - WARM_UP_TOKENS
+    prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % capabilities.vocab_size
+    for together in WARM_UP_ROUNDS:
+        chosen = together if has_prompt_logprobs else [replace(one, prompt_logprobs=None) for one in together]
+        if capabilities.sampling_mask:
+            # This engine rejects other requests (v1/engine/input_processor.py: "sampling distribution replay").
+            chosen = [replace(one, temperature=one.temperature or 1.0, top_k=one.top_k or 1) for one in chosen]
+        # The salt keeps other requests from finding this prompt in the prefix cache.
+        yield [GenerateRequest(prompt_token_ids=prompt, sampling=sampling, cache_salt="warm-up") for sampling in chosen]
+
 
 Reading = Literal["auto", "core", "generate"]
 SHUTDOWN_S = 30.0

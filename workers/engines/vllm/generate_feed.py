@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ....schemas.chunk import FinishReason
-from ....schemas.errors import EngineDead
-from ....schemas.foreign_code import ForeignError, foreign_code
+from ....schemas.errors import EngineDead, ForeignError, foreign_code
 from ....schemas.request import GenerateRequest
-from .feeds import DrainMarker, RequestMaker
-from .load_meter import LoadMeter
+from .feed import DrainMarker, LoadMeter, RequestMaker
 from .outputs import LogprobTable, StepOutput
 from .params import refusal
 

@@ -7,7 +7,7 @@ import msgspec
 from ....schemas.errors import InvalidRequest
 from ....schemas.request import GenerateRequest
 from ....schemas.sampling import SamplingParams
-from .kv.params import EXTRA_ARG
+from .kv.config import EXTRA_ARG
 
 if TYPE_CHECKING:
     import vllm

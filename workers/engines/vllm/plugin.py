@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .extension import is_ours
-from .kv.config import connector_refusal
-from .kv.params import TAKES_KV
+from .kv.config import TAKES_KV, connector_refusal
 
 __all__ = ["install", "keep_external_hits"]
 

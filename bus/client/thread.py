@@ -1,0 +1,360 @@
+"""A thread with its own event loop, for work that must continue while its owner's loop is blocked.
+
+All work on the thread belongs to one async context manager, the resident. It is entered and left on the thread, and all
+tasks end with it. The owner submits plain calls (`post`) and coroutines (`run`), which run in order.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, Generic, TypeVar
+
+import uvloop
+
+from ...schemas.errors import BusBroken, BusClosed
+
+logger = logging.getLogger(__name__)
+
+
+CLEAN_UP_S: Final = 5.0
+"""Seconds for the cleanup of cancelled coroutines. The resident is left only after that: the cleanup may need it."""
+
+FORKED: Final = "this client belongs to the process that forked this one; connect a new client in this process"
+OWNER_ENDED: Final = (
+    "the event loop that connected this client does not run any more; connect a new client in this loop"
+)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class LoopThread(Generic[T]):
+    """Runs one async context manager on a daemon thread. Use it while the owner's event loop runs. Start it once.
+
+    Args:
+        resident: entered and left on the thread. It owns every lasting task there.
+        on_end: called in the owner's loop after a started thread has ended, with the error that ended it, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        resident: AbstractAsyncContextManager[T],
+        on_end: Callable[[BaseException | None], None] = lambda _: None,
+    ) -> None:
+        self._name = name
+        self._resident = resident
+        self._on_end = on_end
+        self._is_abandoned = False
+        self._owner: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
+        # The owner's loop awaits these. The thread sets them with `call_in_owner_loop`.
+        self._entered: asyncio.Future[T]
+        self._ended: asyncio.Future[None]
+        # Only the owner appends and only the thread pops. While `_is_woken` is set, the thread will check again.
+        self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_woken = False
+        # Coroutines that were passed to `run`, while they exist.
+        self._runs: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
+        # Only the thread uses the fields below.
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._is_stopping = False
+        self._callback_error: BaseException | None = None
+        # The thread sets it before it leaves the resident, which may close what coroutines use.
+        self._is_leaving = False
+        # The thread writes it before it sets `_ended`.
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        """Return one line with the state."""
+        return f"<LoopThread {self._name} {'ended' if self._ended.done() else 'running'}>"
+
+    @property
+    def is_current(self) -> bool:
+        """True if the caller runs on the thread."""
+        return threading.current_thread() is self._thread
+
+    def abandon(self) -> None:
+        """Leave the thread to the parent process, the only process that has it. Call this in the forked process.
+
+        The open files of its loop belong to the parent: nothing may be posted, run or closed here afterwards.
+        """
+        self._is_abandoned = True
+
+    def check_process(self) -> None:
+        """Check that the thread belongs to this process.
+
+        Raises:
+            BusClosed: the thread was abandoned.
+        """
+        if self._is_abandoned:
+            raise BusClosed(FORKED)
+
+    def check_usable(self) -> None:
+        """Check that the thread belongs to this process, and that the owner's loop can receive results.
+
+        A caller in another loop would otherwise wait for ever, because the thread reports to the owner's loop.
+
+        Raises:
+            BusClosed: the thread was abandoned, or the caller is in another loop and the owner's loop does not run.
+        """
+        self.check_process()
+        if not self._owner.is_running() and _is_in_loop():
+            raise BusClosed(OWNER_ENDED)
+
+    def other_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the running loop if it is not the owner's. Call this in a loop."""
+        loop = asyncio.get_running_loop()
+        return None if loop is self._owner else loop
+
+    async def start(self) -> T:
+        """Start the thread, enter the resident there, and return the result of entering.
+
+        Cancellation: also cancels entering. The thread has ended when this raises.
+
+        Raises:
+            Exception: entering raised it. The thread has ended.
+        """
+        self._owner = asyncio.get_running_loop()
+        self._entered, self._ended = self._owner.create_future(), self._owner.create_future()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        with contextlib.ExitStack() as unless_started:
+            unless_started.callback(self._loop.close)
+            self._thread.start()
+            unless_started.pop_all()
+        async with contextlib.AsyncExitStack() as unless_entered:
+            unless_entered.push_async_callback(self._until_ended)
+            unless_entered.callback(self._wake_thread, self._cancel)
+            resident = await self._entered
+            unless_entered.pop_all()
+        return resident
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call `function(*args)` on the thread, in the order of posting. Many posts cost one wake-up.
+
+        An error of the function ends the thread, and `stop` raises the error. After the end of the thread, posts have
+        no effect.
+        """
+        if self._ended.done() or self._is_abandoned:
+            return
+        self._posts.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            self._wake_thread(self._wake.set)
+
+    async def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run `coroutine` on the thread after all earlier posts, and return its result.
+
+        Cancellation: also cancels `coroutine`, which may continue to clean up. `stop` waits `CLEAN_UP_S` for that.
+
+        Raises:
+            BusClosed: the thread was stopped or abandoned, or the owner's loop does not run any more.
+            BusBroken: the thread has failed. The cause is the error.
+            Exception: `coroutine` raised it.
+        """
+        self._add_run(coroutine, self.check_usable)
+        if self.other_loop() is not None:
+            # The thread reports its end to the owner's loop only.
+            return await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(self._run_for_owner(coroutine), self._owner)
+            )
+        return await self._run_for_owner(coroutine)
+
+    async def _run_for_owner(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        try:
+            # The loop runs submitted callbacks in order, so a wake-up for posts comes first.
+            running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        except RuntimeError:
+            # The loop is closed: the thread has ended, or is about to end.
+            coroutine.close()
+            await self._until_ended()
+            raise self._why_ended() from None
+        try:
+            await asyncio.wait((running, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if running.done() and not running.cancelled() and not self._found_closed(running.exception()):
+                return running.result()
+        finally:
+            running.cancel()
+        # The thread is ending: the coroutine was cancelled there, did not start, or found the resident closed.
+        await self._until_ended()
+        raise self._why_ended()
+
+    def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Run `coroutine` on the thread. The caller may be on any thread and may block for the result.
+
+        The future is cancelled if the thread is stopped meanwhile.
+
+        Raises:
+            BusClosed: the thread has ended, or was abandoned.
+        """
+        self._add_run(coroutine, self.check_process)
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise BusClosed("this client was closed") from None
+
+    async def stop(self) -> None:
+        """Leave the resident after all earlier posts, and end the thread. Calling this twice is allowed.
+
+        This has no effect if the thread was abandoned. It works in another loop even if the owner's loop has ended.
+
+        Cancellation: raised after the thread has ended. The resident bounds the time that leaving takes.
+
+        Raises:
+            Exception: the error that ended the thread, or that leaving raised.
+        """
+        if self._is_abandoned:
+            return
+        self.post(self.request_stop)
+        if self._owner.is_running():
+            await self._until_ended()
+        else:
+            # The thread can report its end only to the owner's loop.
+            await asyncio.to_thread(self._thread.join)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def request_stop(self) -> None:
+        """Ask the thread to leave the resident. Call this on the thread."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def _add_run(self, coroutine: Coroutine[Any, Any, Any], check: Callable[[], None]) -> None:
+        with contextlib.ExitStack() as unless_usable:
+            unless_usable.callback(coroutine.close)
+            check()
+            unless_usable.pop_all()
+        self._runs.add(coroutine)
+
+    def _found_closed(self, error: BaseException | None) -> bool:
+        """Return True if a coroutine failed because the thread leaves the resident, perhaps after an error."""
+        return self._is_leaving and isinstance(error, BusClosed)
+
+    def _why_ended(self) -> Exception:
+        if self._error is None:
+            return BusClosed("this client was closed")
+        failure = BusBroken(f"{self._name} failed: {self._error!r}")
+        failure.__cause__ = self._error
+        return failure
+
+    async def _until_ended(self) -> None:
+        cancelled: asyncio.CancelledError | None = None
+        while not self._ended.done():
+            try:
+                await asyncio.wait((self._ended,))
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        # The thread has nothing left to do but return.
+        self._thread.join()
+        if cancelled is not None:
+            raise cancelled
+
+    def _wake_thread(self, callback: Callable[[], object]) -> None:
+        # The loop is closed after the end of the thread, so no wake-up is necessary.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    # The methods below run on the thread.
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._run_resident())
+        except BaseException as error:  # noqa: BLE001
+            # Boundary of the thread: no caller is above it. `start`, `run` and `stop` raise the error in the owner's
+            # loop.
+            self._error = error
+        finally:
+            self.call_in_owner_loop(self._on_ended)
+
+    async def _run_resident(self) -> None:
+        self._task = asyncio.current_task()
+        if self._is_stopping:
+            return
+        self._loop.set_exception_handler(self._on_callback_error)
+        async with self._resident as resident:
+            self.call_in_owner_loop(lambda: self._on_entered(resident))
+            try:
+                while not self._is_stopping:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    self._call_posted()
+                    if self._callback_error is not None:
+                        raise self._callback_error
+            finally:
+                self._is_leaving = True
+                await self._cancel_runs()
+
+    async def _cancel_runs(self) -> None:
+        """Cancel the coroutines of `run` that have not ended, and wait for them."""
+        tasks = {task for task in asyncio.all_tasks() if task.get_coro() in self._runs}
+        for task in tasks:
+            # Cancel only once. A second cancel would interrupt the cleanup of the first.
+            if not task.cancelling():
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLEAN_UP_S)
+
+    def _call_posted(self) -> None:
+        # Clear the flag first: later posts wake the thread again.
+        self._is_woken = False
+        while self._posts:
+            function, args = self._posts.popleft()
+            function(*args)
+
+    def _on_callback_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "handle" not in context or error is None:
+            loop.default_exception_handler(context)
+            return
+        # The callback of a timer failed. No task awaits it, so the error must end the thread to be reported.
+        self._callback_error = error
+        self._wake.set()
+
+    def _cancel(self) -> None:
+        self._is_stopping = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def call_in_owner_loop(self, callback: Callable[[], object]) -> None:
+        """Call `callback` in the owner's loop. Call this method on the thread.
+
+        If the owner's loop was closed without `stop`, the thread ends.
+        """
+        try:
+            self._owner.call_soon_threadsafe(callback)
+        except RuntimeError:
+            logger.warning("loop_thread.abandoned name=%s", self._name)
+            self.request_stop()
+
+    # The thread calls the methods below in the owner's loop.
+
+    def _on_entered(self, resident: T) -> None:
+        if not self._entered.done():
+            self._entered.set_result(resident)
+
+    def _on_ended(self) -> None:
+        self._ended.set_result(None)
+        if not self._entered.done():
+            self._entered.set_exception(self._error or BusClosed(f"{self._name} was stopped before it was ready"))
+        elif not self._entered.cancelled():
+            self._on_end(self._error)
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""Completion times of a batch: of most of its requests, and of the slowest ones, which delay a training step.
+
+TODO durations: Durations by model, in a histogram with fixed buckets. Its size does not depend on the number of durations.
+"""
+
+import math
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+PERCENTS: Final = (50, 90, 99, 100)
+"""Percentages of a batch's requests in `percentiles`."""
+MAX_TIMES: Final = 65_536
+"""Maximum number of stored times (512 KiB). A batch twice as large stores every second request, and so on."""
+
+
+class BatchTimes:
+    """Seconds from the start of a batch until given percentages of its requests were complete.
+
+    Pass an instance to `Client.complete_many`, and read it at any time from the same event loop:
+
+        times = rollbus.BatchTimes()
+        async for generation in rb.complete_many(requests, times=times):
+            ...
+        print(times.percentiles())  # {50: 3.1, 90: 7.4, 99: 12.0, 100: 14.2}
+
+    A batch starts when its first result is requested. A request is complete when it has ended, with or without an
+    error, also if the caller has not read its result. Percentages count only requests that are complete. If a batch is
+    still running or was left early, they do not cover all its requests. Each new batch resets the times.
+    """
+
+    def __init__(self) -> None:
+        self.start(0.0)
+
+    def __repr__(self) -> str:
+        """Return one line with the times."""
+        times = " ".join(f"{percent}%:{seconds:.3f}s" for percent, seconds in self.percentiles().items())
+        return f"<BatchTimes complete={self._num_complete} {times or 'empty'}>"
+
+    @property
+    def num_complete(self) -> int:
+        """Number of requests of the batch that have ended."""
+        return self._num_complete
+
+    def start(self, now: float) -> None:
+        """Start a batch at `now` and discard the times of the previous batch. `complete_many` calls this."""
+        self._started_at = now
+        self._num_complete = 0
+        self._last_s = 0.0
+        self._step = 1
+        # Entry k is the completion time of request number (k + 1) * _step.
+        self._times_s = array("d")
+
+    def add(self, now: float) -> None:
+        """Count a request that was complete at `now`. `complete_many` calls this.
+
+        If later completion times were already added, the request counts as complete at the latest of them.
+        """
+        self._num_complete += 1
+        self._last_s = max(self._last_s, now - self._started_at)
+        if self._num_complete % self._step:
+            return
+        self._times_s.append(self._last_s)
+        if len(self._times_s) >= MAX_TIMES:
+            self._times_s = self._times_s[1::2]
+            self._step *= 2
+
+    def seconds_to(self, percent: float) -> float | None:
+        """Return the seconds until this percentage of the requests was complete, or None if no request is.
+
+        The value is exact for up to 65,535 requests. For larger batches it is the time of a request that was complete
+        shortly after.
+
+        Raises:
+            ValueError: `percent` is not above 0 and at most 100.
+        """
+        if not 0 < percent <= 100:
+            raise ValueError(f"percent is {percent}; allowed: above 0, up to 100")
+        if not self._num_complete:
+            return None
+        number = max(math.ceil(self._num_complete * percent / 100), 1)
+        index = math.ceil(number / self._step) - 1
+        return self._times_s[index] if index < len(self._times_s) else self._last_s
+
+    def percentiles(self) -> dict[int, float]:
+        """Return the seconds until 50, 90, 99 and 100 % of the requests were complete, by percentage."""
+        times = ((percent, self.seconds_to(percent)) for percent in PERCENTS)
+        return {percent: seconds for percent, seconds in times if seconds is not None}
+
+
+BOUNDS_S: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    1800.0,
+)
+"""Upper bounds of the buckets in seconds, from one round trip to the longest usual request."""
+MAX_MODELS: Final = 256
+"""Maximum number of models in a client's counters, more than one client uses. Beyond it, the counters of the model that
+was counted first are removed. They begin at 0 again with its next request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Durations of one kind."""
+
+    counts: tuple[int, ...]
+    """Number of durations in each bucket: up to its bound in `BOUNDS_S` and above the previous bound. The last number
+    counts the durations above all bounds."""
+    total_s: float
+    """Sum of all durations in seconds."""
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Return (bound, number of durations up to it) pairs. The bound of the last pair is infinity."""
+        return list(zip((*BOUNDS_S, math.inf), accumulate(self.counts), strict=True))
+
+
+class DurationsByModel:
+    """Counts durations by model. One thread writes, any thread may copy."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+        self._totals_s: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        """Return one line with counts."""
+        return f"<DurationsByModel {' '.join(f'{model}:{sum(c)}' for model, c in self._counts.items()) or 'empty'}>"
+
+    def add(self, model: str, seconds: float) -> None:
+        """Count one duration."""
+        counts = self._counts.get(model)
+        if counts is None:
+            if len(self._counts) >= MAX_MODELS:
+                first = next(iter(self._counts))
+                del self._counts[first], self._totals_s[first]
+            self._totals_s[model] = 0.0
+            # Add the counts last: a thread that copies meanwhile then finds a sum for every model with counts.
+            counts = self._counts[model] = [0] * (len(BOUNDS_S) + 1)
+        counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self._totals_s[model] += seconds
+
+    def copy(self) -> dict[str, Durations]:
+        """Return a copy of all counts."""
+        counted = [(model, counts, self._totals_s.get(model)) for model, counts in list(self._counts.items())]
+        # A model without a sum was removed meanwhile.
+        return {model: Durations(tuple(counts), total) for model, counts, total in counted if total is not None}
