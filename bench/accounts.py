@@ -31,8 +31,6 @@ from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.tables import Spread, in_turns
 
-__all__: list[str] = []
-
 FRAME = bytes(64 * 1024)
 FRAMES_AT_ONCE = 64
 """Number of frames in flight. Their bytes are below the buffer limit of each connection."""

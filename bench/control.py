@@ -26,8 +26,6 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread, percentile
 from rollbus.schemas.acks import Ack, AckStatus
 
-__all__: list[str] = []
-
 START_TIMEOUT_S = 180.0
 """Seconds until all workers must serve, on a small machine."""
 IDLE_S = 10.0

@@ -4,8 +4,6 @@ import ctypes
 import os
 import time
 
-__all__ = ["cpu_s"]
-
 _libc = ctypes.CDLL(None)
 
 

@@ -23,8 +23,6 @@ from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
 
-__all__: list[str] = []
-
 SHAPES: Final = ((48, 8, 128), (61, 8, 384))
 """Layers, experts of a token, experts: a model with 30 billion parameters, and a model with a trillion."""
 REQUESTS: Final = 128

@@ -21,8 +21,6 @@ from bench.report import Report, add_arguments
 from rollbus.bus.queue.streams import QueueLimits
 from rollbus.frontend.cli.tables import percentile
 
-__all__: list[str] = []
-
 TOKENS = 16
 STEP_S = 0.005
 SLOTS = 64

@@ -21,8 +21,6 @@ from bench.report import Report, add_arguments
 from bench.ways import Way, running
 from rollbus.frontend.cli.tables import in_turns, percentile, spreads
 
-__all__: list[str] = []
-
 SAMPLES = 100
 """Minimum requests of each way and round. The 99th percentile needs this number."""
 TOKENS = 4

@@ -21,8 +21,6 @@ from rollbus.bus.protocol.stream.engine_step import RequestStep, split
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-__all__ = ["IN_PROCESS", "OVER_THE_BUS"]
-
 IN_PROCESS = "in-process"
 OVER_THE_BUS = "rollbus"
 ENGINE_CONFIG = SyntheticConfig(step_s=0.02, max_num_seqs=256, num_experts=0)

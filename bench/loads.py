@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Load", "parse_loads", "rate"]
-
 Load = tuple[int, int]
 """Number of requests at once, and tokens of each request."""
 

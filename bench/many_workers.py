@@ -17,8 +17,6 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 
-__all__ = ["many_workers"]
-
 LEASE_S = 30.0
 """Seconds of a lease. Many workers share one event loop. On a busy machine, a lease of the usual length would expire
 while other workers run."""

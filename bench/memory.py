@@ -4,8 +4,6 @@ import ctypes
 import gc
 from pathlib import Path
 
-__all__ = ["give_back", "peak_bytes", "reset_peak", "resident_bytes"]
-
 
 def reset_peak(process: int | str = "self") -> None:
     """Set the peak size to the present size."""

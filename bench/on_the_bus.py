@@ -16,8 +16,6 @@ from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 
-__all__ = ["FLEET", "START_S", "WORKER", "SecureBus", "bus_request", "on_the_bus", "secure_bus", "worker_process"]
-
 FLEET = "default"
 WORKER = "worker"
 

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from rollbus.frontend.cli.tables import Spread, cell
 
-__all__ = ["with_tables"]
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOC: Final = ROOT / "docs" / "performance.md"
 RESULTS: Final = ROOT / "bench" / "results"

@@ -47,8 +47,6 @@ from bench.ways import running
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import percentile, spreads
 
-__all__ = ["FLEETS", "SIMULATED", "SIMULATED_TRACES", "Fleet", "run_fleet", "simulate"]
-
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 BUSY: Final = 0.75
 """Share of the slots that a trainer fills. Without free slots, there is no choice between workers."""

@@ -9,8 +9,6 @@ from rollbus.bus.protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, 
 from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 from rollbus.schemas.presence import WorkerPresence
 
-__all__ = ["LeastLoaded", "Ours", "QueueOnly", "SessionsOnly", "Static", "session_of"]
-
 
 def session_of(conversation: Conversation) -> str:
     """Return the name that requests with common tokens share: their group, or the name of the conversation."""

@@ -16,8 +16,6 @@ from rollbus.bus.protocol.queue.load import PIECE_TOKENS, PrefixScope, piece_has
 from rollbus.bus.protocol.queue.placement import PlacementNeeds, PlacementPolicy
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 
-__all__ = ["measure_decisions"]
-
 VOCAB_SIZE = 150_000
 NUM_DECISIONS = 200
 NUM_ROUNDS = 15

@@ -14,8 +14,6 @@ from typing import Final
 from bench.placement_traces import Conversation, Tokens
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 
-__all__ = ["MODEL", "BlockCache", "Engine", "EngineShape", "Job"]
-
 MODEL: Final = "simulated"
 LEASE_S: Final = 10.0
 MEMORY_S: Final = 10.0

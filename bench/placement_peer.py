@@ -20,8 +20,6 @@ import numpy as np
 from bench.placement_engine import EngineShape
 from bench.placement_traces import GROUP, Tokens, Trace, block_keys, least_computed
 
-__all__ = ["MODES", "play_on_dynamo", "trace_lines"]
-
 MODES: Final = {"dynamo, round robin": "round_robin", "dynamo, kv": "kv_router"}
 """Ways and Dynamo's names for them."""
 SCRIPT: Final = Path(__file__).with_name("placement_dynamo.py")

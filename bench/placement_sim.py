@@ -20,8 +20,6 @@ from bench.placement_engine import Engine, EngineShape, Job
 from bench.placement_traces import Conversation, Tokens, Trace, block_keys
 from rollbus.schemas.presence import WorkerPresence
 
-__all__ = ["Simulation", "Way"]
-
 LATENCY_S: Final = 0.001
 """Seconds of one message."""
 PRESENCE_S: Final = 1.0

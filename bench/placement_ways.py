@@ -37,8 +37,6 @@ from bench.ways import answer
 from rollbus.bus.protocol.queue.load import PrefixIndex, WorkerLoad
 from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 
-__all__ = ["SLOW", "WAYS", "Played", "Player", "patched"]
-
 POLICY: Final = "rollbus.bus.protocol.queue.placement.PlacementPolicy"
 """The class that the other ways replace in their clients."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)

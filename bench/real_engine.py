@@ -30,8 +30,6 @@ from bench.ways import Way, running
 from rollbus.frontend.cli.tables import Spread, Value
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
-__all__ = ["ask", "on_real_engines"]
-
 MODEL = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 PEERS = {"times_http": "vllm-http", "times_in_process": "vllm-delta"}
 SETTLE_S = 0.3

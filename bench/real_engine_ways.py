@@ -30,8 +30,6 @@ import rollbus
 from bench.on_the_bus import START_S, bus_request, on_the_bus
 from bench.ways import answer
 
-__all__ = ["WAYS", "Count", "Run", "gathered", "serve", "streamed"]
-
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 512
 ENGINE_ARGS = {

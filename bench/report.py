@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollbus.frontend.cli.tables import Spread, Value, as_json, cell, in_turns, machine, percentile, spreads, table_text
-
-__all__ = ["Report", "Spread", "Value", "add_arguments", "cell", "in_turns", "percentile", "spreads"]
+from rollbus.frontend.cli.tables import Value, as_json, cell, machine, table_text
 
 ROUNDS = 5
 ROOT = Path(__file__).resolve().parent.parent

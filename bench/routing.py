@@ -26,8 +26,6 @@ from bench.ways import Way, running
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread, in_turns, spreads
 
-__all__: list[str] = []
-
 
 @dataclass(slots=True)
 class Pair:

@@ -19,8 +19,6 @@ import torch
 from bench.routing_engine import Case, make_rows
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES
 
-__all__ = ["bare_client", "bare_server"]
-
 ASK, ROWS = "bench.ask", "bench.rows"
 """Subjects of the number of requested rows, and of their segments."""
 OPTIONS = json.dumps({"verbose": False, "pedantic": False})

@@ -15,8 +15,6 @@ from rollbus.schemas.rows import DTYPES, Rows, dtype_for
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-__all__ = ["CASES", "CLOCK", "Case", "RoutedEngine", "clock_us", "make_rows"]
-
 CLOCK = 2**31
 """Token ids count microseconds below this number, which is half an hour, and then start from 0 again."""
 

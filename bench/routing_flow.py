@@ -22,8 +22,6 @@ from bench.routing_ways import bus_request, running_worker
 from bench.ways import answer
 from rollbus.frontend.cli.tables import percentile
 
-__all__: list[str] = []
-
 CASE = CASES["u1"]
 STEP_S = 0.005
 NUM_STREAMS = 16

@@ -48,8 +48,6 @@ from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.engine import Engine
 from rollbus.workers.worker import Worker
 
-__all__ = ["WAYS", "bus_request", "running_worker"]
-
 Handed = Callable[[], float]
 """Time of the engine's last output of an array, on `time.monotonic()`."""
 Get = Callable[[int], Awaitable[torch.Tensor]]

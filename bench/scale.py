@@ -29,8 +29,6 @@ from rollbus.bus.client.dispatch import ORPHAN_AGE_S
 from rollbus.frontend.cli.tables import spreads
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
-__all__ = ["PARTS", "measure_backlog", "measure_fleets", "measure_models"]
-
 SIZES: Final = (1, 4, 16, 64)
 SHAPES: Final = tuple(
     dict.fromkeys([*((n, 1) for n in SIZES), *((1, n) for n in SIZES), *((n, n) for n in SIZES)]),

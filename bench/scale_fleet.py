@@ -19,8 +19,6 @@ from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
-__all__ = ["Fleet", "Queue", "Side", "Used", "started_fleet"]
-
 MODEL: Final = "synthetic"
 """Name of the model in `bench.many_workers`."""
 PER_PROCESS: Final = 16

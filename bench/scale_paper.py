@@ -25,8 +25,6 @@ from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
 
-__all__ = ["DOC", "RESULTS", "frame_bytes", "with_tables"]
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOC: Final = ROOT / "docs" / "scaling.md"
 FIGURE: Final = ROOT / "docs" / "img" / "scale.svg"

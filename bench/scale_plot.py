@@ -10,8 +10,6 @@ from matplotlib.figure import Figure
 
 from rollbus.frontend.cli.tables import Spread
 
-__all__ = ["number", "plot"]
-
 Row = Mapping[str, Any]
 SIDES = {"worker": "#1f77b4", "client": "#d95f02", "server": "#4d4d4d"}
 

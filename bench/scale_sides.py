@@ -24,8 +24,6 @@ from bench.ways import answer
 from rollbus.schemas.errors import RequestError
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
-__all__ = ["FLEET", "START_TIMEOUT_S", "Counts"]
-
 FLEET = "bench"
 PROMPT_TOKENS = 64
 """Tokens of a prompt. They are few, as in later turns, because the bench does not measure prompts."""

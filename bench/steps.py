@@ -36,8 +36,6 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
-__all__ = ["Load", "prompts_of", "take_steps"]
-
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 NUM_WORKERS: Final = 2
 ENGINE_ARGS: Final = {

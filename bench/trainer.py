@@ -34,8 +34,6 @@ from rollbus.frontend.cli.tables import Spread, Value, in_turns
 from rollbus.schemas.chunk import FinishReason
 from rollbus.trainer import MicroBatch, Stitcher, pack
 
-__all__ = ["MAX_TOKENS", "make_conversation", "measure_conversations", "measure_ways", "peak_of", "stitch_and_pack"]
-
 ROOT = Path(__file__).resolve().parent.parent
 MEGABYTE = 10**6
 NUM_TURNS = 4

@@ -15,8 +15,6 @@ from pathlib import Path
 from bench.memory import give_back, peak_bytes, reset_peak, resident_bytes
 from bench.trainer_ways import WAYS, make_prompt, make_rollout
 
-__all__ = ["grown_bytes", "read_messages", "write_messages"]
-
 _SIZE = struct.Struct("<Q")
 WARM_UP_TOKENS = 64
 

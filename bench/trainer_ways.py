@@ -39,18 +39,6 @@ from rollbus.schemas.rows import Rows
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.trainer import MicroBatch, Stitcher, pack
 
-__all__ = [
-    "NUM_LAYERS",
-    "TOP_K",
-    "WAYS",
-    "Rollout",
-    "Way",
-    "differences",
-    "make_prompt",
-    "make_rollout",
-    "tensor_bytes",
-]
-
 NUM_LAYERS, TOP_K, NUM_EXPERTS = 48, 8, 128
 """The shape of Qwen3-30B-A3B."""
 VOCABULARY = 151_936

@@ -26,8 +26,6 @@ from bench.transport_ways import WAYS
 from bench.ways import Way, running
 from rollbus.frontend.cli.tables import Spread, Value
 
-__all__: list[str] = []
-
 PEER = "sse"
 PROCESSES = ("worker", "client", "nats")
 Answer = dict[str, Any]

@@ -29,8 +29,6 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-__all__: list[str] = []
-
 WEIGHT_VERSION = 0
 
 

@@ -28,8 +28,6 @@ from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, spl
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-__all__ = ["WAYS", "Round"]
-
 PROMPT_TOKENS = 16
 ENGINE_ARGS = {"max_num_seqs": 1024}
 SYNTHETIC = ("--engine", "synthetic", "--engine-args", json.dumps(ENGINE_ARGS))

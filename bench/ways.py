@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["Way", "answer", "running", "write"]
-
 MAX_LINE_BYTES = 2**24
 """Maximum bytes of an answer: the figures of a hundred thousand requests."""
 

@@ -43,7 +43,6 @@ from bench.weights_trainer import MEASURED, Trainer, make_checkpoint
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread, in_turns, spreads
 
-__all__: list[str] = []
 CACHE: Final = Path.home() / ".cache" / "rollbus" / "bench"
 
 

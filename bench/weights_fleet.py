@@ -19,8 +19,6 @@ from bench.weights_trainer import model_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.acks import Ack
 
-__all__ = ["ENGINE_ARGS", "MODEL", "SETTLE_S", "STREAMS", "Fleet", "started"]
-
 MODEL: Final = "model"
 ENGINE_ARGS: Final = {
     "dtype": "bfloat16",

@@ -17,8 +17,6 @@ import uvloop
 
 from bench.ways import answer
 
-__all__ = ["Link"]
-
 PIECE_BYTES: Final = 256 * 1024
 """Bytes that are passed on at a time: 5 ms at 50 MB/s. A token between two pieces of a checkpoint waits no longer than
 this."""

@@ -19,8 +19,6 @@ import rollbus
 from bench.on_the_bus import bus_request
 from bench.ways import answer
 
-__all__: list[str] = []
-
 PROMPT_TOKENS = 16
 MAX_TOKENS = 400
 """Tokens of a request. A request lasts longer than most updates."""

@@ -6,8 +6,6 @@ from typing import Final
 from rollbus.bus.protocol.weights.chain import needed_for_chain
 from rollbus.schemas.manifest import Link
 
-__all__ = ["weights_rows"]
-
 DELTA_SHARE: Final = 0.025
 """Share of a checkpoint in bfloat16 that a delta has, for a step at a learning rate of 3e-6. docs/performance.md lists
 the shares by step."""

@@ -20,8 +20,6 @@ import aiohttp
 
 from bench.real_engine_ways import until_ready
 
-__all__ = ["Peer", "own_cores", "peers"]
-
 MAX_TOKENS = 400
 
 

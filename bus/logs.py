@@ -17,21 +17,6 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
 
-__all__ = [
-    "EVENT",
-    "LOG_VARIABLE",
-    "TEXT",
-    "JsonFormatter",
-    "LineHandler",
-    "LogFormat",
-    "RejectionCount",
-    "TextFormatter",
-    "adopted",
-    "is_json",
-    "set_up",
-    "write_line",
-]
-
 LogFormat = Literal["text", "json"]
 
 EVENT: Final = re.compile(r"([\w%]+(?:\.[\w%]+)+)((?: \w+=%[-.\d]*[a-z])*)")

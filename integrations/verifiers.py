@@ -29,8 +29,6 @@ from verifiers.v1.types import Response
 from ..trainer.errors import PackError
 from ..trainer.stitching import NOT_SAMPLED, Sample
 
-__all__ = ["samples", "weight_versions"]
-
 INFO = "weight_versions"
 """Key in `trace.info`: versions of the tokens of each answer, by a digest of the token ids up to the answer's end."""
 GENERATE = "/inference/v1/generate"

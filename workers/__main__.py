@@ -33,8 +33,6 @@ from .probe import ProbeServer, listen
 from .request_spans import RequestSpans
 from .worker import Worker, wait_for_server
 
-__all__ = ["main", "serve"]
-
 logger = logging.getLogger("rollbus.workers")
 
 KV_ARG = "kv_transfer_config"

@@ -13,12 +13,6 @@ from ..schemas.checks import check_float, check_int, check_name, check_subject_t
 from ..schemas.limits import MAX_WEIGHT_VERSION
 from ..schemas.options import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_IDLE_S, DEFAULT_LEASE_S, DEFAULT_START_TIMEOUT_S
 
-__all__ = [
-    "LEASE_MARGIN_S",
-    "WorkerConfig",
-    "default_cache_dir",
-]
-
 LEASE_MARGIN_S = 1.0
 """Seconds. A worker fences itself this long before its own lease expires. It treats a peer as lost this long after the
 peer's lease expires."""

@@ -19,8 +19,6 @@ from ..bus.nats.connection import Connection, subscribe
 from ..bus.protocol.fleet.leases import DROP_S, FloodMeter
 from ..schemas.errors import RemoteProtocolError
 
-__all__ = ["WorkerInbox"]
-
 logger = logging.getLogger(__name__)
 
 CHECK_S: Final = 0.25

@@ -8,8 +8,6 @@ from ..bus.tracing.spans import Attribute, Span, SpanContext, SpanEvent, Tracer
 from ..schemas.chunk import FinishReason
 from ..schemas.telemetry import RequestTimeline, TimelineEvent
 
-__all__ = ["RequestSpans"]
-
 OPERATION: Final = "text_completion"
 _FINISH_REASONS: Final = frozenset(map(str, FinishReason)) - {FinishReason.ERROR}
 

@@ -20,8 +20,6 @@ from ...schemas.errors import InvalidRequest
 from .credentials import Tls
 from .users import CONFIG_FILE, write_new
 
-__all__ = ["ROUTE_PORT_OFFSET", "ClusterConfig", "Node", "parse_nodes", "write_cluster"]
-
 MIN_NODES: Final = 3
 """Minimum number of servers. With one or two servers, the majority is all servers, so one loss stops everything."""
 MAX_NODES: Final = 64

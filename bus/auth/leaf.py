@@ -20,8 +20,6 @@ from .credentials import Role, Tls, User, load_credentials
 from .permissions import permissions
 from .users import WantedUser, credentials_path, keep_for_leafs, known_users, replace_file
 
-__all__ = ["LeafLink", "write_leaf"]
-
 MAX_PAYLOAD_BYTES: Final = 8 * 1024**2
 """Maximum payload, equal to the hub's."""
 HUB_FILE: Final = "leafs.conf"

@@ -24,8 +24,6 @@ from .record.writer import RunRecorder
 from .runtime import ClientRuntime, ClientStats, open_client_runtime
 from .thread import FORKED, LoopThread
 
-__all__ = ["CallRegistry"]
-
 
 class CallRegistry:
     """The open calls of one client, and its bus thread. Call `start` before use and `close` afterwards."""

@@ -6,8 +6,6 @@ from ..nats.server import Server
 from ..subjects import Subjects
 from ..tracing.spans import Tracing
 
-__all__ = ["ClientConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:

@@ -30,8 +30,6 @@ from ..protocol.queue.placement import (
 )
 from .coordinator import ChildRequest
 
-__all__ = ["Placed", "PlacementStats", "RequestPlacement"]
-
 MAX_REFUSALS: Final = 1
 """Rejections after which a request may still follow others of its group: one for room and one for a backlog."""
 

@@ -30,8 +30,6 @@ from .models import ModelNames
 from .presence import PauseWarnings, PresenceWatcher, SilenceChecks
 from .times import Durations
 
-__all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
-
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0

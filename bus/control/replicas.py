@@ -16,8 +16,6 @@ from ..objects.layout import stream_of
 from ..queue.streams import STREAM_LANES
 from ..subjects import BUCKET, Subjects
 
-__all__ = ["ReplicaChange", "describe_stream", "is_of_fleet", "set_replicas"]
-
 LOOK_AGAIN_S: Final = 0.5
 """Seconds between checks of a stream whose replicas are being copied. Copying an empty stream takes about 1 s."""
 OBJECTS: Final = "objects"

@@ -21,8 +21,6 @@ from ..nats.jetstream import NO_MESSAGE, NO_STREAM, TRY_S, ApiError, ask, header
 from ..protocol.fleet.authority import check_limited_state
 from ..subjects import BUCKET, Subjects, encode_token
 
-__all__ = ["HISTORY", "STREAM", "Found", "Revisions", "StoredState"]
-
 logger = logging.getLogger(__name__)
 
 HISTORY: Final = 64

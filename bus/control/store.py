@@ -36,8 +36,6 @@ from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
 from .revisions import HISTORY, STREAM, Found, Revisions, StoredState
 
-__all__ = ["DesiredStore"]
-
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES: Final = 1024**2

@@ -28,8 +28,6 @@ from ..auth.credentials import User
 from ..auth.permissions import accounts
 from . import embedded_guard
 
-__all__ = ["BINARY_VARIABLE", "EmbeddedServer", "find_binary", "server_config"]
-
 _log = logging.getLogger(__name__)
 
 BINARY_VARIABLE: Final = "ROLLBUS_NATS_SERVER"

@@ -32,22 +32,6 @@ from .layout import (
     stream_of,
 )
 
-__all__ = [
-    "BUCKET_BYTES",
-    "NO_LIMIT",
-    "BucketState",
-    "FoundObject",
-    "bucket_state",
-    "delete_objects",
-    "delete_prefix",
-    "ensure_bucket",
-    "find_object",
-    "list_objects",
-    "list_prefix",
-    "list_subjects",
-    "set_bucket_bytes",
-]
-
 logger = logging.getLogger(__name__)
 _rejected = RejectionCount()
 

@@ -8,26 +8,6 @@ import msgspec
 
 from ...schemas.errors import ControlCode, ControlError
 
-__all__ = [
-    "FOLDER_DIGEST",
-    "MAX_FILES",
-    "ObjectInfo",
-    "ObjectLink",
-    "ObjectOptions",
-    "check_bucket",
-    "check_path",
-    "decode_digest",
-    "decode_info",
-    "encode_digest",
-    "info_subject",
-    "info_subjects",
-    "name_of",
-    "parts_subject",
-    "split_objects",
-    "stream_config",
-    "stream_of",
-]
-
 MAX_FILES: Final = 4096
 """Maximum files of one folder, several times as many as the largest checkpoints have."""
 MAX_PATH_CHARS: Final = 1024

@@ -15,8 +15,6 @@ from msgspec import Meta
 from ...schemas.decoding import MALFORMED
 from ...schemas.manifest import DTYPE_BITS
 
-__all__ = ["BadSafetensors", "StoredTensor", "read_header"]
-
 MAX_HEADER_BYTES: Final = 32 * 1024**2
 """Maximum bytes of a header: `MAX_TENSORS` tensors of 160 bytes each. The format allows 100 MB, which took 32 s and
 1.3 GB to decode."""

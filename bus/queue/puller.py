@@ -25,8 +25,6 @@ from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, Pul
 from ..subjects import LANES, Subjects
 from .streams import PROBE_HEADER, QueueLimits, ensure_queue, stream_name
 
-__all__ = ["NAK_DELAY_S", "PullerStats", "QueuePuller", "QueuedRequest"]
-
 logger = logging.getLogger(__name__)
 
 RECONNECT_POLL_S: Final = 0.25

@@ -29,8 +29,6 @@ from opentelemetry.util.types import Attributes
 from ...schemas.errors import ForeignError, foreign_code
 from .spans import Span, SpanContext, SpanKind, TracingStats, new_span_id, new_trace_id
 
-__all__ = ["OtelTracer", "exporting_tracer", "is_provider", "tracer_of"]
-
 logger = logging.getLogger(__name__)
 
 MAX_SPANS_PER_S: Final = 1000

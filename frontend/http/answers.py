@@ -13,8 +13,6 @@ from .service import Service
 from .text import AnswerText
 from .tokens import CachedTokens, Tokens, Usage
 
-__all__ = ["AnswerChoice", "Update", "collect_answers", "updates", "usage_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Update:

@@ -29,8 +29,6 @@ from .openai.parsers import Parsers
 from .requests import server_span
 from .service import Handler, RouteTable, Service, Settings
 
-__all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
-
 logger = logging.getLogger(__name__)
 
 OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **docs.REFERENCE_ROUTES, **page.ROUTES}

@@ -15,8 +15,6 @@ from .openai.parsers import load_parsers
 from .service import Settings
 from .status import OPEN_ROUTES
 
-__all__ = ["listen", "serving"]
-
 STOP_TIMEOUT_S = 5
 """Seconds that open requests have to finish when the service stops. Then they are aborted."""
 ACCEPT_AGAIN_S = 0.1

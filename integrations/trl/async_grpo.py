@@ -30,8 +30,6 @@ from ...trainer.losses import group_advantages
 from ..publisher import PolicyPublisher
 from .grpo import seeded, token_ids_of
 
-__all__ = ["RolloutWorker", "WeightTransfer"]
-
 logger = logging.getLogger(__name__)
 
 STOP_S: Final = 15.0

@@ -12,8 +12,6 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from tests.support.nats_server import require_binary
 
-__all__ = ["FLEET", "MODEL", "Guarded", "guarded"]
-
 FLEET = "F"
 MODEL = "m"
 NAMES = {

@@ -8,8 +8,6 @@ import pytest
 from rollbus.bus.protocol.telemetry.rates import History, Point
 from rollbus.frontend.http.live import fleet as live_fleet
 
-__all__ = ["remember_an_hour"]
-
 POINTS = 715
 PAUSES = (240, 480)
 """Indexes of the points that follow an update of the weights."""

@@ -20,8 +20,6 @@ from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence
 from tests.support.requests import endless
 
-__all__ = ["MODEL", "SLOTS", "bias_router", "busy_fleet", "in_trouble", "under_load"]
-
 MODEL = "Qwen/Qwen3-30B-A3B"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
 SLOTS = 32

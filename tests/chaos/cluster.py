@@ -33,8 +33,6 @@ from tests.support.invariants import assert_equal, observing
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.worker_process import worker_process
 
-__all__ = ["main"]
-
 ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 NUM_KINDS = 300
 """Number of different requests. They are repeated with other ids."""

@@ -12,8 +12,6 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import undisturbed
 
-__all__ = ["assert_fresh"]
-
 
 async def assert_fresh(
     generation: Generation, request: GenerateRequest, checkpoints: Mapping[int, Path], config: SyntheticConfig

@@ -38,8 +38,6 @@ from rollbus.bus.publish.version_publisher import FleetLoader
 from rollbus.schemas.errors import ControlCode
 from tests.support.connections import opened
 
-__all__ = ["FLEET", "MODEL"]
-
 FLEET = "walk"
 MODEL = "model"
 LEASE_S, MARGIN_S, RENEW_S = 2.0, 0.5, 0.5

@@ -28,8 +28,6 @@ from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until
 from tests.support.worker_process import worker_process
 
-__all__ = ["Settings", "Summary", "run"]
-
 FLEET = "chaos"
 GRACE_S = 60.0
 """Seconds for a lost request to find a worker, because all workers may be away for a while."""

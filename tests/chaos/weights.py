@@ -42,8 +42,6 @@ from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until_true
 from tests.support.worker_process import worker_process
 
-__all__ = ["Settings", "walk"]
-
 ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""
 NUM_STREAMS = 4

@@ -36,8 +36,6 @@ from tests.chaos.publisher import FLEET, MODEL
 from tests.support.connections import opened
 from tests.support.fleet_states import until_worker
 
-__all__ = ["KINDS", "Trainer"]
-
 KINDS = (
     "nothing",
     "worker killed while it stages",

@@ -18,8 +18,6 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-__all__ = ["VOCAB_SIZE", "make_requests", "undisturbed"]
-
 VOCAB_SIZE = 300
 """Small, so that some requests end at a stop token."""
 NUM_SESSIONS = 20

@@ -42,8 +42,6 @@ from rollbus.schemas.telemetry import (
 )
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, WeightSource
 
-__all__ = ["CONTROL_VECTORS"]
-
 CANARY = Canary(token_ids=(5, 300), logprobs=(-0.5, -0.25), routed_experts="AAECAw==", shape=(2, 1, 2))
 CHECKPOINT = WeightSource(path="/checkpoints/step_7")
 PAUSE = Pause(id="p-1", model="org/model-1.5", epoch=41, mode="wait", clear_cache=True, timeout_s=30.0)

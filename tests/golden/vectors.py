@@ -35,8 +35,6 @@ from tests.golden.placement_vectors import PLACEMENT_VECTORS
 from tests.golden.presence_vectors import PRESENCE_VECTORS
 from tests.support.arrays import little_endian
 
-__all__ = ["VECTORS", "Message"]
-
 Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence | Command | Ack | DesiredState
 
 

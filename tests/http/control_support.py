@@ -22,8 +22,6 @@ from tests.support.fleet_states import until_state
 from tests.support.requests import greedy
 from tests.support.streams import start_stream
 
-__all__ = ["ControlHttp", "control_http", "in_flight", "together"]
-
 T = TypeVar("T")
 STEP_S = 0.002
 PING_WAIT_S = 0.15

@@ -12,8 +12,6 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
 
-__all__ = ["CHAT", "COMPLETIONS", "client_of", "talking"]
-
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 CONFIG = SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=512)

@@ -22,8 +22,6 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import HANGS_AFTER_S
 
-__all__ = ["Http", "by_bus", "http_before", "http_service", "noted_requests", "rows_of"]
-
 
 @dataclass
 class Http:

@@ -25,8 +25,6 @@ from rollbus.bus.protocol.states import (
 from rollbus.schemas.presence import ClientState, WorkerState
 from tests.schemas.wire_tables import docstrings, markdown
 
-__all__ = ["DOC", "GROUPS", "STATES", "diagram", "meanings", "names_of_parts", "with_parts"]
-
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
 PART = re.compile(r"<!-- (\w+: \w+) -->\n.*?<!-- end -->", re.DOTALL)
 STATES: dict[str, type[enum.StrEnum]] = {

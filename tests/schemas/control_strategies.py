@@ -11,8 +11,6 @@ from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.weights import Canary, UpdateTiming, Verified, WeightSource
 from tests.schemas.strategies import VERSION, json_values, maybe, names, request_ids, stagings, subject_tokens, texts
 
-__all__ = ["acks", "commands", "desired_states"]
-
 EPOCH = st.integers(0, 2**53)
 NUMBER = st.floats(-1e6, 1e6)
 modes = st.sampled_from(["abort", "wait", "keep"])

@@ -20,8 +20,6 @@ from rollbus.schemas.errors import ERRORS, ControlCode, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 
-__all__ = ["DOC", "with_tables"]
-
 DOC = Path(__file__).parents[2] / "docs" / "wire.md"
 TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -116,7 +114,7 @@ def error_rows() -> Iterator[list[str]]:
 def limit_rows() -> Iterator[list[str]]:
     """Yield a row for each limit, with the reason from its docstring."""
     reasons = docstrings(inspect.getsource(limits))
-    for name in sorted(limits.__all__):
+    for name in sorted(filter(str.isupper, vars(limits))):
         yield [f"`{name}`", f"{getattr(limits, name):,}", reasons[name]]
 
 

@@ -30,8 +30,6 @@ from tests.support.invariants import assert_equal
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
 
-__all__ = ["Settings", "Summary", "run"]
-
 FAULTS = ("worker killed", "worker stopped", "worker restarted", "server stopped", "client cut", "client frozen")
 """Faults that client, server and the other workers survive without a restart."""
 NUM_KINDS = 400

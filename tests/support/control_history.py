@@ -8,8 +8,6 @@ from rollbus.schemas.control import DesiredState
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
 from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_desired, decode_frame
 
-__all__ = ["ControlHistory"]
-
 PAUSE, WEIGHTS = "pause", "weights"
 REGISTERS = {"pause": PAUSE, "update_weights": WEIGHTS, "finish_weight_update": WEIGHTS}
 """The register of each command that limits the frames of a worker after the worker has applied it."""

@@ -20,21 +20,6 @@ from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.invariants import Observer, observing
 from tests.support.tcp_proxy import tcp_proxy
 
-__all__ = [
-    "SHAPES",
-    "Disaggregated",
-    "Shaped",
-    "check_legs",
-    "disaggregated",
-    "filtered",
-    "in_two_legs",
-    "long",
-    "role_of",
-    "role_worker",
-    "shaped",
-    "until_paired",
-]
-
 MakeFilter = Callable[[], Callable[[bytes], bytes]]
 """Returns a new filter of `tests.support.tcp_proxy` for each connection."""
 SHAPES = {"one": ("w",), "disaggregated": ("p", "d")}

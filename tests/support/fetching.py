@@ -12,8 +12,6 @@ from rollbus.workers.sources.store import FolderStore
 from rollbus.workers.sources.threads import Progress
 from tests.support.checkpoints import ignore
 
-__all__ = ["complete", "fetch_folder", "open_files", "partial"]
-
 
 async def fetch_folder(server: str | Server, objects: str, cache: Path, report: Callable[[str], None] = ignore) -> Path:
     """Fetch the folder of an upload into `cache` without checks, release its hold and return its path."""

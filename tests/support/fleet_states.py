@@ -8,8 +8,6 @@ from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.worker import Worker
 from tests.support.waits import until_true
 
-__all__ = ["all_serve", "until_known", "until_state", "until_worker", "worker_of"]
-
 
 async def until_state(rb: rollbus.Client, is_met: Callable[[FleetState], object]) -> FleetState:
     """Return the first fleet state that meets the condition; the test's own time limit ends the wait."""

@@ -13,8 +13,6 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.patience import UNHURRIED_LEASE_S
 
-__all__ = ["GatedEngine", "running"]
-
 
 class GatedEngine(SyntheticEngine):
     """Waits at a gate before it starts, steps, adds a request or closes; `reached` shows which gate it waits at."""

@@ -33,8 +33,6 @@ from rollbus.schemas.request import GenerateRequest, Lane
 from tests.support.connections import opened
 from tests.support.patience import UNHURRIED_LEASE_S
 
-__all__ = ["HandClient", "hand_client"]
-
 MODEL = "synthetic"
 WINDOW_BYTES = 8 * 1024 * 1024
 

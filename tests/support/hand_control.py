@@ -21,18 +21,6 @@ from tests.support.connections import opened
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
 
-__all__ = [
-    "ACCEPTED",
-    "APPLIED",
-    "ControlledWorker",
-    "Reply",
-    "controlled",
-    "failed",
-    "obedient",
-    "silent",
-    "unless",
-]
-
 Reply = Callable[[AnyCommand], Sequence[dict[str, Any]]]
 """Returns the fields of the acks to a command, in order."""
 

@@ -16,8 +16,6 @@ from rollbus.schemas.control import DesiredState
 from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_frame
 from tests.support.connections import opened
 
-__all__ = ["MODEL", "HandController", "hand_controller"]
-
 MODEL = "synthetic"
 
 

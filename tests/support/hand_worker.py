@@ -37,8 +37,6 @@ from rollbus.schemas.weights import OpenTransfer
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
 
-__all__ = ["HandWorker", "Taken", "chunk", "failure", "hand_worker", "request", "session_worker", "worker_by_hand"]
-
 MODEL = "m"
 
 

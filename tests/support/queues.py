@@ -13,8 +13,6 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.request import Lane
 from tests.support.connections import opened
 
-__all__ = ["MODEL", "Publishing", "Pulling", "publishing", "pulling"]
-
 MODEL = "Qwen/Qwen3-30B"
 
 

@@ -4,8 +4,6 @@ import functools
 
 from rollbus.workers.engines.vllm.launch import cpu_refusal, set_environment
 
-__all__ = ["no_routing_here"]
-
 
 @functools.cache
 def no_routing_here() -> str | None:

@@ -19,8 +19,6 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, Rows, dtype_for
 from rollbus.schemas.sampling import SamplingParams
 
-__all__ = ["Scenario", "assert_complete", "drain", "make_scenario", "scenarios", "simple", "with_masks"]
-
 VERSION = 7
 """The first weight version of every scenario."""
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from rollbus.bus.protocol.weights.tensors import layouts, ordered
 from rollbus.schemas.manifest import TensorEntry
 
-__all__ = ["Amount", "RandomTensor", "Tensors", "changed", "hashes", "hashes_in", "make_tensors", "write"]
-
 Amount = Literal["none", "few", "all", "mixed"]
 """The share of elements that change."""
 SHAPES = {

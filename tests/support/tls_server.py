@@ -18,8 +18,6 @@ from rollbus.bus.nats.embedded import server_config
 from rollbus.bus.nats.server import Server
 from tests.support.certificates import certificate
 
-__all__ = ["FakeServer", "PlainServer", "TlsServer", "configure_tls"]
-
 INFO: Mapping[str, Any] = {
     "server_id": "x",
     "version": "2.12.0",

@@ -26,8 +26,6 @@ from rollbus.schemas.manifest import (
 from rollbus.schemas.weights import WeightSource
 from tests.support.objects import BUCKET_BYTES
 
-__all__ = ["SHAPES", "Versions", "folder_content", "random_weights"]
-
 Weights = dict[str, npt.NDArray[np.uint8]]
 
 SHAPES = {

@@ -15,17 +15,6 @@ from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.manifest import CHAIN_OBJECT, Link, Manifest, TensorEntry, content_digest
 
-__all__ = [
-    "BUCKET_BYTES",
-    "folders_in",
-    "fresh_store",
-    "manifest_of",
-    "opened_store",
-    "parts_in",
-    "publish",
-    "versions_bucket",
-]
-
 BUCKET_BYTES = 24 * 1024**2
 MODEL = "m"
 

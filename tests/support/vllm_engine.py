@@ -26,8 +26,6 @@ from tests.support.patience import HANGS_AFTER_S, SOON_S, patient
 from tests.support.results import TOLERANCE
 from tests.support.routing_here import no_routing_here
 
-__all__ = ["Engines", "Result", "RunningEngine", "running_engines"]
-
 QUESTION = GenerateRequest(
     prompt_token_ids=[11, 12, 13],
     sampling=SamplingParams(max_tokens=2, temperature=0.0, logprobs=0, ignore_eos=True),

@@ -29,8 +29,6 @@ from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.workers.links_support import MAX_PAYLOAD, NOW, Ear
 
-__all__ = ["PROMPT", "Rig", "Token", "load_lora", "rig", "source", "update"]
-
 PROMPT = list(range(40))
 
 

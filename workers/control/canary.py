@@ -21,8 +21,6 @@ from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
 from .staging import Deadline
 
-__all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_canary"]
-
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Identifies a checkpoint: path, size and modification time (ns) of each weight file."""
 MAX_KNOWN: Final = 8

@@ -20,8 +20,6 @@ from ..sources.threads import Report
 from .content import check_content
 from .staging import Deadline, StageKey, check_adapters_supported
 
-__all__ = ["Loras"]
-
 logger = logging.getLogger(__name__)
 
 

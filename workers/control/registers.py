@@ -30,8 +30,6 @@ from .staging import StageKey
 from .transfer import Transfer
 from .weights import WeightManager
 
-__all__ = ["Registers"]
-
 logger = logging.getLogger(__name__)
 
 DEEP = 2

@@ -28,8 +28,6 @@ from ..sources.threads import Report
 from .staging import Deadline
 from .weights import UNTOUCHED, WeightManager
 
-__all__ = ["ANSWER_S", "Transfer"]
-
 logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 10.0

@@ -22,8 +22,6 @@ from .content import StartContent, check_content
 from .loras import Loras
 from .staging import Deadline, UpdateClock, check_weights_supported
 
-__all__ = ["UNTOUCHED", "WeightManager"]
-
 logger = logging.getLogger(__name__)
 
 UNTOUCHED = frozenset({ControlCode.ENGINE_ERROR, ControlCode.UNSUPPORTED})

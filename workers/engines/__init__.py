@@ -8,8 +8,6 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.presence import Role
 from .engine import Engine
 
-__all__ = ["ENGINES", "make_engine"]
-
 
 def _vllm(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
     # Import only when selected: a synthetic worker needs neither vllm nor torch.

@@ -15,8 +15,6 @@ from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
 from .engine import Engine
 
-__all__ = ["EngineRunner"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from .intake import RequestIntake
 from .links import WorkerLinks
 from .table import Instructions
 
-__all__ = ["InFlightRequests"]
-
 logger = logging.getLogger(__name__)
 
 NO_TOKENS = np.empty(0, np.int32)

@@ -14,8 +14,6 @@ from ...schemas.request import GenerateRequest, request_id_of
 from .admission import Versions, check_lag, check_reply_to
 from .table import RequestOrigin
 
-__all__ = ["IncomingRequest"]
-
 MAX_INDEX = 2**31 - 1
 """The largest attempt number on the wire."""
 

@@ -30,8 +30,6 @@ from .outbound import Outbound, OutboundLink, OutboundRegistry, OutgoingFrame, P
 from .steps import RequestTerminator, StepDispatcher, WorkerLinkStats
 from .table import Instructions, RequestOrigin, WorkerRequest, WorkerRequestTable
 
-__all__ = ["WorkerLinks"]
-
 logger = logging.getLogger(__name__)
 
 REMEMBER_S = 60.0

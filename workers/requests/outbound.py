@@ -10,8 +10,6 @@ from ...bus.queue.puller import QueuedRequest
 from ...bus.subjects import Subjects
 from ...schemas.messages import RequestKey
 
-__all__ = ["Outbound", "OutboundLink", "OutboundRegistry", "OutgoingFrame", "PlainOutbound"]
-
 MAX_FRAME_BYTES = 512 * 1024
 """Maximum bytes of a frame: larger messages are not faster, and they delay the frames behind them."""
 FRAME_MARGIN_BYTES = 4096

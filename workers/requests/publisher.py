@@ -14,8 +14,6 @@ from ..lifecycle import WorkerLifecycle
 from .links import WorkerLinks
 from .outbound import Outbound
 
-__all__ = ["OutboundPublisher"]
-
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 1024**2

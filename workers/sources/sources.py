@@ -37,8 +37,6 @@ from .fetcher import Checks, Fetcher, check_manifest
 from .store import FolderStore, Hold, StagedFolders, clear_old_cache, store_root
 from .threads import Progress, Report
 
-__all__ = ["Report", "Staged", "WeightSources"]
-
 VerifyUnchanged = Callable[[], Awaitable[None]]
 
 logger = logging.getLogger(__name__)

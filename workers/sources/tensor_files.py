@@ -19,17 +19,6 @@ from ...schemas.manifest import Manifest, TensorDelta, TensorEntry
 from .content import Tensor, bad_source, open_regular
 from .threads import Job, Scratch
 
-__all__ = [
-    "Change",
-    "OnBytes",
-    "build_jobs",
-    "check_no_others",
-    "copy_others",
-    "prepare_files",
-    "verify_file",
-    "verify_jobs",
-]
-
 PIECE_BYTES: Final = 4 * 1024**2
 """Bytes hashed at a time. They are few, so that waiting processes see progress even if this process gets little CPU."""
 

@@ -14,8 +14,6 @@ from ....schemas.errors import InvalidRequest
 from ..generation import Generation, SampleKey
 from .writer import KEY, KINDS, Kind, RecordRow, WriterFile, import_pyarrow, with_siblings
 
-__all__ = ["RunRecord", "SampleScore", "read_record"]
-
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a part that was closed."""
 

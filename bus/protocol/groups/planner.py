@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from .states import GROUP, GroupEvent, GroupState
 
-__all__ = ["GroupPlanner", "StepStart"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepStart:

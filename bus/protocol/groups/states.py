@@ -5,8 +5,6 @@ from typing import Final
 
 from ..states import StateMachine
 
-__all__ = ["GROUP", "GroupEvent", "GroupState"]
-
 
 class GroupState(enum.StrEnum):
     """The state of a group that a step has started."""

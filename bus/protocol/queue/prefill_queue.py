@@ -15,8 +15,6 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from .placement import rendezvous
 
-__all__ = ["Decision", "PrefillFallback", "PrefillQueue", "PrefillRequirements", "PrefillWorkerInfo"]
-
 FULL_S: Final = 0.05
 """Seconds for which a worker that rejected a prefill phase for lack of room is skipped: prefill phases end meanwhile.
 """

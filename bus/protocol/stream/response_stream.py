@@ -23,8 +23,6 @@ from ....schemas.telemetry import LostAttempt
 from .result_arrays import join_chunks, kv_arrays
 from .verification import ChunkVerifier
 
-__all__ = ["ResponseStream"]
-
 
 class ResponseStream:
     """The chunks of one child request, from the first attempt to the last.

@@ -8,8 +8,6 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "abort requests in flight"
 EXAMPLES = (
     "rollbus abort req-1",

@@ -25,7 +25,6 @@ from ..options import refuse_options
 if TYPE_CHECKING:
     from ....bus.auth.users import UserFile, WantedUser
 
-__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "users of a NATS server: keys and permissions"
 EXAMPLES = (

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .... import bus
     from ..bench import BenchOptions
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "names_nobody", "run"]
 
 HELP = "measure throughput and latency of the fleet"
 EXAMPLES = (

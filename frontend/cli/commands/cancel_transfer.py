@@ -7,8 +7,6 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "end an open transfer of weights"
 EXAMPLES = (
     "rollbus cancel-transfer",

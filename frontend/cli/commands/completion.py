@@ -4,8 +4,6 @@ import argparse
 
 from ..exits import ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "print the completion script of a shell"
 EXAMPLES = (
     "rollbus completion bash    # into ~/.local/share/bash-completion/completions/rollbus",

@@ -15,8 +15,6 @@ from ....schemas.options import check_writable, pip_install, positive_int
 from ..exits import CommandFailed, ExitCode
 from ..options import EXAMPLES_DIR, refuse_options
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "tour: answer real questions with a real engine"
 EXAMPLES = (
     "rollbus demo",

@@ -12,7 +12,6 @@ from ..exits import ExitCode
 if TYPE_CHECKING:
     from ..doctor.host import Finding
 
-__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "find problems of machine, server and fleet"
 EXAMPLES = (

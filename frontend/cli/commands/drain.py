@@ -12,7 +12,6 @@ from ..control import add_send_options, command
 if TYPE_CHECKING:
     from ....bus.client.fleet import DrainOptions
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "move all requests away from workers"
 EXAMPLES = (

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ....bus import ExpertAnswers
     from ....bus.protocol.telemetry.experts import ExpertWindow, PlaneLoad
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "show how often the router chose each expert"
 EXAMPLES = (

@@ -9,8 +9,6 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "reset prefix caches"
 EXAMPLES = (
     "rollbus flush-cache",

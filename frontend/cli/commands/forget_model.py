@@ -9,8 +9,6 @@ import argparse
 
 from ..exits import ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "forget a model without workers"
 EXAMPLES = (
     "rollbus status",

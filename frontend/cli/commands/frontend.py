@@ -22,8 +22,6 @@ from ..local.http import (
     settings_of,
 )
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "serve the fleet over HTTP"
 EXAMPLES = (
     "rollbus frontend",

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ..generate.results import ResultsFile
     from ..generate.run import GenerateRun
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
 
 HELP = "generate results for the prompts of a file or data set"
 EXAMPLES = (

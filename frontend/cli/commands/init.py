@@ -15,8 +15,6 @@ from ....schemas.options import check_writable
 from ..exits import CommandFailed, ExitCode
 from ..options import config_template
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "write a file of settings for `rollbus up`"
 EXAMPLES = (
     "rollbus init",

@@ -13,8 +13,6 @@ from msgspec.structs import astuple
 from ....schemas.options import non_negative_int
 from ..control import add_send_options, add_source_options, command, source_of
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "load or replace a LoRA adapter"
 EXAMPLES = (
     "rollbus load-lora sql loras/sql --upload",

@@ -10,8 +10,6 @@ import argparse
 from ....schemas.options import positive_int, size
 from ..exits import ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "create the queue of a model, or set its limits"
 EXAMPLES = (
     "rollbus make-queue my-model",

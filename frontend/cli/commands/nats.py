@@ -25,7 +25,6 @@ from ..options import refuse_options
 if TYPE_CHECKING:
     from ....bus.auth.credentials import Role
 
-__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
 HELP = "servers of a NATS cluster: configuration and replicas"
 EXAMPLES = (

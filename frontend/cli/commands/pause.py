@@ -13,8 +13,6 @@ from typing import get_args
 from ....schemas.control import PauseMode
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "pause workers; new requests wait in the queue"
 EXAMPLES = (
     "rollbus pause",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ....bus import Client, PublishedWeights
     from ....bus.publish.options import PublishSettings
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "store a checkpoint for the fleet, and load it"
 EXAMPLES = (

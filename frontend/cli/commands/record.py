@@ -11,8 +11,6 @@ from pathlib import Path
 from ....schemas.options import pip_install
 from ..exits import CommandFailed, ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
-
 HELP = "show the record of a run, and draw its picture"
 EXAMPLES = ("rollbus record run/", "rollbus record run/ --svg run.svg")
 READS_NO_CREDENTIALS = True

@@ -10,8 +10,6 @@ import shutil
 
 from ..exits import ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "list requests: running, slowest, failed or resumed"
 EXAMPLES = (
     "rollbus requests",

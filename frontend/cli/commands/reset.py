@@ -8,8 +8,6 @@ import argparse
 
 from ..exits import ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "clear the desired state of workers"
 EXAMPLES = (
     "rollbus reset",

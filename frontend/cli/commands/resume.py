@@ -5,8 +5,6 @@ A worker whose weight update failed does not resume. `rollbus status` shows its 
 
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "undo pause and drain"
 EXAMPLES = (
     "rollbus resume",

@@ -9,8 +9,6 @@ import argparse
 
 from ..exits import ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "sign data that was stored without a root key"
 EXAMPLES = (
     "rollbus sign --creds auth/default/admin-admin.creds",

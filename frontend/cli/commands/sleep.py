@@ -4,8 +4,6 @@ import argparse
 
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "release the memory of engines"
 EXAMPLES = (
     "rollbus sleep",

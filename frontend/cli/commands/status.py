@@ -9,8 +9,6 @@ import argparse
 from ..exits import ExitCode
 from ..options import START_SOME, no_workers
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "show the workers of the fleet and their queues"
 EXAMPLES = (
     "rollbus status",

@@ -13,8 +13,6 @@ from ..exits import ExitCode
 from ..options import refuse_options
 from ..watch.top import SORTS
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "watch the fleet in the terminal, with its rates"
 EXAMPLES = (
     "rollbus top",

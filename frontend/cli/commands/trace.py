@@ -11,8 +11,6 @@ import shutil
 from ....schemas.options import duration
 from ..exits import CommandFailed, ExitCode
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "show the history of a request"
 EXAMPLES = (
     "rollbus trace req-1",

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from ..local.display import LogFile
     from ..local.fleet import LocalFleet
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "nats_port", "run"]
 
 HELP = "run NATS, workers and the HTTP service on this machine"
 EXAMPLES = (

@@ -27,7 +27,6 @@ from ..options import refuse_options
 if TYPE_CHECKING:
     from ....schemas.weights import Canary
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "replace the weights of workers"
 EXAMPLES = (

@@ -2,8 +2,6 @@
 
 from ..control import add_send_options, command
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "undo sleep"
 EXAMPLES = (
     "rollbus wake",

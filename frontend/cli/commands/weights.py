@@ -9,8 +9,6 @@ import argparse
 from ..exits import CommandFailed, ExitCode
 from ..options import check_known_model
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "show the published weights"
 EXAMPLES = (
     "rollbus weights",

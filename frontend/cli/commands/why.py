@@ -15,7 +15,6 @@ from ..options import START_SOME, no_workers
 if TYPE_CHECKING:
     from ....bus import FleetState, RequestList
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "show why requests do not end, and the next command to run"
 EXAMPLES = (

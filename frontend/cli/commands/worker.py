@@ -9,8 +9,6 @@ import os
 from ....schemas.options import add_engine_options, add_process_options, flags_of
 from ..options import python_env, python_module, refuse_options, use_model, worker_flags
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "run one worker"
 EXAMPLES = (
     "rollbus worker --engine synthetic --served-model-name my-model",

@@ -13,17 +13,6 @@ from ....schemas.errors import ControlCode
 from ...command_json import ledger_as_json
 from ..calls import json_response
 
-__all__ = [
-    "LOAD_LORA_OF_VLLM",
-    "LORA_OF_PRIME",
-    "RL",
-    "UNLOAD_LORA_OF_VLLM",
-    "VLLM",
-    "ResponseStyle",
-    "ledger_response",
-    "status_of",
-]
-
 NAMES: Final = {"label": "weight_version", "source": "path"}
 """The routes' names for fields of commands, where the names differ."""
 

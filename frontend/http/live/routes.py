@@ -18,8 +18,6 @@ from ..service import HttpRoute, RouteTable, Service
 from .events import DAY, HELLO, HistoryAnswer
 from .viewers import Viewer, ViewerStream
 
-__all__ = ["ROUTES"]
-
 
 class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The feed that a viewer requests in addition to the fleet."""

@@ -11,8 +11,6 @@ from ..errors import unsupported
 from ..sampling import SamplingFields, TokenIds, check_sampling
 from ..tokens import RowsFormat
 
-__all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "OpenAIStreamOptions", "check_served"]
-
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
 
 

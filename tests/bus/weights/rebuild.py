@@ -11,8 +11,6 @@ from rollbus.bus.protocol.weights.tensors import Encoded, apply_delta
 from rollbus.bus.publish.draft import Draft
 from rollbus.schemas.manifest import TensorEntry, delta_name
 
-__all__ = ["draw", "from_anchor", "from_delta"]
-
 Contents = dict[str, bytes]
 
 

@@ -16,15 +16,6 @@ from .params import extra_names
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
 
-__all__ = [
-    "Refusals",
-    "describe_engine",
-    "describe_routing",
-    "find_refusals",
-    "kv_cache_tokens_of",
-    "prefix_age_of",
-]
-
 
 @dataclass(slots=True)
 class Refusals:

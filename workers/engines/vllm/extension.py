@@ -12,8 +12,6 @@ from ....schemas.errors import ControlCode, ForeignError, foreign_code
 from .corrections import keep_seeded_draws, rotate_all_heads
 from .reload import Reload, clear_nan, done, failed
 
-__all__ = ["WorkerExtension", "extension_name", "is_ours"]
-
 logger = logging.getLogger(__name__)
 
 AND = "+"

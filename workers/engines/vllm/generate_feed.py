@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-__all__ = ["GenerateFeed"]
 
 MAX_WAITING = 1024
 """Maximum number of outputs in the queue: a few steps of a full batch. If the queue is full, the readers wait, and vLLM

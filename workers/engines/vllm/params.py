@@ -12,7 +12,6 @@ from .kv.config import EXTRA_ARG
 if TYPE_CHECKING:
     import vllm
 
-__all__ = ["extra_names", "no_token_left", "refusal", "to_vllm"]
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this value (sampling_params.py: __post_init__)."""

@@ -15,8 +15,6 @@ from typing import Any
 from .extension import is_ours
 from .kv.config import TAKES_KV, connector_refusal
 
-__all__ = ["install", "keep_external_hits"]
-
 CHECK = "_verify_aux_output_compatibility"
 """Method of `VllmConfig` that rejects the combination since 0.31; in 0.30 it is `__post_init__`."""
 REFUSALS = {
