@@ -1,10 +1,4 @@
-"""The effective weights of a model with a LoRA adapter of PEFT: the sum of base weights and adapter.
-
-PEFT's `merge_adapter` and `unmerge_adapter` would round the trainer's frozen weights with each version. This module
-does not change them.
-
-TODO publisher: Publishes a trainer's weights to a fleet, one version after another.
-"""
+"""Publishes a trainer's weights to a fleet, one version after another, even with a LoRA adapter of PEFT."""
 
 import os
 import time
@@ -31,6 +25,9 @@ from ..trainer.checkpoint import checkpoint_tensors
 
 def merged_state(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of the model inside a `PeftModel`, under its own names. Adapted weights are new tensors.
+
+    PEFT's `merge_adapter` and `unmerge_adapter` would round the trainer's frozen weights with each version. This
+    function does not change them.
 
     Raises:
         InvalidRequest: there is not exactly one active adapter, or it is not plain LoRA of linear layers.

@@ -1,6 +1,6 @@
 """Checks of single values. Each check returns the value in its canonical type or raises `InvalidRequest`.
 
-TODO trace_context: W3C Trace Context of requests: the trace of a request, and the vendor data of that trace.
+The trace of a request, and the vendor data of that trace, are those of W3C Trace Context.
 """
 
 import math

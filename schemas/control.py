@@ -1,16 +1,13 @@
-"""Commands to workers, as JSON that is readable with `nats sub`.
+"""Commands to workers, and the desired state that they make, as JSON that is readable with `nats sub`.
 
 A command is one map with its name under `command`. A worker rejects unknown names and fields, so a misspelt option
 causes an error instead of a default. Each worker that a command names acks it: first `accepted`, then optionally
 `progress`, and finally exactly one of `applied`, `failed`, `unsupported`, `stale`.
 
-TODO certificate: The certificate beside a signature: the fleet's root key states what a user may change.
-
-TODO desired: The desired state of a model's workers: one JSON value for each fleet and model in a NATS KV bucket.
-
-The desired state consists of registers: `pause`, `weights`, `flush`, `sleep`, and `lora:<name>` for each adapter. A
-register holds the last command that set it, with the epoch that recorded the command. Epochs count the recorded
-commands, so commands of concurrent controllers have one order.
+The desired state of a fleet's model is one JSON value in a NATS KV bucket. It consists of registers: `pause`,
+`weights`, `flush`, `sleep`, and `lora:<name>` for each adapter. A register holds the last command that set it, with the
+epoch that recorded the command. Epochs count the recorded commands, so commands of concurrent controllers have one
+order.
 """
 
 import re

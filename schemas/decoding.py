@@ -1,8 +1,6 @@
-"""Explains the errors of msgspec's decoders: which field is wrong, and which values it may have.
+"""Decodes stored documents, and explains the errors of msgspec's decoders: which field is wrong, and what it may be.
 
-TODO wire_version: The wire version of a message, which can be decoded even if the rest of the message cannot.
-
-TODO json_documents: JSON documents that are stored for later readers: manifests, chain records, lists of ranks.
+The wire version of a message can be decoded even if the rest of the message cannot.
 """
 
 import difflib

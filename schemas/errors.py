@@ -1,4 +1,4 @@
-"""All errors, as exceptions for callers and as codes on the wire.
+"""All errors, as exceptions for callers and as codes on the wire and of processes.
 
 RollbusError
 ├── BusClosed                 this client or worker was closed locally
@@ -17,10 +17,6 @@ RollbusError
     │   └── NoWorkers         no live worker serves the model
     ├── RequestTimeout        its deadline passed
     └── RequestFailed         after a worker accepted it
-
-TODO exit_codes: Exit codes of a worker process. The programs that start workers act on them.
-
-TODO foreign_code: The boundary to foreign code: vLLM, torch, transformers and others do not document which exceptions they raise.
 """
 
 import enum
@@ -358,6 +354,8 @@ class ForeignError(Exception):
 @contextmanager
 def foreign_code(*known: type[Exception]) -> Iterator[None]:
     """Run the body and pass on only exceptions of the types `known` unchanged.
+
+    vLLM, torch, transformers and others do not document which exceptions they raise.
 
     Raises:
         ForeignError: the body raised any other exception.

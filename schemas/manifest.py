@@ -1,4 +1,4 @@
-"""The manifest of a published version of weights: its content, and how a worker gets it.
+"""What a publisher stores about published weights: the manifest of each version, and the chain record of a model.
 
 A version is a folder of the object store, `<bucket>/<prefix>`. Its manifest is the object `MANIFEST` of that folder.
 The source of an `update_weights` command names the folder. A version has one or both of these:
@@ -9,10 +9,9 @@ The source of an `update_weights` command names the folder. A version has one or
 Both give the same folder, byte for byte. The manifest states the file of each tensor and the order of the tensors.
 `digest` identifies the content and does not depend on whether it came as a delta or an anchor.
 
-TODO chain: The chain record of a model's published weights: the publisher's lease, the committed versions, and the kept folders.
-
-The record is JSON in the metadata field `CHAIN` of the object `CHAIN_OBJECT` in the model's bucket. That object has no
-content. Publishers change the record only by compare-and-set.
+The chain record has the publisher's lease, the committed versions, and the kept folders. It is JSON in the metadata
+field `CHAIN` of the object `CHAIN_OBJECT` in the model's bucket. That object has no content. Publishers change the
+record only by compare-and-set.
 """
 
 import hashlib

@@ -2,8 +2,6 @@
 
 Decoders raise `InvalidRequest` for a wrong field of a caller and `RemoteProtocolError` for any other invalid message.
 They raise nothing else for any input.
-
-TODO frame_header: The header of a frame whose content does not decode: its link, its frame number, and the requests that it names.
 """
 
 from collections.abc import Callable

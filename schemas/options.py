@@ -1,10 +1,6 @@
-"""The command that installs an extra of rollbus, in the way in which this rollbus was installed.
+"""The options of a worker process, which `rollbus worker` and `rollbus up` have too and pass on: types and checks.
 
-TODO option_types: Types of values of command line options. Their errors state the wrong value and the allowed values.
-
-TODO writable: The check of a directory before a program needs to write into it.
-
-TODO worker_options: The options of a worker process, which `rollbus worker` and `rollbus up` have too and pass on, and their checks.
+The errors of a type state the wrong value and the allowed values.
 """
 
 import argparse

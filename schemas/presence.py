@@ -1,7 +1,4 @@
-"""Presence of workers and clients: JSON, readable with `nats sub`.
-
-TODO counters: Counters in the presence of a worker.
-"""
+"""Presence of workers and clients, with the counters of a worker: JSON, readable with `nats sub`."""
 
 import enum
 from typing import Annotated, Literal

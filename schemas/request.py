@@ -1,12 +1,10 @@
-"""A request to generate tokens, as the caller creates it and as the wire carries it.
+"""A request to generate tokens: its ids, its fields, and the request for the rest of an answer.
 
-TODO continuation: Requests for the rest of an answer: the next attempt after a loss, and the continuation of a stopped answer.
+A rest is the next attempt after a loss, or the continuation of a stopped answer. Routed experts have a row for each
+position except the last token's. The request for the rest therefore asks for rows from that position on. The engine
+computes this boundary row with the rest and its weight version. No row is computed twice.
 
-Routed experts have a row for each position except the last token's. The request for the rest therefore asks for rows
-from that position on. The engine computes this boundary row with the rest and its weight version. No row is computed
-twice.
-
-TODO request_ids: Ids of requests: what callers may write, and the short form that every message carries.
+Callers may write other ids than the wire carries: every message has a short form.
 """
 
 import base64

@@ -1,6 +1,6 @@
-"""Requests built from plain JSON and msgpack values; each error names the field.
+"""Requests built from plain JSON and msgpack values, and checked against the limits of a model and its engine.
 
-TODO model_limits: Checks of a request against the limits of a model: its context length, its vocabulary, and its engine's features.
+Each error names the field.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Sampling parameters: the subset of vLLM's parameters that RL needs, with vLLM's names and meanings.
 
-TODO field_names: The names of a request's fields, and what callers mean by the names of other libraries.
+An unknown name is rejected with the name that its caller may mean, also if the name is that of another library.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Errors between the results of rollbus and a training step.
+"""Errors between the results of rollbus and a training step, and the checks of numbers and arrays that raise them.
 
 RollbusError (rollbus.schemas.errors)
 ├── StitchError          turns, attempts or pieces of routed experts do not form one sequence
@@ -6,7 +6,7 @@ RollbusError (rollbus.schemas.errors)
 ├── ReplayError          a model cannot use the given routed experts
 └── CheckpointMismatch   a model's tensors differ from those of its checkpoint
 
-TODO checks: Checks of numbers and arrays. Errors give the place, the problem and the allowed values.
+Errors give the place, the problem and the allowed values.
 """
 
 import operator

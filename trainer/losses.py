@@ -1,16 +1,12 @@
-"""Computes advantages: the reward of each answer relative to the other answers of its group. Needs only numpy.
+"""The parts of a policy loss: advantages, the correction of sampler against trainer, and the mask of stale tokens.
 
-The last axis is the group: f[n] is one group, f[G, n] are G groups with n answers each.
+Advantages need only numpy. Their last axis is the group: f[n] is one group, f[G, n] are G groups with n answers each.
 
-TODO importance: Measures and corrects the difference between the sampler's and the trainer's probability of sampled tokens.
-
-The probabilities differ for three reasons: the weights have changed, the kernels round differently, and in a mixture of
-experts, a router that rounds differently chooses other experts. Router replay removes the third reason.
-
-All functions take aligned log probabilities, like those of `MicroBatch`. They read only positions where the loss mask
-is on, so other values, including NaN, have no effect. They compute in float32 and do not wait for the device.
-
-TODO staleness: Masks tokens of old weights in a micro-batch, or drops their samples before packing.
+The sampler's and the trainer's probabilities of a token differ for three reasons: the weights have changed, the kernels
+round differently, and in a mixture of experts, a router that rounds differently chooses other experts. Router replay
+removes the third reason. The functions that measure or correct this take aligned log probabilities, like those of
+`MicroBatch`. They read only positions where the loss mask is on, so other values, including NaN, have no effect. They
+compute in float32 and do not wait for the device.
 
 For a trainer at version V with a lag of N, tokens of versions V - N and later are fresh. All others are stale.
 """

@@ -3,10 +3,6 @@
 A sequence of S tokens has S - 1 predictions: position p reads token p and predicts token p + 1. All tensors of a
 micro-batch are aligned to predictions. Each prediction has its input, its target and its row of routed experts. The
 last token of a sample is only a target, so no prediction crosses from one sample into the next.
-
-TODO bins: Best-fit decreasing: chooses the sequences that share a micro-batch. Deterministic, O(n log n).
-
-TODO segments: The segments of a micro-batch, a check that a model separates them, and a mask that separates them.
 """
 
 import dataclasses

@@ -4,25 +4,14 @@
         loss = loss_of(model(**batch.model_inputs()))
         loss.backward()
 
-`context` has the block. `formulas` lists the routers that can be replayed and how each weighs its experts. `routers`
-finds the routers of a model and checks rows against them. `rerouting` changes the output of one router. `checkpoints`
-detects calls that gradient checkpointing will compute again.
-
-TODO checkpoints: Detects gradient checkpoints around a call, which compute the call again in a backward pass.
-
-TODO formulas: The formulas with which routers weigh their chosen experts, by class name. transformers is never imported.
-
-Each router here returns `(logits, weights, ids)`. Its weights are a function of only its logits and ids.
-
-TODO routers: Finds a model's routers, and checks that rows of routed experts fit them.
-
-TODO rerouting: Changes the output of one router during replay.
+Each router that can be replayed returns `(logits, weights, ids)`. Its weights are a function of only its logits and
+ids, its formula. transformers is never imported: routers are known by class name.
 
 Replay changes the router's class. Its parameters, hooks and name stay. The guards of torch.compile check classes, so
 torch.compile compiles the router again and does not run the earlier code. An opaque operator provides the rows, so that
 torch.compile neither fixes their length in its code nor keeps them in memory.
 
-TODO context: The block in which a model's routers use given experts.
+Gradient checkpoints around a call compute it again in a backward pass. Replay detects them.
 """
 
 import itertools

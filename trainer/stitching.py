@@ -7,13 +7,6 @@ At the boundary of two turns, the last token of the first turn has not passed th
 no row for it. The next turn computes that token as part of its prompt and returns the row, if it was requested to
 return rows from that position or an earlier one. The row of a prompt's last token belongs to the first sampled token.
 Request rows from `Stitcher.next_start`.
-
-TODO row_run: Joins rows of routed experts from pieces, without gaps, duplicate rows or narrowed ids.
-
-TODO sample: One sequence for training, with all arrays aligned to its tokens.
-
-Row i of the routed experts belongs to position `start + i`. The last token has not passed through the model and has no
-row. A sample of S tokens therefore has `S - 1 - start` rows, by the row rule of `rollbus.schemas.rows`.
 """
 
 import bisect
@@ -180,6 +173,9 @@ NOT_SAMPLED = -1
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Sample:
     """A sequence of S tokens. The constructor checks the arrays and does not copy them.
+
+    Row i of the routed experts belongs to position `start + i`. The last token has not passed through the model and has
+    no row. A sample of S tokens therefore has `S - 1 - start` rows, by the row rule of `rollbus.schemas.rows`.
 
     Raises:
         PackError: fields contradict each other.

@@ -36,7 +36,7 @@ from ..auth.credentials import Credentials, client_identity
 from ..control.revisions import StoredState
 from ..nats.server import Server
 from ..protocol.fleet.presence import WaitLimit
-from ..protocol.groups.planner import GroupPlanner
+from ..protocol.groups import GroupPlanner
 from ..protocol.telemetry.command_book import CommandLine
 from ..queue.streams import QueueDepth, queue_clients
 from ..subjects import Subjects

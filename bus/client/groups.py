@@ -2,7 +2,7 @@
 
 TODO group_sampler: Trainer steps that do not wait for their slowest answers. This module executes the decisions of the planner.
 
-`rollbus.bus.protocol.groups.planner` decides which groups run, end and stay.
+`rollbus.bus.protocol.groups` decides which groups run, end and stay.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import BusClosed, NoWorkers, RequestError
 from ...schemas.request import GenerateRequest
-from ..protocol.groups.planner import GroupPlanner
-from ..protocol.groups.states import GroupState
+from ..protocol.groups import GroupPlanner, GroupState
 from .batch import GroupPrompts, PromptForm, Prompts
 from .call_registry import CallRegistry
 from .calls import Call

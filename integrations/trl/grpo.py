@@ -1,9 +1,4 @@
-"""A callback for transformers and TRL trainers that publishes the policy to the fleet during training.
-
-TODO prompts: Converts prompts and sampling options of TRL into those of rollbus.
-
-TODO rollouts: A `rollout_func` for TRL's `GRPOTrainer`: a fleet generates the completions of a step.
-"""
+"""TRL's `GRPOTrainer` with a fleet: a `rollout_func` for completions, and a callback that publishes the policy."""
 
 import threading
 import uuid

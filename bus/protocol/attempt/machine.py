@@ -5,8 +5,6 @@ instructions, which the client executes in order.
 
 Invariants: one attempt is current, and at most one worker has it. Any other worker that offers it receives an abort.
 The request ends once. Each open state has a deadline: its own, or that of the call.
-
-TODO states: The states of a child request at its client: the transition table of `AttemptMachine`.
 """
 
 import enum

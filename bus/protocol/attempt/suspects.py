@@ -1,18 +1,4 @@
-"""Finds requests whose worker offered to run them and sends no tokens.
-
-The worker publishes honest presence, so its lease does not end. The client moves the request to another worker and
-avoids the silent worker. A long prefill, a slow machine and a full engine are no silence: see `SilenceWatch.limit_s`.
-
-TODO suspects: Finds the request that killed an engine. A client tries suspects one at a time; its other requests continue at once.
-
-An engine dies with many requests in it, and usually one of them is the cause. A request with a token has passed the
-phase that kills engines. The requests without a token are the *suspects*. For each model, one suspect at a time is *on
-trial*: the client publishes it and holds back the others until it has a token or has ended. If the engine dies again
-and the request on trial was the client's only request there without a token, that request is poison. Other requests
-there weaken this evidence; then a third death is needed.
-
-Time does not matter here. The caller defines the keys: one for each sample of each request.
-"""
+"""Finds the request or the worker that is at fault: a request that kills engines, and a worker that sends no tokens."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator
@@ -47,6 +33,10 @@ class _Avoided(NamedTuple):
 
 class SilenceWatch:
     """The workers that one client avoids, and the time of the last token of each engine.
+
+    The worker of such a request has offered to run it and publishes honest presence, so its lease does not end. The
+    client moves the request to another worker and avoids the silent worker. A long prefill, a slow machine and a full
+    engine are no silence: see `limit_s`.
 
     Attributes:
         avoided: the silent workers. Its keys are their names.
@@ -147,7 +137,16 @@ class _Suspect:
 
 
 class Suspects(Generic[K]):
-    """The suspects of one client."""
+    """The suspects of one client.
+
+    An engine dies with many requests in it, and usually one of them is the cause. A request with a token has passed the
+    phase that kills engines. The requests without a token are the *suspects*. For each model, one suspect at a time is
+    *on trial*: the client publishes it and holds back the others until it has a token or has ended. Requests that are
+    no suspects continue at once. If the engine dies again and the request on trial was the client's only request there
+    without a token, that request is poison. Other requests there weaken this evidence; then a third death is needed.
+
+    Time does not matter here. The caller defines the keys: one for each sample of each request.
+    """
 
     def __init__(self) -> None:
         self._suspects: dict[K, _Suspect] = {}

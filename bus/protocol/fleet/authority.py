@@ -1,12 +1,10 @@
-"""Checks if the author of a signed command or desired state may change it, by the author's certificate. No I/O.
+"""Decides what the author of a signed command or desired state may change, and what the recorded state binds. No I/O.
 
 An admin and a frontend may change everything. A publisher may send some commands for some models. Every author writes
 the whole desired state. So a publisher also sends its base: the last state by an author that may write all of it. The
 publisher's state may differ from the base only in the publisher's own registers.
 
-TODO pinning: Pins a version to its content: the digest that all workers found at its source when they staged it.
-
-TODO standing: What keeps workers from serving until somebody ends it: recorded stops, and open transfers of weights. No I/O.
+A version is pinned to its content: the record has the digest that all workers found at its source when they staged it.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,7 +1,4 @@
-"""The request of a canary, and the comparison of two canaries: it shows if two copies of the weights are equal.
-
-TODO verify: Finds the workers whose weights differ from those of the other workers, by their canaries.
-"""
+"""The request of a canary, and the comparison of canaries: it shows if copies of the weights are equal."""
 
 import base64
 import math

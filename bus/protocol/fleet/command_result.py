@@ -1,10 +1,8 @@
-"""The result of a command: the acks of all its workers. The caller passes in the time; nothing here waits.
+"""The workers that must ack a command, and its result: their acks. The caller passes in the time; nothing here waits.
 
 *Each worker that must ack has exactly one result. The command is complete only if every result is `applied`.* The first
 final ack counts. An ack of another incarnation of a worker does not count: the incarnation that received the command
 has ended.
-
-TODO roster: Decides which workers must ack a command.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

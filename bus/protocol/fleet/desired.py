@@ -1,16 +1,8 @@
-"""The desired state of a model's workers, and how commands change it.
+"""The desired state of a model's workers: how commands change it, who is behind it, and which reads of it count.
 
 *Commands are recorded in one order, each once, and completely.* The epoch counts the recorded commands. A command that
 arrives again with the same id changes nothing. Of two commands on one register of a worker, the later command counts,
 whether it was for all workers or for that worker. So a command for all workers removes the commands for single workers.
-
-TODO behind: Compares workers and new versions with the desired state, and presence with what was recorded or acked.
-
-TODO read_order: Decides which reads of a desired state count: in a cluster, a deposed leader may answer with an older state.
-
-A state has the random id of its bucket, and its epoch only rises. So an older epoch of the same bucket is a stale read:
-the reader keeps its state and reads again. Another bucket means that the previous bucket was lost. The caller passes in
-the time; nothing here waits.
 """
 
 import enum
@@ -425,7 +417,12 @@ class ReadVerdict(enum.Enum):
 
 
 class ReadOrder:
-    """Judges the reads of one desired state by one reader."""
+    """Judges the reads of one desired state by one reader.
+
+    In a cluster, a deposed leader may answer with an older state. A state has the random id of its bucket, and its
+    epoch only rises. So an older epoch of the same bucket is a stale read: the reader keeps its state and reads again.
+    Another bucket means that the previous bucket was lost. The caller passes in the time; nothing here waits.
+    """
 
     def __init__(self) -> None:
         self._last: DesiredState | None = None

@@ -1,23 +1,4 @@
-"""Decides which of two workers with one id gives way. The caller passes in the time; nothing here waits.
-
-Two processes get the same id from copied credentials or from a templated `--worker-id`. The worker that has held the id
-longer, without a lost lease, keeps the id. The other worker gives way, but not at the first presence message: a worker
-that is being stopped still publishes presence for a moment.
-
-Invariant: of two workers that receive each other's presence, never both give way. A worker reports how long it has held
-the id at the moment of publishing, so that the other worker never overestimates this time.
-
-TODO flood: Decides whether the messages of a subscription are a flood, and names the subject with most of them.
-
-TODO lease: Leases: that of a worker itself, and those of the clients whose requests it serves.
-
-The caller passes in the time of a monotonic clock; nothing here waits.
-
-TODO transfer_lease: The lease of an open transfer of weights: who may continue it, and when it ends without its owner. No I/O.
-
-The owner is a client of the bus, or a user of the HTTP service on whichever service. The lease ends if no command
-arrives for the idle limit, or if a client of the bus is silent for `OWNER_LOST_S`.
-"""
+"""Decides by what arrives who still holds an id, a request or a transfer. The caller passes in the time; no I/O."""
 
 import math
 from collections import Counter, OrderedDict
@@ -78,6 +59,13 @@ class _Other:
 
 class DuplicateWatch:
     """Tracks the other workers with this worker's id.
+
+    Two processes get the same id from copied credentials or from a templated `--worker-id`. The worker that has held
+    the id longer, without a lost lease, keeps the id. The other worker gives way, but not at the first presence
+    message: a worker that is being stopped still publishes presence for a moment.
+
+    Invariant: of two workers that receive each other's presence, never both give way. A worker reports how long it has
+    held the id at the moment of publishing, so that the other worker never overestimates this time.
 
     Args:
         lease_s: lease in seconds of this worker.
@@ -389,6 +377,9 @@ ENDED: Final = frozenset({ControlCode.NOT_FOUND, ControlCode.TRANSFER_EXPIRED, C
 @dataclass(slots=True)
 class TransferLease:
     """The lease of one open transfer. All times are monotonic.
+
+    The owner is a client of the bus, or a user of the HTTP service on whichever service. The lease ends if no command
+    arrives for the idle limit, or if a client of the bus is silent for `OWNER_LOST_S`.
 
     Attributes:
         id: id of the transfer.

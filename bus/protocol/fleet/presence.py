@@ -1,11 +1,6 @@
-"""One state of the live workers, which any thread may read: which models are served or awaited, and the reasons.
+"""The live workers, by their presence: their leases, the models that they serve, and the requests that wait for one.
 
-TODO presence_table: The live workers, by their presence. The caller passes in the time; nothing here waits.
-
-TODO unserved: Decides how long requests wait for a worker while no worker serves their model.
-
-A request waits for a worker that is paused, updates its weights or starts. If there is no such worker, it waits for the
-grace time, in which a supervisor may start one. The caller passes in the time; nothing here waits.
+The caller passes in the time; nothing here waits.
 """
 
 from collections import OrderedDict, deque
@@ -472,6 +467,9 @@ class WaitLimit(NamedTuple):
 
 class UnservedModels:
     """The models with waiting requests that no worker serves, and since when.
+
+    A request waits for a worker that is paused, updates its weights or starts. If there is no such worker, it waits for
+    the grace time, in which a supervisor may start one.
 
     Args:
         grace_s: seconds that requests wait for a worker of a model that no worker serves and none starts.

@@ -1,36 +1,8 @@
-"""Limits the slots that a client may get ahead of others through the followers of its requests in the queue.
-
-A message of the queue gives its client a slot, and one more for each follower of its request: 32 at most. So a client
-with its full share of the queue could get 32 times as many slots before the next client's request. Clients of this
-library count followers against their share themselves, but a worker does not rely on that. The worker knows how many
-messages wait in a lane, and how many slots each of the last messages gave. The product estimates the slots of each
-client in the lane.
-
-Invariant: a client gets no follower if its requests in the lane and their followers would exceed `MAX_AHEAD`.
-
-TODO follower_backlog: The requests of groups that wait at a worker for its next free slots. The caller passes in the time; nothing waits.
-
-One request of a group has its turn, from the queue or as a placed request. This request is the *leader*. The others are
-*followers*: they may wait here, because the worker computes their prompt anyway. So a full fleet serves group after
-group, slot by slot. Followers of a leader from the queue share its turn. Placed requests lead only while the queue is
-known to be empty, and their followers begin in the turns of placed requests. So a client can use neither kind of
-follower to bypass the queue.
-
-Invariants: each turn of the queue gives its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only as
-far as `FollowerShares` permits. While requests wait in the queue, a placed request gives no followers. Followers of one
-kind begin in the order of their arrival. A follower waits at most `STALLED_S` while no follower of its lane begins.
-
-TODO intake_shares: Decides which placed requests a worker admits while other requests wait in the queue for its slots.
-
-Invariants: while requests wait in the queue, the worker admits at most one more placed request than requests of the
-queue, and none while more urgent requests wait. While the worker does not know if requests wait, placed requests get at
-most half of its free slots, or the only slot. No client gets more than its share of placed requests while another
-client asks for some. While the queue is known to be empty, the worker admits all placed requests.
-
-TODO slot_turns: Decides which requests get the free slots of a worker: requests of the queue, placed requests, or waiting followers.
+"""Decides which requests get the free slots of a worker: requests of the queue, placed requests, or waiting followers.
 
 `IntakeShares` has the turns of the queue and of placed requests. `FollowerBacklog` has the requests that wait behind
-others of their group. This module combines both. The caller passes in the time; nothing here waits.
+others of their group, and `FollowerShares` limits them. `SlotTurns` combines these. The caller passes in the time;
+nothing here waits.
 """
 
 import math
@@ -63,7 +35,16 @@ class _ClientSlots:
 
 
 class FollowerShares:
-    """The slots that clients have through the queue, as far as one worker knows."""
+    """The slots that clients have through the queue, as far as one worker knows.
+
+    A message of the queue gives its client a slot, and one more for each follower of its request: 32 at most. So a
+    client with its full share of the queue could get 32 times as many slots before the next client's request. Clients
+    of this library count followers against their share themselves, but a worker does not rely on that. The worker knows
+    how many messages wait in a lane, and how many slots each of the last messages gave. The product estimates the slots
+    of each client in the lane.
+
+    Invariant: a client gets no follower if its requests in the lane and their followers would exceed `MAX_AHEAD`.
+    """
 
     def __init__(self) -> None:
         self._num_messages = 0
@@ -147,7 +128,19 @@ class _WaitingFollower:
 
 
 class FollowerBacklog(Generic[K]):
-    """The followers that wait at one worker."""
+    """The followers that wait at one worker.
+
+    One request of a group has its turn, from the queue or as a placed request. This request is the *leader*. The others
+    are *followers*: they may wait here, because the worker computes their prompt anyway. So a full fleet serves group
+    after group, slot by slot. Followers of a leader from the queue share its turn. Placed requests lead only while the
+    queue is known to be empty, and their followers begin in the turns of placed requests. So a client can use neither
+    kind of follower to bypass the queue.
+
+    Invariants: each turn of the queue gives its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only
+    as far as `FollowerShares` permits. While requests wait in the queue, a placed request gives no followers. Followers
+    of one kind begin in the order of their arrival. A follower waits at most `STALLED_S` while no follower of its lane
+    begins.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[K, _WaitingFollower] = {}
@@ -293,6 +286,11 @@ class IntakeShares:
 
     Each `waiting` has the lanes in which requests wait, as far as the worker knows; empty: the queue is empty; None:
     not known. A worker whose slots all belong to placed requests pulls nothing, and would never know.
+
+    Invariants: while requests wait in the queue, the worker admits at most one more placed request than requests of the
+    queue, and none while more urgent requests wait. While the worker does not know if requests wait, placed requests
+    get at most half of its free slots, or the only slot. No client gets more than its share of placed requests while
+    another client asks for some. While the queue is known to be empty, the worker admits all placed requests.
     """
 
     def __init__(self) -> None:

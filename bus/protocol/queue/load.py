@@ -1,13 +1,4 @@
-"""The beginnings of prompts in each worker's prefix cache, as far as this client knows from its own requests.
-
-The index cuts prompts into pieces of 256 tokens. The hash of a piece covers all pieces before it. The hashes are
-Python's own: they are valid only in this process, and a collision only makes a placement worse.
-
-Invariant: a worker that holds a piece has used each earlier piece of that prompt at the same time or later. So the
-deepest piece that a worker holds shows how much of the prompt its cache has.
-
-TODO worker_load: The known load of each worker: its last presence, and the requests that this client has counted since then.
-"""
+"""What a client knows of each worker's load: the prompts in its prefix cache, and the work that it has."""
 
 import math
 import statistics
@@ -95,6 +86,13 @@ class _Holders:
 
 class PrefixIndex:
     """The pieces that each worker's cache should hold. Above the limits, the least recently used pieces are removed.
+
+    The index cuts prompts into pieces of 256 tokens, as far as this client knows them from its own requests. The hash
+    of a piece covers all pieces before it. The hashes are Python's own: they are valid only in this process, and a
+    collision only makes a placement worse.
+
+    Invariant: a worker that holds a piece has used each earlier piece of that prompt at the same time or later. So the
+    deepest piece that a worker holds shows how much of the prompt its cache has.
 
     Args:
         max_pieces: the maximum number of pieces.
@@ -342,7 +340,10 @@ def _limit(rate: float) -> float:
 
 
 class LoadTable:
-    """The loads of the workers of one model."""
+    """The loads of the workers of one model.
+
+    A load is the worker's last presence, and the requests that this client has counted since then.
+    """
 
     def __init__(self) -> None:
         self._loads: dict[str, WorkerLoad] = {}

@@ -1,25 +1,9 @@
-"""Decides which requests of a group follow another request, their *leader*, to the worker that admits the leader.
-
-The queue would spread the requests of a group over all workers, and each worker would compute their prompt. So only the
-leader goes to the queue. Its followers go to the worker that admits it. If no worker admits it, they get another
-leader.
-
-A leader in the queue also represents its followers. So leader and followers count together against the client's share
-of a lane. Groups beyond the share wait in the client, in order. Otherwise a client's share would be about ten times as
-long.
-
-TODO rendezvous: Rendezvous hashing: clients choose the same worker without communication.
-
-A worker that joins or leaves moves only the keys that it gains or loses.
-
-TODO policy: Decides for the first attempt of a request: a worker, or the queue. The caller passes in the time; nothing waits.
+"""Decides for the first attempt of a request: a worker, or the queue. The caller passes in the time; nothing waits.
 
 All work is counted in prompt tokens at the speed of the typical worker. The work at a worker is the sum of three costs:
 the tokens that it computes before the prompt, the part of the prompt that it must compute, and its running requests.
 The queue may give a request to any worker, so the median of the workers represents the queue. A worker gets a request
 directly if its prefix cache makes it better than the median.
-
-TODO model_policies: The placement policies of all models with a live worker. A model's policy ends with its last worker.
 """
 
 import enum
@@ -43,6 +27,14 @@ K = TypeVar("K", bound=Hashable)
 
 class GroupLeaders(Generic[K]):
     """The leaders of one client and model that no worker has admitted yet, bounded by its requests in flight.
+
+    The queue would spread the requests of a group over all workers, and each worker would compute their prompt. So only
+    one request of the group, the *leader*, goes to the queue. Its followers go to the worker that admits it. If no
+    worker admits it, they get another leader.
+
+    A leader in the queue also represents its followers. So leader and followers count together against the client's
+    share of a lane. Groups beyond the share wait in the client, in order. Otherwise a client's share would be about ten
+    times as long.
 
     Args:
         max_ahead: leaders and followers of one lane at which no further request begins to lead.
@@ -525,6 +517,8 @@ class ModelPolicies:
 
     Workers choose the name of their model. So names are kept only for the live workers, whose number the presence table
     limits.
+
+    A model's policy ends with its last worker.
     """
 
     def __init__(self) -> None:

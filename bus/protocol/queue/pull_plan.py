@@ -1,24 +1,7 @@
-"""Decides what a worker pulls next from its model's queue: the lanes, and the number of messages of each lane.
+"""Decides what a worker pulls next from its model's queue, and what a client with a full share of it holds back.
 
 Each pull asks for one message. A server that transfers the answers of a pull between accounts ends them at the first
 empty message (nats-server#6172). An empty request would hide the requests behind it, and these would count as poison.
-
-Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. Each message takes a
-turn of `TURNS`. The lane of the turn delivers it, or, if that lane is known to be empty, the first of `STRICT` that is
-not. So a lane with messages gets at least its turns, whatever the other lanes have.
-
-A *probe* delivers the messages that a lane has now, and its answer says if there are more. After an empty answer, a
-*standing* pull waits for the next message of the lane, outside the turns. The queue is known to be empty only if every
-lane has a standing pull.
-
-TODO held_back: Requests that a client holds back because its share of a lane is full.
-
-The queue limits the requests of each client in each lane and rejects further ones. The client holds rejected requests
-back in the order in which they were published. It publishes one for each request that leaves the queue: a worker has
-accepted a request, or the queue has stored a request that was held back. An occasional probe finds other new room.
-
-Invariant: requests of one lane that are held back leave in the order of their numbers. Each leaves once, unless the
-queue rejects it again.
 """
 
 import enum
@@ -131,6 +114,14 @@ class _LaneState:
 
 class PullPlan:
     """The pulls of one worker.
+
+    Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. Each message takes a
+    turn of `TURNS`. The lane of the turn delivers it, or, if that lane is known to be empty, the first of `STRICT` that
+    is not. So a lane with messages gets at least its turns, whatever the other lanes have.
+
+    A *probe* delivers the messages that a lane has now, and its answer says if there are more. After an empty answer, a
+    *standing* pull waits for the next message of the lane, outside the turns. The queue is known to be empty only if
+    every lane has a standing pull.
 
     Args:
         lanes: the lanes of the queue.
@@ -269,7 +260,16 @@ class PullPlan:
 
 
 class HeldBack:
-    """The numbers of one client's held-back publishes, by subject. Plain state, no I/O."""
+    """The numbers of one client's held-back publishes, by subject. Plain state, no I/O.
+
+    The queue limits the requests of each client in each lane and rejects further ones. The client holds rejected
+    requests back in the order in which they were published. It publishes one for each request that leaves the queue: a
+    worker has accepted a request, or the queue has stored a request that was held back. An occasional probe finds other
+    new room.
+
+    Invariant: requests of one lane that are held back leave in the order of their numbers. Each leaves once, unless the
+    queue rejects it again.
+    """
 
     def __init__(self) -> None:
         # Heaps. A discarded number stays there until its turn.

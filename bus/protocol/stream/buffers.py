@@ -1,7 +1,4 @@
-"""Unsent tokens of a request, merged as they arrive.
-
-TODO row_buffer: Unsent rows of a request: the buffer merges small steps at once, and cuts large arrays without a copy.
-"""
+"""Unsent tokens and rows of a request, merged as they arrive."""
 
 from collections import deque
 
@@ -145,7 +142,10 @@ MAX_KEPT_SHARE = 2
 
 
 class RowBuffer:
-    """The bytes of rows, in order."""
+    """The bytes of rows, in order.
+
+    The buffer merges small steps at once, and cuts large arrays without a copy.
+    """
 
     __slots__ = ("_parts",)
 

@@ -6,8 +6,6 @@ meanwhile. A chunk gets its number when it is handed out, so buffered output can
 Invariant: the chunks of one attempt and child are numbered from 0 without a gap. They have every token and every row
 once and in order. Only the last chunk has an `End`, with the totals of all chunks. No row is ahead of the tokens of its
 chunk, so the stream can be resumed after a chunk with tokens.
-
-TODO chunk_sizes: The sizes of chunks before they are encoded.
 """
 
 from collections import deque

@@ -1,11 +1,4 @@
-"""The output of an engine step for its requests, before it becomes chunks.
-
-TODO token_batcher: Batches tokens of many requests, which arrive one at a time: a step costs only a few array operations.
-
-This is for requests that are not streamed, so no client waits for the tokens.
-
-Invariant: the tokens of a request leave once, in order, as one run of tokens that the same weights sampled.
-"""
+"""The output of an engine step for its requests, before it becomes chunks, and its batches."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -119,6 +112,11 @@ class TokenBatcher:
     """The open runs, in columns. Each request has a slot from its first token until its run leaves.
 
     Memory is bounded by `MAX_RUN_BYTES` for each request that an engine runs.
+
+    It batches tokens of many requests, which arrive one at a time: a step costs only a few array operations. This is
+    for requests that are not streamed, so no client waits for the tokens.
+
+    Invariant: the tokens of a request leave once, in order, as one run of tokens that the same weights sampled.
     """
 
     def __init__(self) -> None:

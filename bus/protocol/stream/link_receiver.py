@@ -1,7 +1,5 @@
 """The client's half of a link: receives the frames of one incarnation of a worker, each once and in order.
 
-The receiver follows one link at a time.
-
 Invariant: a frame is accepted only after all frames before it. The client asks for missing frames until they arrive.
 Credit and frame acks count accepted frames. On one link they never fall.
 
@@ -9,12 +7,6 @@ A frame that does not decode counts as missing, so the client asks the worker fo
 do not decode either, the link is broken: the receiver follows only a later link of the worker. Bytes without a readable
 header may come from another sender. They break a link only together with a gap that stays although the client asked the
 worker to fill it.
-
-TODO worker_links: The links of one worker id that a client follows: usually that of one incarnation.
-
-A new incarnation ends the one before: a worker that restarts, or fences itself, has lost its links. If both
-incarnations publish presence, two workers have one id by mistake. Then the client follows both, so that its requests at
-both complete.
 """
 
 import enum
@@ -61,6 +53,8 @@ class FrameVerdict(enum.Enum):
 
 class LinkReceiver:
     """Follows the links of one incarnation of a worker.
+
+    The receiver follows one link at a time.
 
     Args:
         client_incarnation: incarnation of this client; frames for another incarnation are stale.
@@ -274,6 +268,10 @@ MAX_RETIRED = 8
 
 class FollowedLinks:
     """Follows the links of all workers with one id.
+
+    Usually these are the links of one incarnation. A new incarnation ends the one before: a worker that restarts, or
+    fences itself, has lost its links. If both incarnations publish presence, two workers have one id by mistake. Then
+    the client follows both, so that its requests at both complete.
 
     Args:
         client_incarnation: incarnation of this client; frames for another incarnation are stale.

@@ -1,12 +1,8 @@
-"""A frame before it is sealed: offers and chunks, as many as fit.
-
-TODO link_sender: The worker's half of a link: puts the output for one client into numbered frames and keeps them until the frame ack.
+"""The worker's half of a link: puts the output for one client into numbered frames and keeps them until the frame ack.
 
 Invariant: the frames of a link are numbered from 0 without a gap. A sealed frame never changes and is kept until the
 client acknowledges it. Chunks go into frames only while the link has credit. Without credit, the requests buffer and
 merge their output, so memory is bounded by the requests in flight.
-
-TODO plain_sender: The worker's half of plain mode: puts one request into frames for a program without a link.
 """
 
 from collections import OrderedDict, deque
@@ -28,6 +24,8 @@ format."""
 
 class FrameBuilder:
     """A frame while it is filled.
+
+    It takes offers and chunks, as many as fit.
 
     Args:
         max_bytes: the maximum bytes of its offers and chunks. A larger chunk gets its own frame.

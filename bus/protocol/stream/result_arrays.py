@@ -1,12 +1,8 @@
 """Converts the chunks of a stream to the arrays of its result. Each array is allocated once and written once.
 
-TODO kv_versions: The weight versions that computed the KV of a sequence: at its end, and when each token was sampled.
-
 An engine computes the KV of the prompt when it samples the first token. It computes the KV of generated token i when it
 samples token i + 1. So the versions of the tokens are also those of the KV, unless the engine recomputed it. In that
 case, all KV up to there has the version of the next token.
-
-TODO token_masks: The sampling masks of a result: the ids from which each of its tokens was sampled.
 """
 
 from collections.abc import Sequence

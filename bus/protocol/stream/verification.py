@@ -1,10 +1,8 @@
-"""Compares the output of a worker with what the worker announced: the size of its vocabulary, and its versions.
-
-TODO chunk_verifier: The client's half of one attempt: verifies chunks as they arrive.
+"""The client's half of one attempt: verifies chunks as they arrive, by the request and by what the worker announced.
 
 Invariant: a stream that passes to its end is complete. Chunk numbers, token totals and the row rule were verified, so
 missing or duplicated data cannot pass as a result. The stream is also bounded: it never has more than the request asked
-for.
+for. A worker announces the size of its vocabulary, and its versions.
 """
 
 import struct

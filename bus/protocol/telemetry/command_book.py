@@ -1,7 +1,4 @@
-"""The last commands of a fleet, and each worker's acks, from the messages that an observer receives.
-
-TODO day_log: The last day of a fleet: recorded commands, and starts and losses of workers. No I/O.
-"""
+"""The last commands of a fleet with each worker's acks, and the commands, starts and losses of the last day. No I/O."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator

@@ -1,15 +1,7 @@
-"""Validates the workers' answers about experts, adds them over workers and time, and measures imbalance. No I/O.
+"""The load of experts: counts of a worker, answers to readers, and their sum over workers with its imbalance. No I/O.
 
 Counts are choices: a position makes `top_k` choices in each layer. Counts from other processes are validated: they are
 decompressed up to the size of their shape and no further.
-
-TODO expert_answers: Chooses the workers to ask for the load of their experts, and merges their answers. No I/O.
-
-TODO expert_book: Counts how often a worker's router chose each expert, by intervals of 5 s and by weight version, without I/O.
-
-One engine step has few rows, so the book counts some hundreds of rows together. Pending rows are bounded, and are
-counted before each answer. The caller passes in the time, which never goes back. The wall clock numbers the intervals,
-so that a number has the same meaning for all workers of a fleet.
 """
 
 import math
@@ -428,6 +420,11 @@ class ExpertBook:
 
     Memory: the planes of `KEPT_INTERVALS` intervals and of `MAX_EXPERT_VERSIONS` versions. For 61 layers of 384 experts
     a plane takes 187 KB.
+
+    It counts how often the router chose each expert, by intervals of 5 s and by weight version. One engine step has few
+    rows, so the book counts some hundreds of rows together. Pending rows are bounded, and are counted before each
+    answer. The caller passes in the time, which never goes back. The wall clock numbers the intervals, so that a number
+    has the same meaning for all workers of a fleet.
 
     Args:
         routing: routed experts of the engine's model; `is_countable` must be True for it.

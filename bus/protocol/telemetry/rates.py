@@ -1,7 +1,4 @@
-"""Computes the recent rates of each worker from its counters, and the sums by model and fleet.
-
-TODO series: The last hour of a fleet: one point every five seconds for the fleet, each model and each worker.
-"""
+"""The recent rates of each worker, from its counters, with the sums by model and fleet, and their points of an hour."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -259,6 +256,8 @@ class _Rings:
 
 class History:
     """The last hour. The caller passes in the time as the number of a step of `STEP_S` seconds.
+
+    There is one point every five seconds for the fleet, each model and each worker.
 
     Attributes:
         number: number of the last point; 0: there is none.

@@ -1,13 +1,7 @@
-"""Merges the timelines of one request from several workers. Plain values, no I/O.
-
-TODO timeline: Timelines of the requests of one worker: those in flight, and the last that ended. The caller passes in the clocks.
+"""The timelines of requests: at the worker that records them, and merged from several workers for their reader.
 
 A timeline gets an event when its request changes (offered, started, held, ended ...), and none for a token. So a
 request costs a few microseconds, regardless of its length.
-
-Invariants: a timeline is in flight from its begin until its end, which happens once. The book keeps `MAX_ENDED` ended
-timelines, and as many of requests that were never offered. The oldest are removed first. A timeline keeps at most
-`MAX_TIMELINE_EVENTS` events. So memory is bounded: about 1 KB for each timeline, and 10 KB at most.
 """
 
 import time
@@ -391,6 +385,12 @@ ProgressOf = Callable[[OpenTimeline], RequestProgress | None]
 
 class TimelineBook:
     """The timelines of one worker.
+
+    It has the timelines in flight and the last that ended. The caller passes in the clocks.
+
+    Invariants: a timeline is in flight from its begin until its end, which happens once. The book keeps `MAX_ENDED`
+    ended timelines, and as many of requests that were never offered. The oldest are removed first. A timeline keeps at
+    most `MAX_TIMELINE_EVENTS` events. So memory is bounded: about 1 KB for each timeline, and 10 KB at most.
 
     Args:
         clock: seconds that never go back.

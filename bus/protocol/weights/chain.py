@@ -1,8 +1,6 @@
-"""Decisions about a chain of published versions: the lease, anchor or delta, and which folders stay. No I/O.
+"""Decisions about a chain of published versions: the lease, anchor or delta, which folders stay, and which are fetched.
 
-TODO fetch_plan: Decides which versions of a chain a worker fetches to get the newest one, given the folders on its machine.
-
-TODO silence: Measures for how long a peer has been silent, while the caller could observe it. No I/O.
+No I/O.
 """
 
 import enum

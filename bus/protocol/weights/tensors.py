@@ -1,11 +1,11 @@
-"""The layout of tensors in safetensors files: 8 bytes with the length of the JSON, the JSON, then the contents.
+"""The bytes of tensors: their layout in safetensors files, and their new content as a difference from the old one.
 
-Publisher and workers use the same layout, so a file has the same bytes whether it was fetched or built.
+A file has 8 bytes with the length of the JSON, the JSON, then the contents. Publisher and workers use the same layout,
+so a file has the same bytes whether it was fetched or built.
 
-TODO tensor_delta: Encodes a tensor's new content as the elements that differ from the previous content, bit-exact and for any dtype.
-
-Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared and copied, without arithmetic on their values. So
--0.0 differs from 0.0, and a NaN equals itself. There are three encodings:
+A difference is bit-exact and works for any dtype. Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared
+and copied, without arithmetic on their values. So -0.0 differs from 0.0, and a NaN equals itself. There are three
+encodings:
 
 - `same`: nothing changed; no bytes.
 - `sparse`: the positions of the changed elements as gaps, then their steps in byte planes. A step is the new element
