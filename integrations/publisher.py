@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import torch
 from msgspec.structs import replace
-from peft.tuners.lora import Linear
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 
 from .. import sync
@@ -22,49 +20,12 @@ from ..schemas.errors import ControlCode, ControlError, InvalidRequest
 from ..schemas.presence import WorkerPresence
 from ..trainer.checkpoint import checkpoint_tensors
 
-
-def merged_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model inside a `PeftModel`, under its own names. Adapted weights are new tensors.
-
-    PEFT's `merge_adapter` and `unmerge_adapter` would round the trainer's frozen weights with each version. This
-    function does not change them.
-
-    Raises:
-        InvalidRequest: there is not exactly one active adapter, or it is not plain LoRA of linear layers.
-    """
-    adapters, whole = model.active_adapters, model.get_base_model()
-    if len(adapters) != 1:
-        raise InvalidRequest(field="model", problem=f"has {len(adapters)} active PEFT adapters", allowed="one")
-    [adapter] = adapters
-    layers: dict[str, Any] = {}
-    for name, module in whole.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            _check_plain(name, module, adapter)
-            layers[f"{name}.base_layer.weight"] = module
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in whole.state_dict().items():
-        if ".lora_" in name or ".original_module." in name:
-            continue
-        own = name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
-        has_delta = name in layers and adapter in layers[name].lora_A
-        state[own] = tensor + layers[name].get_delta_weight(adapter).detach() if has_delta else tensor
-    return state
-
-
-def _check_plain(name: str, layer: Any, adapter: str) -> None:
-    """Reject an adapter that is more than a product of two matrices added to a weight."""
-    if type(layer) is not Linear or adapter in layer.lora_variant or layer.lora_bias.get(adapter):
-        problem = f"has a PEFT adapter of another kind at {name}"
-        raise InvalidRequest(field="model", problem=problem, allowed="LoRA of linear layers, without DoRA and biases")
-
-
 DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes of checkpoint tensors that a trainer may hold in another dtype."""
 MAX_TRIES: Final = 4
 """Maximum number of fleet updates with one version. Workers may die in an update; the next update leaves them out."""
 WORKERS_WAIT_S: Final = 600.0
 """Seconds to wait for the first worker, because engines load for minutes."""
-
 LEASE_WAIT_S: Final = 2 * LEASE_S
 """Seconds to wait for the lease: longer than the remaining lease of a trainer that was killed and restarted."""
 LEASE_LOOK_S: Final = 1.0
@@ -218,6 +179,46 @@ def behind(ledger: CommandResult, before: Iterable[WorkerPresence], now: Iterabl
     stayed = {worker.worker for worker in now if (worker.worker, worker.incarnation) in asked}
     refused = {name for column in RESULTS[1:] if column != "missing" for name in getattr(ledger, column)}
     return {worker.worker for worker in now} & refused | stayed & ledger.missing.keys()
+
+
+def merged_state(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model inside a `PeftModel`, under its own names. Adapted weights are new tensors.
+
+    PEFT's `merge_adapter` and `unmerge_adapter` would round the trainer's frozen weights with each version. This
+    function does not change them.
+
+    Raises:
+        InvalidRequest: there is not exactly one active adapter, or it is not plain LoRA of linear layers.
+    """
+    # The client's dependencies do not include PEFT. A model with an adapter comes from it.
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapters, whole = model.active_adapters, model.get_base_model()
+    if len(adapters) != 1:
+        raise InvalidRequest(field="model", problem=f"has {len(adapters)} active PEFT adapters", allowed="one")
+    [adapter] = adapters
+    layers: dict[str, Any] = {}
+    for name, module in whole.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            _check_plain(name, module, adapter)
+            layers[f"{name}.base_layer.weight"] = module
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in whole.state_dict().items():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        own = name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
+        has_delta = name in layers and adapter in layers[name].lora_A
+        state[own] = tensor + layers[name].get_delta_weight(adapter).detach() if has_delta else tensor
+    return state
+
+
+def _check_plain(name: str, layer: Any, adapter: str) -> None:
+    """Reject an adapter that is more than a product of two matrices added to a weight."""
+    from peft.tuners.lora import Linear
+
+    if type(layer) is not Linear or adapter in layer.lora_variant or layer.lora_bias.get(adapter):
+        problem = f"has a PEFT adapter of another kind at {name}"
+        raise InvalidRequest(field="model", problem=problem, allowed="LoRA of linear layers, without DoRA and biases")
 
 
 def _dtypes(checkpoint: Path) -> Iterator[tuple[str, torch.dtype]]:

@@ -26,6 +26,20 @@ prompt."""
 MAX_SHOWN_BITS = 128
 """Longest integer, in bits, that messages show in full. Python refuses to print very long integers, so messages show
 their size."""
+TRACEPARENT_PATTERN: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+"""Pattern of section 3.2, without ids of only zeros and without version ff."""
+MAX_TRACESTATE_CHARS: Final = 512
+"""Characters that section 3.3.1.5 requires every participant to propagate. Longer values are cut at a member
+boundary."""
+MAX_TRACESTATE_MEMBERS: Final = 32
+"""Maximum number of members, by section 3.3.1.1."""
+_MEMBER: Final = re.compile(
+    r"(?P<key>[a-z0-9][a-z0-9_\-*/@]{0,255})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+_ALLOWED: Final = (
+    f"a W3C tracestate: up to {MAX_TRACESTATE_MEMBERS} different members key=value with commas between them, "
+    f"{MAX_TRACESTATE_CHARS} characters together"
+)
 
 
 def describe(value: object) -> str:
@@ -192,22 +206,6 @@ def check_json(field: str, value: object, depth: int = limits.MAX_EXTRA_DEPTH) -
             for name, item in value.items()
         }
     return [check_json(f"{field}[{i}]", item, depth - 1) for i, item in enumerate(value)]
-
-
-TRACEPARENT_PATTERN: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-"""Pattern of section 3.2, without ids of only zeros and without version ff."""
-MAX_TRACESTATE_CHARS: Final = 512
-"""Characters that section 3.3.1.5 requires every participant to propagate. Longer values are cut at a member
-boundary."""
-MAX_TRACESTATE_MEMBERS: Final = 32
-"""Maximum number of members, by section 3.3.1.1."""
-_MEMBER: Final = re.compile(
-    r"(?P<key>[a-z0-9][a-z0-9_\-*/@]{0,255})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
-)
-_ALLOWED: Final = (
-    f"a W3C tracestate: up to {MAX_TRACESTATE_MEMBERS} different members key=value with commas between them, "
-    f"{MAX_TRACESTATE_CHARS} characters together"
-)
 
 
 def check_traceparent(field: str, value: object) -> str:

@@ -39,6 +39,8 @@ Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 TransferId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 HTTP_USER = re.compile(r"http:[A-Za-z0-9_.-]{1,64}")
 """Identity of a user of the HTTP service."""
+Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -369,9 +371,6 @@ AnyCommand = (
 """All types of commands."""
 
 
-Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
-
-
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The user that signs with a key, and the permissions of that user. JSON, signed by the fleet's root key."""
 
@@ -407,9 +406,6 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def is_limited(self) -> bool:
         """True if the user may not send every command for every model."""
         return self.models is not None or self.commands is not None
-
-
-Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

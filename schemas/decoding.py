@@ -19,10 +19,16 @@ AT_PATH: Final = re.compile(r"(?P<problem>.*?) - at `\$\.(?P<path>[^`]*)`", re.D
 EXPECTED: Final = re.compile(r"Expected (?P<type>.*?)(, got .*)?", re.DOTALL)
 VALUE: Final = re.compile(r"Invalid (enum )?value (?P<value>.*)", re.DOTALL)
 FIELD_NAME: Final = re.compile(r"[^.\[\]]+")
-
 MAX_COMPARED_CHARS: Final = 200
 """Longest unknown name that is compared with known names. A name of megabytes would block the event loop for a second.
 """
+WIRE_VERSION: Final = 1
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All exceptions of decoders for hostile bytes. Invalid UTF-8 raises no `DecodeError`, and deep nesting reaches
+Python's own limit."""
+Form = Literal["map", "array", "json"]
+"""Encoding of a message: a msgpack map, a msgpack array, or JSON."""
+T = TypeVar("T")
 
 
 def nearest(name: str, allowed: Iterable[str], similarity: float = 0.6) -> str:
@@ -102,15 +108,6 @@ def wrong_command(error: str, kinds: Mapping[str, type], name: object) -> Invali
     )
 
 
-WIRE_VERSION: Final = 1
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All exceptions of decoders for hostile bytes. Invalid UTF-8 raises no `DecodeError`, and deep nesting reaches
-Python's own limit."""
-
-Form = Literal["map", "array", "json"]
-"""Encoding of a message: a msgpack map, a msgpack array, or JSON."""
-
-
 class _OfMap(msgspec.Struct):
     v: int = WIRE_VERSION
 
@@ -142,9 +139,6 @@ def why_malformed(error: Exception, data: bytes, form: Form) -> str:
     """Return the decoder's error for a message, or a text about the wire version if the message has another version."""
     version = other_version(data, form)
     return str(error) if version is None else f"wire version {version}; allowed: {WIRE_VERSION}"
-
-
-T = TypeVar("T")
 
 
 def decode_document(data: str | bytes, kind: type[T], what: str) -> T:

@@ -25,6 +25,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
+FREE_SPACE: Final = "free space, then the same command continues"
+"""Advice for a full disk."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+EXIT_DUPLICATE_WORKER: Final = 78
+"""Another live worker has the same id. A restart cannot help, so no supervisor restarts the process."""
+
 
 class ErrorCode(enum.StrEnum):
     """The reason why a request failed, as in a terminal chunk. Append-only; `ERRORS` explains each code."""
@@ -163,11 +169,6 @@ class ControlCode(enum.StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> "ControlCode":
         return cls.UNKNOWN
-
-
-FREE_SPACE: Final = "free space, then the same command continues"
-"""Advice for a full disk."""
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -333,10 +334,6 @@ def request_error(
         return RequestTimeout(stage="generation", message=message, request_id=request_id)
     kind = RequestFailed if ERRORS[code].admitted else RequestRejected
     return kind(code=code, message=message, request_id=request_id)
-
-
-EXIT_DUPLICATE_WORKER: Final = 78
-"""Another live worker has the same id. A restart cannot help, so no supervisor restarts the process."""
 
 
 class ForeignError(Exception):

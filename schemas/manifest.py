@@ -37,7 +37,6 @@ MAX_TENSORS: Final = 1_000_000
 MAX_LINKS: Final = 64
 """Maximum number of versions in a manifest, more than a chain may have."""
 MAX_DELTA_OBJECTS: Final = 4096
-
 DTYPE_BITS: Final = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -47,7 +46,6 @@ DTYPE_BITS: Final = {
     "F4": 4,
 }
 """Bits of an element, by the dtype names of safetensors."""
-
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 NumBytes = Annotated[int, Meta(ge=0, le=2**62)]
 Objects = Annotated[str, Meta(min_length=1, max_length=1300)]
@@ -56,6 +54,19 @@ Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 _FILE_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$"
 FileName = Annotated[str, Meta(pattern=_FILE_NAME)]
 """Name of a file directly in the folder. No such name can lead out of the folder."""
+CHAIN: Final = "rollbus-chain"
+"""Name of the metadata field of the object that holds the record as JSON."""
+CHAIN_OBJECT: Final = "versions/chain"
+"""Name of the object."""
+MAX_HISTORY: Final = 4 * MAX_LINKS
+"""Maximum number of links in a record. It covers the chains of the recorded version, of its predecessor, and of all
+versions published since."""
+MAX_NOTED: Final = 2 * (limits.MAX_LORAS + 1)
+"""Maximum number of noted folders: the recorded version and its predecessor, for the weights and for each adapter."""
+MAX_REASON_CHARS: Final = 500
+"""Maximum length of the reason for a withdrawn publication, so that the record stays small."""
+Epoch = Annotated[int, Meta(ge=0, le=2**53)]
+Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 
 
 class TensorDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -233,22 +244,6 @@ def decode_manifest(data: bytes) -> Manifest:
         RemoteProtocolError: the data is not a manifest, or the manifest contradicts itself.
     """
     return decode_document(data, Manifest, "a manifest")
-
-
-CHAIN: Final = "rollbus-chain"
-"""Name of the metadata field of the object that holds the record as JSON."""
-CHAIN_OBJECT: Final = "versions/chain"
-"""Name of the object."""
-MAX_HISTORY: Final = 4 * MAX_LINKS
-"""Maximum number of links in a record. It covers the chains of the recorded version, of its predecessor, and of all
-versions published since."""
-MAX_NOTED: Final = 2 * (limits.MAX_LORAS + 1)
-"""Maximum number of noted folders: the recorded version and its predecessor, for the weights and for each adapter."""
-MAX_REASON_CHARS: Final = 500
-"""Maximum length of the reason for a withdrawn publication, so that the record stays small."""
-
-Epoch = Annotated[int, Meta(ge=0, le=2**53)]
-Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):

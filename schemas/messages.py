@@ -27,6 +27,16 @@ Incarnation = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS
 OptionalIncarnation = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
 ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
+_untyped_decoder = msgspec.msgpack.Decoder()
+_presence_decoder = msgspec.json.Decoder(WorkerPresence)
+_command_decoder = msgspec.json.Decoder(AnyCommand)
+_commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyCommand)}
+_ack_decoder = msgspec.json.Decoder(Ack)
+_desired_decoder = msgspec.json.Decoder(DesiredState)
+_client_presence_decoder = msgspec.json.Decoder(ClientPresence)
+_T = TypeVar("_T")
+_chunks_decoder = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
+_chunk_decoder = msgspec.msgpack.Decoder(Chunk)
 
 
 class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=True):
@@ -198,18 +208,21 @@ def _dec_hook(kind: type, value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
 _json_encoder = msgspec.json.Encoder(enc_hook=_enc_hook_json)
+
+
 _request_message_decoder = msgspec.msgpack.Decoder(RequestMessage)
+
+
 _request_decoder = msgspec.msgpack.Decoder(GenerateRequest, dec_hook=_dec_hook)
-_untyped_decoder = msgspec.msgpack.Decoder()
+
+
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
+
+
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
-_presence_decoder = msgspec.json.Decoder(WorkerPresence)
-_command_decoder = msgspec.json.Decoder(AnyCommand)
-_commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyCommand)}
-_ack_decoder = msgspec.json.Decoder(Ack)
-_desired_decoder = msgspec.json.Decoder(DesiredState)
-_client_presence_decoder = msgspec.json.Decoder(ClientPresence)
 
 
 class _OnlyCommandId(msgspec.Struct):
@@ -221,6 +234,8 @@ class _OnlyCommandName(msgspec.Struct):
 
 
 _only_command_name_decoder = msgspec.json.Decoder(_OnlyCommandName)
+
+
 _only_command_id_decoder = msgspec.json.Decoder(_OnlyCommandId)
 
 
@@ -355,9 +370,6 @@ def decode_client_presence(data: bytes) -> ClientPresence:
     return _decode(_client_presence_decoder.decode, data, "client presence")
 
 
-_T = TypeVar("_T")
-
-
 def _decode(decode: Callable[[bytes], _T], data: bytes, what: str, form: Form = "json") -> _T:
     try:
         return decode(data)
@@ -403,10 +415,12 @@ class _ChunkKey(msgspec.Struct, array_like=True, frozen=True):
 
 
 _header_decoder = msgspec.msgpack.Decoder(_Header)
+
+
 _offers_decoder = msgspec.msgpack.Decoder(Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
-_chunks_decoder = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
+
+
 _chunk_key_decoder = msgspec.msgpack.Decoder(_ChunkKey)
-_chunk_decoder = msgspec.msgpack.Decoder(Chunk)
 
 
 def decode_frame_header(data: bytes) -> FrameHeader | None:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Final, get_args
@@ -17,31 +17,6 @@ from urllib.parse import unquote, urlsplit
 
 from .errors import InvalidRequest
 from .presence import Role
-
-
-def pip_install(extra: str) -> str:
-    """Return the command that adds an extra to this installation, for example `pip install 'rollbus[data]'`.
-
-    If rollbus was not installed from an index, `direct_url.json` (PEP 610) has its origin.
-    """
-    import json
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    package = f"rollbus[{extra}]"
-    try:
-        origin = json.loads(distribution("rollbus").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, OSError, ValueError):
-        origin = {}
-    url, vcs, folder = origin.get("url"), origin.get("vcs_info"), origin.get("dir_info")
-    if not url:
-        return f"pip install '{package}'"
-    if folder is not None:
-        editable = "-e " if folder.get("editable") else ""
-        return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
-    if vcs is not None:
-        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
-    return f"pip install '{package} @ {url}'"
-
 
 SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhd]))+", re.ASCII)
@@ -58,91 +33,6 @@ BYTES: Final = {
     "ti": 1 << 40,
 }
 SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b", re.ASCII | re.IGNORECASE)
-
-
-def positive_int(text: str) -> int:
-    """Parse an integer of at least 1."""
-    return _int(text, 1)
-
-
-def non_negative_int(text: str) -> int:
-    """Parse an integer of at least 0."""
-    return _int(text, 0)
-
-
-def _int(text: str, low: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = low - 1
-    if number < low:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {low}")
-    return number
-
-
-def duration(text: str) -> float:
-    """Parse a duration above 0, such as `90`, `1.5s`, `5m` or `1h30m`, and return it in seconds."""
-    seconds = duration_or_zero(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration above 0, such as 90 (seconds), 5m or 1h30m")
-    return seconds
-
-
-def duration_or_zero(text: str) -> float:
-    """Parse a duration as `duration` does, or 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if DURATION.fullmatch(text):
-        seconds = sum(float(number) * SECONDS[unit] for number, unit in DURATION_PART.findall(text))
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90 (seconds), 5m or 1h30m")
-    return seconds
-
-
-def size(text: str) -> int:
-    """Parse a number of bytes of at least 1, such as `1000000`, `100MB` or `2GiB`."""
-    found = SIZE.fullmatch(text)
-    try:
-        number = int(text) if found is None else int(float(found[1]) * BYTES[found[2].lower()])
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size of at least 1 byte, such as 1000000, 100MB or 2GiB")
-    return number
-
-
-def json_object(text: str) -> str:
-    """Check that `text` is a JSON object and return it unchanged."""
-    try:
-        value = json.loads(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
-    return text
-
-
-def check_writable(name: str, folder: Path, mode: int = 0o777) -> None:
-    """Check that files can be written into a directory. Create the directory if it is missing.
-
-    Args:
-        name: the option or the noun before the directory in the error.
-        mode: permissions of a new directory.
-
-    Raises:
-        InvalidRequest: no file can be written.
-    """
-    try:
-        folder.mkdir(mode, parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as exc:
-        problem, allowed = f"cannot be written: {exc.strerror}", "a directory in which this user may create files"
-        raise InvalidRequest(field=f"{name} {folder}", problem=problem, allowed=allowed) from exc
-
-
 DEFAULT_LEASE_S: Final = 5.0
 """Five heartbeats. A busy machine may delay some of them, and peers still detect a dead worker within seconds."""
 DEFAULT_ENGINE_TIMEOUT_S: Final = 300.0
@@ -361,3 +251,107 @@ def computes_on_cpu() -> bool:
     except PackageNotFoundError:
         # Then vLLM comes from a package with another name, and only builds for CPUs have another name.
         return True
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this installation, for example `pip install 'rollbus[data]'`.
+
+    If rollbus was not installed from an index, `direct_url.json` (PEP 610) has its origin.
+    """
+    package = f"rollbus[{extra}]"
+    try:
+        origin = json.loads(distribution("rollbus").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        origin = {}
+    url, vcs, folder = origin.get("url"), origin.get("vcs_info"), origin.get("dir_info")
+    if not url:
+        return f"pip install '{package}'"
+    if folder is not None:
+        editable = "-e " if folder.get("editable") else ""
+        return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
+    if vcs is not None:
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"pip install '{package} @ {url}'"
+
+
+def positive_int(text: str) -> int:
+    """Parse an integer of at least 1."""
+    return _int(text, 1)
+
+
+def non_negative_int(text: str) -> int:
+    """Parse an integer of at least 0."""
+    return _int(text, 0)
+
+
+def _int(text: str, low: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if number < low:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {low}")
+    return number
+
+
+def duration(text: str) -> float:
+    """Parse a duration above 0, such as `90`, `1.5s`, `5m` or `1h30m`, and return it in seconds."""
+    seconds = duration_or_zero(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration above 0, such as 90 (seconds), 5m or 1h30m")
+    return seconds
+
+
+def duration_or_zero(text: str) -> float:
+    """Parse a duration as `duration` does, or 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if DURATION.fullmatch(text):
+        seconds = sum(float(number) * SECONDS[unit] for number, unit in DURATION_PART.findall(text))
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90 (seconds), 5m or 1h30m")
+    return seconds
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes of at least 1, such as `1000000`, `100MB` or `2GiB`."""
+    found = SIZE.fullmatch(text)
+    try:
+        number = int(text) if found is None else int(float(found[1]) * BYTES[found[2].lower()])
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of at least 1 byte, such as 1000000, 100MB or 2GiB")
+    return number
+
+
+def json_object(text: str) -> str:
+    """Check that `text` is a JSON object and return it unchanged."""
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
+    return text
+
+
+def check_writable(name: str, folder: Path, mode: int = 0o777) -> None:
+    """Check that files can be written into a directory. Create the directory if it is missing.
+
+    Args:
+        name: the option or the noun before the directory in the error.
+        mode: permissions of a new directory.
+
+    Raises:
+        InvalidRequest: no file can be written.
+    """
+    try:
+        folder.mkdir(mode, parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        problem, allowed = f"cannot be written: {exc.strerror}", "a directory in which this user may create files"
+        raise InvalidRequest(field=f"{name} {folder}", problem=problem, allowed=allowed) from exc

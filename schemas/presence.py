@@ -14,6 +14,9 @@ from .weights import Digest, OpenTransfer, PublishedVersion, Staging
 
 NotNegative = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 NotNegativeSeconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=limits.MAX_COUNT)]
+Role = Literal["both", "prefill", "decode"]
+"""Phases of requests that a worker serves."""
 
 
 class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,9 +105,6 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Placed requests, because the worker can serve them and other workers cannot."""
 
 
-Positive = Annotated[int, Meta(ge=1, le=limits.MAX_COUNT)]
-
-
 class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of the routed experts that a worker's model returns."""
 
@@ -121,10 +121,6 @@ class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
     def row_bytes(self) -> int:
         """Bytes of the row of one position."""
         return self.num_layers * self.top_k * DTYPES[self.dtype].itemsize
-
-
-Role = Literal["both", "prefill", "decode"]
-"""Phases of requests that a worker serves."""
 
 
 class SamplingLimits(msgspec.Struct, frozen=True, kw_only=True):

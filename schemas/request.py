@@ -47,12 +47,17 @@ if TYPE_CHECKING:
 else:
     TokenIds = np.ndarray
 
-
 Inexact = Literal["refuse", "continue"]
 """How to continue an answer whose sampler had state. `refuse` raises `InvalidRequest`. `continue` uses another seed,
 and the joined result is not `exact`."""
 OPEN_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 """Finish reasons after which an answer may be continued."""
+MAPPED = "x:"
+"""Prefix of the wire's form of ids that subjects and chunks cannot carry as they are."""
+NUM_HASH_CHARS = 26
+"""130 bits: no two ids of a fleet have the same wire form."""
+Lane = Literal["resume", "high", "normal", "low"]
+"""Lanes of the queue. `resume` is for later attempts and decode phases only."""
 
 
 class StoppedAnswer(Protocol):
@@ -85,156 +90,6 @@ class StoppedAnswer(Protocol):
     @property
     def finish_reason(self) -> FinishReason:
         """Reason why the answer ended."""
-
-
-def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_rows: int) -> "GenerateRequest":
-    """Return `request` for the tokens after `token_ids`, with the same id. `token_ids` must not be empty.
-
-    Args:
-        request: a request for one sample.
-        num_rows: number of rows of routed experts that already exist; 0 also if the request wants none.
-    """
-    sampling, num_tokens = request.sampling, len(token_ids)
-    return replace(
-        request,
-        prompt_token_ids=np.concatenate([np.asarray(request.prompt_token_ids), token_ids]),
-        routed_experts_prompt_start=request.routed_experts_prompt_start + num_rows,
-        sampling=replace(
-            sampling,
-            max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_tokens,
-            min_tokens=max(sampling.min_tokens - num_tokens, 0),
-            prompt_logprobs=None,
-            # The state of the seeded generator is lost. The same seed would repeat the noise of the first tokens.
-            seed=None if sampling.seed is None else _derived_seed(sampling.seed, num_tokens),
-        ),
-    )
-
-
-def rest_of_answer(
-    request: "GenerateRequest", answer: StoppedAnswer, *, inexact: Inexact, request_id: str
-) -> "GenerateRequest":
-    """Return the request for the rest of `answer`, with this id; see `GenerateRequest.continuing`."""
-    sampling, num_tokens = request.sampling, len(answer.token_ids)
-    start = request.routed_experts_prompt_start
-    if (answer.prompt_len, answer.start) != (request.prompt_len, start):
-        raise InvalidRequest(
-            field="generation",
-            problem=f"has a prompt of {answer.prompt_len} tokens and rows from {answer.start} on",
-            allowed=f"a generation of this request: {request.prompt_len} tokens, rows from {start} on",
-        )
-    if answer.child >= sampling.n:
-        raise InvalidRequest(
-            field="generation", problem=f"is of sample {answer.child}", allowed=f"samples 0 to {sampling.n - 1}"
-        )
-    reason = answer.finish_reason if answer.finish_reason not in OPEN_ENDS else why_ended(sampling, answer.token_ids)
-    if reason is not None:
-        raise InvalidRequest(
-            field="generation", problem=f"ended normally ({reason})", allowed="a generation that was aborted or failed"
-        )
-    if num_tokens and inexact == "refuse":
-        check_continuable(sampling)
-    seed = None if sampling.seed is None else sampling.seed + answer.child
-    model = request.model or answer.model
-    request = replace(request, sampling=replace(sampling, n=1, seed=seed), request_id=request_id, model=model)
-    if not num_tokens:
-        return request
-    return rest_of(request, answer.token_ids, num_kept_rows(answer))
-
-
-def num_kept_rows(answer: StoppedAnswer) -> int:
-    """Return the number of rows of a stopped answer that belong to its tokens.
-
-    Rows may arrive before their tokens; the number excludes these rows.
-    """
-    if answer.routed_experts is None:
-        return 0
-    expected = expected_rows(answer.prompt_len, answer.start, len(answer.token_ids))
-    return min(len(answer.routed_experts), expected)
-
-
-def check_continuable(sampling: SamplingParams) -> None:
-    """Check that the sampling has no state that is lost when an answer stops.
-
-    Raises:
-        InvalidRequest: the sampling has a seed, penalties, bad words, or engine parameters such as a grammar.
-    """
-    if fields := sampling.stateful_fields:
-        raise InvalidRequest(
-            field=f"sampling.{fields[0]}",
-            problem="gives the sampler a state that is lost when an answer stops: an exact continuation is impossible",
-            allowed="no seed (except with temperature 0), penalties, bad words or extra; or inexact='continue'",
-        )
-
-
-def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> FinishReason | None:
-    """Return why an answer ended after `token_ids`, if its terminal chunk was lost. None: more tokens may follow."""
-    num_tokens = len(token_ids)
-    if num_tokens > sampling.min_tokens and int(token_ids[-1]) in sampling.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_tokens == sampling.max_tokens else None
-
-
-def _derived_seed(seed: int, num_tokens: int) -> int:
-    """Return another seed for the tokens after the first `num_tokens`.
-
-    The same arguments always give the same seed. Seeds of different arguments are unrelated.
-    """
-    digest = blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & MAX_SEED
-
-
-MAPPED = "x:"
-"""Prefix of the wire's form of ids that subjects and chunks cannot carry as they are."""
-NUM_HASH_CHARS = 26
-"""130 bits: no two ids of a fleet have the same wire form."""
-
-
-def check_given_id(field: str, value: object) -> str:
-    """Accept printable ids of up to 512 characters without a space at either end."""
-    if (
-        not isinstance(value, str)
-        or not 1 <= len(value) <= MAX_GIVEN_ID_CHARS
-        or not value.isprintable()
-        or value != value.strip()
-    ):
-        raise InvalidRequest(
-            field=field,
-            problem=f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
-            allowed=f"1 to {MAX_GIVEN_ID_CHARS} printable characters without a space at either end",
-        )
-    return str.__str__(value)
-
-
-def wire_id(given: str, scope: str | None = None) -> str:
-    """Return the id on the wire of a request with the id `given`.
-
-    An id of up to 128 of A-Z a-z 0-9 _ : - stays as it is. Any other id, an id that begins with `x:`, and an id with a
-    scope become `x:` and a hash.
-    """
-    if scope is None and not given.startswith(MAPPED) and REQUEST_ID_PATTERN.fullmatch(given) is not None:
-        return given
-    text = given if scope is None else f"{scope}\0{given}"
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return MAPPED + base64.b32encode(digest)[:NUM_HASH_CHARS].decode()
-
-
-class _OnlyId(msgspec.Struct):
-    request_id: str
-
-
-_only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
-
-
-def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
-    """Return the wire's id of an encoded `GenerateRequest`, even if other fields are wrong; None if it is invalid."""
-    try:
-        return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
-    except (*MALFORMED, InvalidRequest):
-        return None
-
-
-Lane = Literal["resume", "high", "normal", "low"]
-"""Lanes of the queue. `resume` is for later attempts and decode phases only."""
 
 
 class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True, omit_defaults=True, eq=False):
@@ -436,3 +291,143 @@ def expand_children(request: GenerateRequest) -> list[GenerateRequest]:
         replace(request, sampling=replace(request.sampling, n=1, seed=None if seed is None else seed + child))
         for child in range(request.sampling.n)
     ]
+
+
+def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_rows: int) -> "GenerateRequest":
+    """Return `request` for the tokens after `token_ids`, with the same id. `token_ids` must not be empty.
+
+    Args:
+        request: a request for one sample.
+        num_rows: number of rows of routed experts that already exist; 0 also if the request wants none.
+    """
+    sampling, num_tokens = request.sampling, len(token_ids)
+    return replace(
+        request,
+        prompt_token_ids=np.concatenate([np.asarray(request.prompt_token_ids), token_ids]),
+        routed_experts_prompt_start=request.routed_experts_prompt_start + num_rows,
+        sampling=replace(
+            sampling,
+            max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_tokens,
+            min_tokens=max(sampling.min_tokens - num_tokens, 0),
+            prompt_logprobs=None,
+            # The state of the seeded generator is lost. The same seed would repeat the noise of the first tokens.
+            seed=None if sampling.seed is None else _derived_seed(sampling.seed, num_tokens),
+        ),
+    )
+
+
+def rest_of_answer(
+    request: "GenerateRequest", answer: StoppedAnswer, *, inexact: Inexact, request_id: str
+) -> "GenerateRequest":
+    """Return the request for the rest of `answer`, with this id; see `GenerateRequest.continuing`."""
+    sampling, num_tokens = request.sampling, len(answer.token_ids)
+    start = request.routed_experts_prompt_start
+    if (answer.prompt_len, answer.start) != (request.prompt_len, start):
+        raise InvalidRequest(
+            field="generation",
+            problem=f"has a prompt of {answer.prompt_len} tokens and rows from {answer.start} on",
+            allowed=f"a generation of this request: {request.prompt_len} tokens, rows from {start} on",
+        )
+    if answer.child >= sampling.n:
+        raise InvalidRequest(
+            field="generation", problem=f"is of sample {answer.child}", allowed=f"samples 0 to {sampling.n - 1}"
+        )
+    reason = answer.finish_reason if answer.finish_reason not in OPEN_ENDS else why_ended(sampling, answer.token_ids)
+    if reason is not None:
+        raise InvalidRequest(
+            field="generation", problem=f"ended normally ({reason})", allowed="a generation that was aborted or failed"
+        )
+    if num_tokens and inexact == "refuse":
+        check_continuable(sampling)
+    seed = None if sampling.seed is None else sampling.seed + answer.child
+    model = request.model or answer.model
+    request = replace(request, sampling=replace(sampling, n=1, seed=seed), request_id=request_id, model=model)
+    if not num_tokens:
+        return request
+    return rest_of(request, answer.token_ids, num_kept_rows(answer))
+
+
+def num_kept_rows(answer: StoppedAnswer) -> int:
+    """Return the number of rows of a stopped answer that belong to its tokens.
+
+    Rows may arrive before their tokens; the number excludes these rows.
+    """
+    if answer.routed_experts is None:
+        return 0
+    expected = expected_rows(answer.prompt_len, answer.start, len(answer.token_ids))
+    return min(len(answer.routed_experts), expected)
+
+
+def check_continuable(sampling: SamplingParams) -> None:
+    """Check that the sampling has no state that is lost when an answer stops.
+
+    Raises:
+        InvalidRequest: the sampling has a seed, penalties, bad words, or engine parameters such as a grammar.
+    """
+    if fields := sampling.stateful_fields:
+        raise InvalidRequest(
+            field=f"sampling.{fields[0]}",
+            problem="gives the sampler a state that is lost when an answer stops: an exact continuation is impossible",
+            allowed="no seed (except with temperature 0), penalties, bad words or extra; or inexact='continue'",
+        )
+
+
+def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> FinishReason | None:
+    """Return why an answer ended after `token_ids`, if its terminal chunk was lost. None: more tokens may follow."""
+    num_tokens = len(token_ids)
+    if num_tokens > sampling.min_tokens and int(token_ids[-1]) in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_tokens == sampling.max_tokens else None
+
+
+def _derived_seed(seed: int, num_tokens: int) -> int:
+    """Return another seed for the tokens after the first `num_tokens`.
+
+    The same arguments always give the same seed. Seeds of different arguments are unrelated.
+    """
+    digest = blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def check_given_id(field: str, value: object) -> str:
+    """Accept printable ids of up to 512 characters without a space at either end."""
+    if (
+        not isinstance(value, str)
+        or not 1 <= len(value) <= MAX_GIVEN_ID_CHARS
+        or not value.isprintable()
+        or value != value.strip()
+    ):
+        raise InvalidRequest(
+            field=field,
+            problem=f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
+            allowed=f"1 to {MAX_GIVEN_ID_CHARS} printable characters without a space at either end",
+        )
+    return str.__str__(value)
+
+
+def wire_id(given: str, scope: str | None = None) -> str:
+    """Return the id on the wire of a request with the id `given`.
+
+    An id of up to 128 of A-Z a-z 0-9 _ : - stays as it is. Any other id, an id that begins with `x:`, and an id with a
+    scope become `x:` and a hash.
+    """
+    if scope is None and not given.startswith(MAPPED) and REQUEST_ID_PATTERN.fullmatch(given) is not None:
+        return given
+    text = given if scope is None else f"{scope}\0{given}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return MAPPED + base64.b32encode(digest)[:NUM_HASH_CHARS].decode()
+
+
+class _OnlyId(msgspec.Struct):
+    request_id: str
+
+
+_only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
+
+
+def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
+    """Return the wire's id of an encoded `GenerateRequest`, even if other fields are wrong; None if it is invalid."""
+    try:
+        return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
+    except (*MALFORMED, InvalidRequest):
+        return None

@@ -16,6 +16,8 @@ from .presence import Capabilities, SamplingLimits
 from .request import GenerateRequest
 from .sampling import SamplingParams, check_names
 
+_DIGITS = re.compile("[0-9]{1,10}")
+
 
 def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
     """Build a request from JSON values, as in a JSONL file. Unknown fields are rejected.
@@ -35,9 +37,6 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
             bias = {int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key: bias[key] for key in bias}
             fields = {**fields, "sampling": {**sampling, "logit_bias": bias}}
     return build_request(fields)
-
-
-_DIGITS = re.compile("[0-9]{1,10}")
 
 
 def build_request(fields: Mapping[str, object]) -> GenerateRequest:

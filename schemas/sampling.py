@@ -37,8 +37,6 @@ MEANT: Final[Mapping[str, str]] = {
     "adapter": "lora",
 }
 """Names of other libraries, each with the name here."""
-
-
 _kinds: list["NamedFields"] = []
 
 

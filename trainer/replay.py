@@ -30,6 +30,62 @@ from .errors import ReplayError
 _FILE: Final = torch.utils.checkpoint.__file__
 _REENTRANT: Final = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _WATCHERS: Final = "_rollbus_watchers"
+TRANSFORMERS: Final = "5.21.1"
+"""Oldest tested release for replay. Some earlier releases, such as 5.5, return probabilities in place of logits."""
+_ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SUPPORTED = f"allowed: the routers of transformers >= {TRANSFORMERS} in rollbus.trainer.replay.SUPPORTED"
+_TICKET: Final = "_rollbus_replay"
+_CHECKED_TOKENS: Final = 256
+_numbers = itertools.count()
+# A CUDA graph would continue with the rows of its capture. Releases of torch without the tag make no CUDA graph of code
+# with a CPU tensor, and a ticket is one.
+_TAGS: Final[dict[str, Any]] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+_rerouted_classes: dict[type[nn.Module], type[nn.Module]] = {}
+"""Replacement classes, by original class."""
+
+
+@contextmanager
+def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
+    """Make each router of `model` use the given experts inside the block, weighted by the router's own logits.
+
+    Gradients flow into the router. Replay works with autograd, gradient checkpointing, mixed precision and
+    torch.compile(dynamic=True). It restores the model at the end of the block, also after an error. With gradient
+    checkpointing, call backward() inside the block, because it computes the layers again. Other models may be replayed
+    at the same time. The same model may not, nor may another thread use it.
+
+    Args:
+        model: mixture of experts of transformers whose routers are in `SUPPORTED`. It may be wrapped by torch.compile,
+            DDP or FSDP2.
+        routed_experts: i[B, T, L, K] for inputs of B sequences with T tokens, preferably on the model's device. L
+            counts all hidden layers, as in vLLM's rows, or only the layers with experts. A row of -1 leaves the choice
+            to the router. The tensor is not copied and must not change until the block ends. None raises an error:
+            train samples without routed experts outside the block.
+
+    Raises:
+        ReplayError: the model is not supported or is already replayed; the rows do not fit the model or the number of
+            tokens; or at the end of the block, a router was never called, or a forward pass with checkpointing had no
+            backward pass.
+    """
+    if routed_experts is None:
+        raise ReplayError("there are no routed experts; to train without replay, call the model outside the block")
+    routers = find_routers(model)
+    check_rows(routed_experts, routers)
+    for router in routers:
+        if is_rerouted(router.module):
+            raise ReplayError(f"{router.name} is being replayed; blocks for one model do not nest")
+    layers = layer_of_rows(routers, routed_experts.shape[2])
+    reroutings = [
+        RouterPatch(router, routed_experts[:, :, layer]) for router, layer in zip(routers, layers, strict=True)
+    ]
+    try:
+        for rerouting in reroutings:
+            reroute(rerouting)
+        yield
+    finally:
+        for rerouting in reroutings:
+            restore(rerouting)
+    _check_called(reroutings)
+    _check_recomputed(model, reroutings)
 
 
 def watch_checkpoints(grad: bool, on_recompute: Callable[[], None]) -> bool:
@@ -84,10 +140,6 @@ def _watchers(checkpoint: Any) -> list[Callable[[], None]]:
     return watchers
 
 
-TRANSFORMERS: Final = "5.21.1"
-"""Oldest tested release for replay. Some earlier releases, such as 5.5, return probabilities in place of logits."""
-
-
 @dataclass(frozen=True, slots=True)
 class Formula:
     """Computes the weights of chosen experts from a router's logits."""
@@ -137,6 +189,7 @@ _BY_FORMULA: Final[dict[Formula, str]] = {
     "GraniteMoeSharedTopKRouter GraniteMoeTopKRouter",
 }
 
+
 SUPPORTED: Final[dict[str, Formula]] = {
     name: formula for formula, names in _BY_FORMULA.items() for name in names.split()
 }
@@ -149,10 +202,6 @@ def formula_of(kind: type[nn.Module]) -> Formula | None:
     The class that defines `forward` decides, because FSDP and parametrizations put their own class before it.
     """
     return SUPPORTED.get(next(base for base in kind.__mro__ if "forward" in vars(base)).__name__)
-
-
-_ROW_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_SUPPORTED = f"allowed: the routers of transformers >= {TRANSFORMERS} in rollbus.trainer.replay.SUPPORTED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +321,6 @@ def check_rows(routed_experts: Tensor, routers: list[Router]) -> None:
             raise ReplayError(f"{place}: experts {ids}; allowed: {allowed}")
 
 
-_TICKET: Final = "_rollbus_replay"
-_CHECKED_TOKENS: Final = 256
-_numbers = itertools.count()
-# A CUDA graph would continue with the rows of its capture. Releases of torch without the tag make no CUDA graph of code
-# with a CPU tensor, and a ticket is one.
-_TAGS: Final[dict[str, Any]] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
-
-
 @dataclass(slots=True)
 class RouterPatch:
     """One router in one replay block."""
@@ -335,8 +376,6 @@ class RouterPatch:
 
 _open: dict[int, RouterPatch] = {}
 """Routers in open blocks, by number."""
-_rerouted_classes: dict[type[nn.Module], type[nn.Module]] = {}
-"""Replacement classes, by original class."""
 
 
 def _ended(name: str) -> ReplayError:
@@ -419,50 +458,6 @@ def restore(rerouting: RouterPatch) -> None:
     kind = type(module)
     if kind in _rerouted_classes.values():
         module.__class__ = kind.__bases__[0]
-
-
-@contextmanager
-def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
-    """Make each router of `model` use the given experts inside the block, weighted by the router's own logits.
-
-    Gradients flow into the router. Replay works with autograd, gradient checkpointing, mixed precision and
-    torch.compile(dynamic=True). It restores the model at the end of the block, also after an error. With gradient
-    checkpointing, call backward() inside the block, because it computes the layers again. Other models may be replayed
-    at the same time. The same model may not, nor may another thread use it.
-
-    Args:
-        model: mixture of experts of transformers whose routers are in `SUPPORTED`. It may be wrapped by torch.compile,
-            DDP or FSDP2.
-        routed_experts: i[B, T, L, K] for inputs of B sequences with T tokens, preferably on the model's device. L
-            counts all hidden layers, as in vLLM's rows, or only the layers with experts. A row of -1 leaves the choice
-            to the router. The tensor is not copied and must not change until the block ends. None raises an error:
-            train samples without routed experts outside the block.
-
-    Raises:
-        ReplayError: the model is not supported or is already replayed; the rows do not fit the model or the number of
-            tokens; or at the end of the block, a router was never called, or a forward pass with checkpointing had no
-            backward pass.
-    """
-    if routed_experts is None:
-        raise ReplayError("there are no routed experts; to train without replay, call the model outside the block")
-    routers = find_routers(model)
-    check_rows(routed_experts, routers)
-    for router in routers:
-        if is_rerouted(router.module):
-            raise ReplayError(f"{router.name} is being replayed; blocks for one model do not nest")
-    layers = layer_of_rows(routers, routed_experts.shape[2])
-    reroutings = [
-        RouterPatch(router, routed_experts[:, :, layer]) for router, layer in zip(routers, layers, strict=True)
-    ]
-    try:
-        for rerouting in reroutings:
-            reroute(rerouting)
-        yield
-    finally:
-        for rerouting in reroutings:
-            restore(rerouting)
-    _check_called(reroutings)
-    _check_recomputed(model, reroutings)
 
 
 def _check_called(reroutings: list[RouterPatch]) -> None:

@@ -25,6 +25,252 @@ Overlap = Literal["refuse", "first", "last"]
 """Handling of two pieces with a row for the same position. `refuse`: they must agree. Otherwise the first or the last
 row is kept."""
 OVERLAPS = ("refuse", "first", "last")
+NOT_SAMPLED = -1
+"""Weight version of a token that was not sampled: a token of a prompt, of a tool, or padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Sample:
+    """A sequence of S tokens. The constructor checks the arrays and does not copy them.
+
+    Row i of the routed experts belongs to position `start + i`. The last token has not passed through the model and has
+    no row. A sample of S tokens therefore has `S - 1 - start` rows, by the row rule of `rollbus.schemas.rows`.
+
+    Raises:
+        PackError: fields contradict each other.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    """i4[S]: prompts, sampled tokens, and tokens between them, in order."""
+    loss_mask: npt.NDArray[np.bool_]
+    """bool[S]: True if the token was sampled and is trained. Token 0 has no prediction and is never trained."""
+    logprobs: npt.NDArray[np.float32]
+    """f4[S]: log probabilities from the sampler, possibly -inf; 0.0 where not sampled."""
+    weight_versions: npt.NDArray[np.int32]
+    """i4[S]: version of the weights that sampled each token; -1 where not sampled."""
+    routed_experts: Rows | None = None
+    """u1|u2[S - 1 - start, L, K]: expert ids. Row i belongs to position `start + i`. None without routed experts."""
+    start: int = 0
+    """Position of the first row."""
+    advantage: "float | npt.NDArray[np.float32]" = 0.0
+    """One advantage for all tokens, or f4[S]."""
+
+    def __post_init__(self) -> None:
+        check_vector(PackError, "token_ids", self.token_ids, np.int32)
+        size = len(self.token_ids)
+        check_vector(PackError, "loss_mask", self.loss_mask, np.bool_, size)
+        check_vector(PackError, "logprobs", self.logprobs, np.float32, size)
+        check_vector(PackError, "weight_versions", self.weight_versions, np.int32, size)
+        self._check_advantage()
+        check_entries(PackError, "token_ids", self.token_ids, self.token_ids >= 0, "0 and above")
+        if size and self.loss_mask[0]:
+            raise PackError("loss_mask is on at position 0, which nothing predicts; allowed: positions 1 and above")
+        good = (self.logprobs < np.inf) | ~self.loss_mask
+        check_entries(PackError, "logprobs", self.logprobs, good, "numbers, and -inf, where the loss mask is on")
+        good = (self.weight_versions >= 0) | ~self.loss_mask
+        check_entries(PackError, "weight_versions", self.weight_versions, good, "0 and above where the loss mask is on")
+        check_integer(PackError, "start", self.start, 0)
+        if self.routed_experts is not None:
+            self._check_rows(self.routed_experts)
+
+    def _check_advantage(self) -> None:
+        advantage: Any = self.advantage
+        if isinstance(advantage, np.ndarray):
+            check_vector(PackError, "advantage", advantage, np.float32, len(self.token_ids))
+            check_entries(PackError, "advantage", advantage, np.isfinite(advantage), "finite numbers")
+        elif not isinstance(advantage, Real):
+            raise PackError(f"advantage is {describe(advantage)}; allowed: a number, or a numpy array of float32")
+        elif not abs(cast(float, advantage)) <= float(np.finfo(np.float32).max):
+            raise PackError(f"advantage is {advantage}; allowed: finite numbers that float32 has")
+
+    def _check_rows(self, rows: Rows) -> None:
+        check_rows(PackError, "routed_experts", rows)
+        size = len(self.token_ids)
+        if self.start > max(size - 1, 0):
+            raise PackError(f"start is {self.start} of {size} tokens; allowed: 0 to S - 1")
+        if len(rows) != (wanted := expected_rows(size - 1, self.start, 1)):
+            raise PackError(
+                f"routed_experts has {len(rows)} rows for {size} tokens from start {self.start};"
+                f" allowed: S - 1 - start = {wanted}"
+            )
+
+    def __len__(self) -> int:
+        """Return S, the number of tokens."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        """Return one line with sizes, without contents."""
+        rows = "none" if self.routed_experts is None else "x".join(map(str, self.routed_experts.shape))
+        trained = np.count_nonzero(self.loss_mask)
+        return f"<Sample tokens={len(self.token_ids)} trained={trained} rows={rows} start={self.start}>"
+
+
+class Turn(Protocol):
+    """The result of one request after a prompt of Lp tokens. `rollbus.Generation` has this type."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Lp: number of prompt tokens."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """i4[G]: sampled token ids."""
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32] | None:
+        """f4[G]: log probabilities from the sampler. None if they were not requested."""
+
+    @property
+    def weight_versions(self) -> npt.NDArray[np.int32]:
+        """i4[G]: version of the weights that sampled each token."""
+
+    @property
+    def routed_experts(self) -> Rows | None:
+        """u1|u2[Lp - start + G - 1, L, K]: expert ids. None without routed experts."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first row, 0 to Lp."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Cause of the failure. None if the request did not fail."""
+
+
+class Stitcher:
+    """Joins the turns of one conversation into one sample.
+
+    The prompt of each turn begins with all tokens so far. The stitcher copies no array until `sample`, so the arrays
+    must not change until then.
+
+    Args:
+        overlap: handling of rows that an earlier turn already had; see `stitch_rows`. With `refuse` (default), a turn
+            may be rejected if it recomputes earlier positions in another batch shape or with other weights. To avoid
+            this, request rows only from `next_start`, or use `first`, which keeps for each token the experts of its
+            sampling.
+    """
+
+    def __init__(self, *, overlap: Overlap = "refuse") -> None:
+        self._run = RowStitcher(overlap)
+        self._sampled: list[tuple[slice, npt.NDArray[np.float32], npt.NDArray[np.int32]]] = []
+        """Positions, log probabilities and weight versions of each turn with sampled tokens."""
+        self._num_added = 0
+        self._tokens: tuple[npt.NDArray[np.int32], ...] = ()
+        """All tokens so far: the last prompt and the tokens sampled after it."""
+        self._unrouted: int | None = None
+        """First turn without routed experts whose rows no later turn has returned."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of all tokens so far."""
+        return sum(map(len, self._tokens))
+
+    @property
+    def next_start(self) -> int:
+        """First position for which the next turn must return a row: its `routed_experts_prompt_start`.
+
+        It is the end of the present rows. If the row of the first sampled token is missing, it is the position before
+        that token: its turn had no routed experts, or its rows began at the length of its prompt.
+        """
+        if not self._sampled:
+            return 0
+        first_needed: int = self._sampled[0][0].start - 1
+        if self._run.layout is None or self._run.start > first_needed:
+            return first_needed
+        return self._run.end
+
+    def add(self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], turn: Turn) -> None:
+        """Add the next turn. An error leaves the stitcher unchanged.
+
+        Args:
+            prompt_token_ids: the whole prompt of the turn, which begins with all tokens so far.
+            turn: result of the turn. It may have zero tokens, with or without empty routed experts. The result of a
+                failed request is rejected.
+
+        Raises:
+            StitchError: the turn does not fit. The message gives its index, the position and the reason.
+        """
+        where = f"turn {self._num_added}"
+        _check_outcome(where, turn)
+        prompt = _as_token_ids(f"{where}: prompt_token_ids", prompt_token_ids)
+        sampled = _as_token_ids(f"{where}: token_ids", turn.token_ids)
+        self._check_prompt(where, prompt)
+        logprobs = _check_turn(where, turn, len(prompt), len(sampled))
+        if len(sampled):
+            self._add_rows(where, turn, len(prompt))
+            span = slice(len(prompt), len(prompt) + len(sampled))
+            self._sampled.append((span, logprobs, turn.weight_versions))
+        self._tokens = (prompt, sampled)
+        self._num_added += 1
+
+    def sample(self, advantage: "float | npt.NDArray[np.float32]" = 0.0) -> Sample:
+        """Return all turns so far as one sequence, which ends with the last sampled token.
+
+        The arrays are newly allocated, except for rows that all come from one turn. A later prompt of a turn without
+        sampled tokens is left out, because it has no rows and no trained tokens. If no turn has sampled tokens, the
+        sample is the last prompt, without trained tokens.
+
+        Raises:
+            StitchError: there are no turns, or only some turns have routed experts.
+            PackError: `advantage` is not valid for `Sample`.
+        """
+        if not self._num_added:
+            raise StitchError("there are no turns; allowed: one or more")
+        size = self._sampled[-1][0].stop if self._sampled else self.num_tokens
+        routed = self._run.layout is not None
+        if routed and self._unrouted is not None:
+            raise StitchError(
+                f"turn {self._unrouted}: no routed experts from position {self.next_start} on, which other turns have;"
+                " allowed: routed experts in all turns, in none, or a later turn that returns these rows"
+            )
+        token_ids = np.concatenate(self._tokens, dtype=np.int32)[:size]
+        loss_mask = np.zeros(size, np.bool_)
+        logprobs = np.zeros(size, np.float32)
+        weight_versions = np.full(size, NOT_SAMPLED, np.int32)
+        for span, turn_logprobs, turn_versions in self._sampled:
+            loss_mask[span] = True
+            logprobs[span] = turn_logprobs
+            weight_versions[span] = turn_versions
+        return Sample(
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            weight_versions=weight_versions,
+            routed_experts=self._run.join(copy=False) if routed else None,
+            start=self._run.start if routed else 0,
+            advantage=advantage,
+        )
+
+    def _check_prompt(self, where: str, prompt: npt.NDArray[np.int32]) -> None:
+        position = 0
+        for known in self._tokens:
+            new = prompt[position : position + len(known)]
+            same = new == known[: len(new)]
+            if not same.all():
+                at = int(same.argmin())
+                raise StitchError(
+                    f"{where}: its prompt has token {new[at]} at position {position + at}, and the sequence so far"
+                    f" {known[at]}; allowed: a prompt that begins with all {self.num_tokens} tokens so far"
+                )
+            if len(new) < len(known):
+                raise StitchError(
+                    f"{where}: its prompt ends at position {len(prompt)}; allowed: a prompt that begins with all"
+                    f" {self.num_tokens} tokens so far"
+                )
+            position += len(known)
+
+    def _add_rows(self, where: str, turn: Turn, prompt_len: int) -> None:
+        if turn.routed_experts is None:
+            if self._unrouted is None:
+                self._unrouted = self._num_added
+            return
+        if self._sampled and turn.start > (position := self.next_start):
+            raise StitchError(
+                f"{where}: rows begin at position {turn.start}, and that of position {position} is missing;"
+                f" allowed: a start of at most {position}"
+            )
+        self._run.add(where, turn.start, turn.routed_experts)
+        self._unrouted = None
 
 
 class RowStitcher:
@@ -166,86 +412,6 @@ def _cut(rows: Rows, begin: int, end: int) -> Rows:
     return part.copy() if len(part) * 2 < len(rows) else part
 
 
-NOT_SAMPLED = -1
-"""Weight version of a token that was not sampled: a token of a prompt, of a tool, or padding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Sample:
-    """A sequence of S tokens. The constructor checks the arrays and does not copy them.
-
-    Row i of the routed experts belongs to position `start + i`. The last token has not passed through the model and has
-    no row. A sample of S tokens therefore has `S - 1 - start` rows, by the row rule of `rollbus.schemas.rows`.
-
-    Raises:
-        PackError: fields contradict each other.
-    """
-
-    token_ids: npt.NDArray[np.int32]
-    """i4[S]: prompts, sampled tokens, and tokens between them, in order."""
-    loss_mask: npt.NDArray[np.bool_]
-    """bool[S]: True if the token was sampled and is trained. Token 0 has no prediction and is never trained."""
-    logprobs: npt.NDArray[np.float32]
-    """f4[S]: log probabilities from the sampler, possibly -inf; 0.0 where not sampled."""
-    weight_versions: npt.NDArray[np.int32]
-    """i4[S]: version of the weights that sampled each token; -1 where not sampled."""
-    routed_experts: Rows | None = None
-    """u1|u2[S - 1 - start, L, K]: expert ids. Row i belongs to position `start + i`. None without routed experts."""
-    start: int = 0
-    """Position of the first row."""
-    advantage: "float | npt.NDArray[np.float32]" = 0.0
-    """One advantage for all tokens, or f4[S]."""
-
-    def __post_init__(self) -> None:
-        check_vector(PackError, "token_ids", self.token_ids, np.int32)
-        size = len(self.token_ids)
-        check_vector(PackError, "loss_mask", self.loss_mask, np.bool_, size)
-        check_vector(PackError, "logprobs", self.logprobs, np.float32, size)
-        check_vector(PackError, "weight_versions", self.weight_versions, np.int32, size)
-        self._check_advantage()
-        check_entries(PackError, "token_ids", self.token_ids, self.token_ids >= 0, "0 and above")
-        if size and self.loss_mask[0]:
-            raise PackError("loss_mask is on at position 0, which nothing predicts; allowed: positions 1 and above")
-        good = (self.logprobs < np.inf) | ~self.loss_mask
-        check_entries(PackError, "logprobs", self.logprobs, good, "numbers, and -inf, where the loss mask is on")
-        good = (self.weight_versions >= 0) | ~self.loss_mask
-        check_entries(PackError, "weight_versions", self.weight_versions, good, "0 and above where the loss mask is on")
-        check_integer(PackError, "start", self.start, 0)
-        if self.routed_experts is not None:
-            self._check_rows(self.routed_experts)
-
-    def _check_advantage(self) -> None:
-        advantage: Any = self.advantage
-        if isinstance(advantage, np.ndarray):
-            check_vector(PackError, "advantage", advantage, np.float32, len(self.token_ids))
-            check_entries(PackError, "advantage", advantage, np.isfinite(advantage), "finite numbers")
-        elif not isinstance(advantage, Real):
-            raise PackError(f"advantage is {describe(advantage)}; allowed: a number, or a numpy array of float32")
-        elif not abs(cast(float, advantage)) <= float(np.finfo(np.float32).max):
-            raise PackError(f"advantage is {advantage}; allowed: finite numbers that float32 has")
-
-    def _check_rows(self, rows: Rows) -> None:
-        check_rows(PackError, "routed_experts", rows)
-        size = len(self.token_ids)
-        if self.start > max(size - 1, 0):
-            raise PackError(f"start is {self.start} of {size} tokens; allowed: 0 to S - 1")
-        if len(rows) != (wanted := expected_rows(size - 1, self.start, 1)):
-            raise PackError(
-                f"routed_experts has {len(rows)} rows for {size} tokens from start {self.start};"
-                f" allowed: S - 1 - start = {wanted}"
-            )
-
-    def __len__(self) -> int:
-        """Return S, the number of tokens."""
-        return len(self.token_ids)
-
-    def __repr__(self) -> str:
-        """Return one line with sizes, without contents."""
-        rows = "none" if self.routed_experts is None else "x".join(map(str, self.routed_experts.shape))
-        trained = np.count_nonzero(self.loss_mask)
-        return f"<Sample tokens={len(self.token_ids)} trained={trained} rows={rows} start={self.start}>"
-
-
 def check_samples(samples: object) -> list[Sample]:
     """Return the samples as a list.
 
@@ -259,38 +425,6 @@ def check_samples(samples: object) -> list[Sample]:
         if not isinstance(sample, Sample):
             raise PackError(f"sample {index} is {describe(sample)}; allowed: rollbus.trainer.Sample")
     return listed
-
-
-class Turn(Protocol):
-    """The result of one request after a prompt of Lp tokens. `rollbus.Generation` has this type."""
-
-    @property
-    def prompt_len(self) -> int:
-        """Lp: number of prompt tokens."""
-
-    @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
-        """i4[G]: sampled token ids."""
-
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32] | None:
-        """f4[G]: log probabilities from the sampler. None if they were not requested."""
-
-    @property
-    def weight_versions(self) -> npt.NDArray[np.int32]:
-        """i4[G]: version of the weights that sampled each token."""
-
-    @property
-    def routed_experts(self) -> Rows | None:
-        """u1|u2[Lp - start + G - 1, L, K]: expert ids. None without routed experts."""
-
-    @property
-    def start(self) -> int:
-        """Position of the first row, 0 to Lp."""
-
-    @property
-    def error(self) -> Exception | None:
-        """Cause of the failure. None if the request did not fail."""
 
 
 def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refuse") -> tuple[int, Rows]:
@@ -312,142 +446,6 @@ def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refus
     for number, (start, rows) in enumerate(pieces):
         run.add(f"piece {number}", start, rows)
     return run.start, run.join()
-
-
-class Stitcher:
-    """Joins the turns of one conversation into one sample.
-
-    The prompt of each turn begins with all tokens so far. The stitcher copies no array until `sample`, so the arrays
-    must not change until then.
-
-    Args:
-        overlap: handling of rows that an earlier turn already had; see `stitch_rows`. With `refuse` (default), a turn
-            may be rejected if it recomputes earlier positions in another batch shape or with other weights. To avoid
-            this, request rows only from `next_start`, or use `first`, which keeps for each token the experts of its
-            sampling.
-    """
-
-    def __init__(self, *, overlap: Overlap = "refuse") -> None:
-        self._run = RowStitcher(overlap)
-        self._sampled: list[tuple[slice, npt.NDArray[np.float32], npt.NDArray[np.int32]]] = []
-        """Positions, log probabilities and weight versions of each turn with sampled tokens."""
-        self._num_added = 0
-        self._tokens: tuple[npt.NDArray[np.int32], ...] = ()
-        """All tokens so far: the last prompt and the tokens sampled after it."""
-        self._unrouted: int | None = None
-        """First turn without routed experts whose rows no later turn has returned."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of all tokens so far."""
-        return sum(map(len, self._tokens))
-
-    @property
-    def next_start(self) -> int:
-        """First position for which the next turn must return a row: its `routed_experts_prompt_start`.
-
-        It is the end of the present rows. If the row of the first sampled token is missing, it is the position before
-        that token: its turn had no routed experts, or its rows began at the length of its prompt.
-        """
-        if not self._sampled:
-            return 0
-        first_needed: int = self._sampled[0][0].start - 1
-        if self._run.layout is None or self._run.start > first_needed:
-            return first_needed
-        return self._run.end
-
-    def add(self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], turn: Turn) -> None:
-        """Add the next turn. An error leaves the stitcher unchanged.
-
-        Args:
-            prompt_token_ids: the whole prompt of the turn, which begins with all tokens so far.
-            turn: result of the turn. It may have zero tokens, with or without empty routed experts. The result of a
-                failed request is rejected.
-
-        Raises:
-            StitchError: the turn does not fit. The message gives its index, the position and the reason.
-        """
-        where = f"turn {self._num_added}"
-        _check_outcome(where, turn)
-        prompt = _as_token_ids(f"{where}: prompt_token_ids", prompt_token_ids)
-        sampled = _as_token_ids(f"{where}: token_ids", turn.token_ids)
-        self._check_prompt(where, prompt)
-        logprobs = _check_turn(where, turn, len(prompt), len(sampled))
-        if len(sampled):
-            self._add_rows(where, turn, len(prompt))
-            span = slice(len(prompt), len(prompt) + len(sampled))
-            self._sampled.append((span, logprobs, turn.weight_versions))
-        self._tokens = (prompt, sampled)
-        self._num_added += 1
-
-    def sample(self, advantage: "float | npt.NDArray[np.float32]" = 0.0) -> Sample:
-        """Return all turns so far as one sequence, which ends with the last sampled token.
-
-        The arrays are newly allocated, except for rows that all come from one turn. A later prompt of a turn without
-        sampled tokens is left out, because it has no rows and no trained tokens. If no turn has sampled tokens, the
-        sample is the last prompt, without trained tokens.
-
-        Raises:
-            StitchError: there are no turns, or only some turns have routed experts.
-            PackError: `advantage` is not valid for `Sample`.
-        """
-        if not self._num_added:
-            raise StitchError("there are no turns; allowed: one or more")
-        size = self._sampled[-1][0].stop if self._sampled else self.num_tokens
-        routed = self._run.layout is not None
-        if routed and self._unrouted is not None:
-            raise StitchError(
-                f"turn {self._unrouted}: no routed experts from position {self.next_start} on, which other turns have;"
-                " allowed: routed experts in all turns, in none, or a later turn that returns these rows"
-            )
-        token_ids = np.concatenate(self._tokens, dtype=np.int32)[:size]
-        loss_mask = np.zeros(size, np.bool_)
-        logprobs = np.zeros(size, np.float32)
-        weight_versions = np.full(size, NOT_SAMPLED, np.int32)
-        for span, turn_logprobs, turn_versions in self._sampled:
-            loss_mask[span] = True
-            logprobs[span] = turn_logprobs
-            weight_versions[span] = turn_versions
-        return Sample(
-            token_ids=token_ids,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            weight_versions=weight_versions,
-            routed_experts=self._run.join(copy=False) if routed else None,
-            start=self._run.start if routed else 0,
-            advantage=advantage,
-        )
-
-    def _check_prompt(self, where: str, prompt: npt.NDArray[np.int32]) -> None:
-        position = 0
-        for known in self._tokens:
-            new = prompt[position : position + len(known)]
-            same = new == known[: len(new)]
-            if not same.all():
-                at = int(same.argmin())
-                raise StitchError(
-                    f"{where}: its prompt has token {new[at]} at position {position + at}, and the sequence so far"
-                    f" {known[at]}; allowed: a prompt that begins with all {self.num_tokens} tokens so far"
-                )
-            if len(new) < len(known):
-                raise StitchError(
-                    f"{where}: its prompt ends at position {len(prompt)}; allowed: a prompt that begins with all"
-                    f" {self.num_tokens} tokens so far"
-                )
-            position += len(known)
-
-    def _add_rows(self, where: str, turn: Turn, prompt_len: int) -> None:
-        if turn.routed_experts is None:
-            if self._unrouted is None:
-                self._unrouted = self._num_added
-            return
-        if self._sampled and turn.start > (position := self.next_start):
-            raise StitchError(
-                f"{where}: rows begin at position {turn.start}, and that of position {position} is missing;"
-                f" allowed: a start of at most {position}"
-            )
-        self._run.add(where, turn.start, turn.routed_experts)
-        self._unrouted = None
 
 
 def _as_token_ids(name: str, token_ids: object) -> npt.NDArray[np.int32]:

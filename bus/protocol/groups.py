@@ -55,6 +55,8 @@ class GroupEvent(enum.StrEnum):
 
 
 _LIVE: Final = [GroupState.RUNNING, GroupState.STOPPING, GroupState.STOPPED]
+
+
 GROUP = StateMachine(
     "group",
     GroupState.RUNNING,

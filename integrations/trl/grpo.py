@@ -23,6 +23,11 @@ from ...schemas.sampling import SamplingParams
 from ..publisher import PolicyPublisher
 
 MAX_EVERY = 1_000_000
+OWN: Final = frozenset({"n", "logprobs"})
+"""Fields that this package sets: TRL repeats the prompt for each sample, and needs a log probability for each token."""
+MAX_STOPS: Final = 16
+"""Maximum number of interruptions in one step, for example by `pause --mode abort`. After that, an interrupted answer
+is kept as it is."""
 
 
 class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # transformers is not read by mypy
@@ -71,10 +76,6 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
             [is_published] = broadcast_object_list([is_published])
         if not is_published:
             raise RuntimeError("rank 0 has not published the policy; see the error of rank 0")
-
-
-OWN: Final = frozenset({"n", "logprobs"})
-"""Fields that this package sets: TRL repeats the prompt for each sample, and needs a log probability for each token."""
 
 
 def token_ids_of(
@@ -141,11 +142,6 @@ def seeded(sampling: SamplingParams, serial: int) -> SamplingParams:
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + serial) % (MAX_SEED + 1))
-
-
-MAX_STOPS: Final = 16
-"""Maximum number of interruptions in one step, for example by `pause --mode abort`. After that, an interrupted answer
-is kept as it is."""
 
 
 class Rollouts:

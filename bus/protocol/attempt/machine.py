@@ -40,6 +40,17 @@ RETRIED: Final = frozenset(
 """Errors of an attempt that do not predict an error of the next attempt."""
 PASSED_ON: Final = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.WEIGHTS_TOO_OLD})
 """Errors with which a worker rejects a direct request that another worker may accept."""
+HAND_OVER_S: Final = 1.0
+"""Seconds that a worker has to answer a direct request: about a thousand round trips. Then any worker may run it."""
+QUEUE_MISSING_S: Final = 0.5
+"""Seconds until a worker has created a deleted queue again: it does so within its next pull."""
+PREFILL_WAIT_S: Final = 2.0
+"""Seconds that a request waits for a prefill worker: about the time in which a decode worker computes a long prompt."""
+DECODE_BYTES: Final = 1024
+"""The bytes that a decode phase adds to the message of the whole request, besides its KV parameters."""
+MAX_UNREADABLE_WORKERS: Final = 2
+"""The number of workers with undecodable frames at which the request fails. A single worker may itself be broken."""
+NOTHING: Final[Sequence[Instruction]] = ()
 
 
 class RequestState(enum.StrEnum):
@@ -115,10 +126,16 @@ class RequestEvent(enum.StrEnum):
 
 UNPUBLISHED: Final = frozenset({RequestState.WAITING, RequestState.READY})
 """The client publishes the request as soon as it can."""
+
+
 HANDED_TO_ONE: Final = frozenset({RequestState.PREFILL_HANDED_OVER, RequestState.HANDED_OVER})
 """The client has sent the request to one worker and waits for the answer."""
+
+
 TIMED: Final = HANDED_TO_ONE | {RequestState.QUEUE_MISSING}
 """The state ends after a time, for which the machine returns `WakeAt`."""
+
+
 OUT: Final = HANDED_TO_ONE | {
     RequestState.PUBLISHING,
     RequestState.QUEUE_MISSING,
@@ -127,10 +144,16 @@ OUT: Final = HANDED_TO_ONE | {
     RequestState.RUNNING,
 }
 """The current attempt was published, so a worker may have it."""
+
+
 UNADMITTED: Final = OUT - {RequestState.PREFILL_HANDED_OVER, RequestState.PREFILLING, RequestState.RUNNING}
 """The whole request, or its decode phase, was published, and no worker has offered to run it."""
+
+
 OPEN: Final = frozenset(RequestState) - {RequestState.ENDED}
 """The request has not ended."""
+
+
 REQUEST = StateMachine(
     "request",
     RequestState.WAITING,
@@ -164,19 +187,6 @@ REQUEST = StateMachine(
         **{(state, RequestEvent.FINISHED): RequestState.ENDED for state in sorted(OPEN)},
     },
 )
-
-
-HAND_OVER_S: Final = 1.0
-"""Seconds that a worker has to answer a direct request: about a thousand round trips. Then any worker may run it."""
-QUEUE_MISSING_S: Final = 0.5
-"""Seconds until a worker has created a deleted queue again: it does so within its next pull."""
-PREFILL_WAIT_S: Final = 2.0
-"""Seconds that a request waits for a prefill worker: about the time in which a decode worker computes a long prompt."""
-DECODE_BYTES: Final = 1024
-"""The bytes that a decode phase adds to the message of the whole request, besides its KV parameters."""
-MAX_UNREADABLE_WORKERS: Final = 2
-"""The number of workers with undecodable frames at which the request fails. A single worker may itself be broken."""
-NOTHING: Final[Sequence[Instruction]] = ()
 
 
 class AttemptMachine:
@@ -507,6 +517,8 @@ class AttemptMachine:
 
 
 _Handler = Callable[[AttemptMachine, Any, float], Sequence[Instruction]]
+
+
 _HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = {
     on.PublishingPossible: (UNPUBLISHED, AttemptMachine._publish),
     on.PrefillDecided: (frozenset({RequestState.AWAITING_PREFILL}), AttemptMachine._leave_prefill_queue),

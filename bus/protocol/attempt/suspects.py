@@ -21,9 +21,12 @@ MAX_MOVES: Final = 2
 """The number of silent workers after which a request stays where it is, until its deadline."""
 AVOID_S: Final = 600.0
 """Seconds for which the client avoids a silent worker, unless the worker sends a token or restarts."""
-
 Engine = tuple[str, str]
+"""Worker and incarnation."""
 R = TypeVar("R", bound=AttemptMachine)
+MAX_DEATHS_REMEMBERED: Final = 1024
+"""Deaths of engines whose requests are remembered. Their frames arrive within seconds."""
+K = TypeVar("K", bound=Hashable)
 
 
 class _Avoided(NamedTuple):
@@ -111,14 +114,6 @@ def able_others(
         and worker.weight_version >= version
         and (lora is None or lora in (info.name for info in worker.loras))
     ]
-
-
-MAX_DEATHS_REMEMBERED: Final = 1024
-"""Deaths of engines whose requests are remembered. Their frames arrive within seconds."""
-
-
-"""Worker and incarnation."""
-K = TypeVar("K", bound=Hashable)
 
 
 class Company(NamedTuple):

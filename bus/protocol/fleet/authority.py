@@ -34,10 +34,12 @@ MAX_AGE_S: Final = 60.0
 """The maximum age of a command's signature in seconds, by the worker's clock. For this time, a copied command can be
 published again. A controller signs a command again at each repeat, so the limit only needs room for clock differences.
 """
-
 _REGISTERS: Final = {
     str(kind.__struct_config__.tag): kind.sets for kind in get_args(AnyCommand) if kind.sets is not None
 }
+MAX_NAMED: Final = 8
+"""Workers that a message names for each digest."""
+Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
 def check_authority(by: Certificate, command: Command, model: str) -> None:
@@ -130,12 +132,6 @@ def _may_record(by: Certificate, state: DesiredState, register: str, recorded: R
         and command.model == state.model
         and recorded.epoch <= state.epoch
     )
-
-
-MAX_NAMED: Final = 8
-"""Workers that a message names for each digest."""
-
-Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
 def without(capability: str, workers: Collection[WorkerPresence], model: str) -> tuple[str, ...]:

@@ -31,6 +31,10 @@ LOOSE_CHOICES: Final = 0.9
 """The share of expert choices that must agree in a narrower dtype. Rounding changes 1 in 40 rows on a small model, a
 broken reload changes 1 in 5.
 """
+MAX_CANDIDATES: Final = 32
+"""Canaries that are tried as the majority's canary. Each is compared with all others. If there is a majority, a random
+canary belongs to it with a probability of at least one half.
+"""
 
 
 def canary_request(capabilities: Capabilities) -> GenerateRequest:
@@ -163,12 +167,6 @@ def canary_rows(canary: Canary) -> Rows | None:
         if len(data) == size * dtype.itemsize:
             return np.frombuffer(data, dtype).reshape(canary.shape)
     raise RemoteProtocolError(f"a canary has {len(data)} bytes of routed experts for shape {canary.shape}")
-
-
-MAX_CANDIDATES: Final = 32
-"""Canaries that are tried as the majority's canary. Each is compared with all others. If there is a majority, a random
-canary belongs to it with a probability of at least one half.
-"""
 
 
 def dissenters(acks: Mapping[str, Ack], dtypes: Mapping[str, str]) -> dict[str, str]:

@@ -30,13 +30,26 @@ from .presence import LostWorker, list_names
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
 """The maps of a command result, in display order. Each map has the workers with that result."""
-
 PAUSING: Final = ("update_weights", "finish_weight_update")
 """Commands that pause the requests in flight and resume them."""
 MAX_NAMED = 8
 """Workers that an error message names. The command result has all of them."""
 MAX_REASON_CHARS = 300
 """Characters of each worker's reason in an error message. The command result has the whole reason."""
+Roster = dict[str, tuple[WorkerPresence, ...]]
+"""The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
+_SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""A worker in these states sends no ack. When it comes back, it reads the recorded commands."""
+_OF_ONE_MODEL: Final = (
+    UpdateWeights,
+    LoadLora,
+    UnloadLora,
+    InitWeightTransfer,
+    StartWeightUpdate,
+    UpdateWeightChunk,
+    FinishWeightUpdate,
+)
+"""Commands that apply to one model only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,23 +342,6 @@ def _reason_of(ack: Ack) -> str:
     if ack.error is None:
         return "its ack has no reason"
     return f"{ack.error.code}: {ack.error.message[:MAX_REASON_CHARS]}"
-
-
-Roster = dict[str, tuple[WorkerPresence, ...]]
-"""The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
-
-_SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""A worker in these states sends no ack. When it comes back, it reads the recorded commands."""
-_OF_ONE_MODEL: Final = (
-    UpdateWeights,
-    LoadLora,
-    UnloadLora,
-    InitWeightTransfer,
-    StartWeightUpdate,
-    UpdateWeightChunk,
-    FinishWeightUpdate,
-)
-"""Commands that apply to one model only."""
 
 
 def needs_known_models(command: AnyCommand) -> bool:

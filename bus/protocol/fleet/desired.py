@@ -32,6 +32,24 @@ WEIGHTS = "weights"
 """The register with the weights that a worker should have."""
 Served = UpdateWeights | FinishWeightUpdate | LoadLora
 """The commands whose version may answer under the model's name."""
+_UNABLE: Final = frozenset(
+    {
+        WorkerState.STARTING,
+        WorkerState.OUTDATED,
+        WorkerState.POISONED,
+        WorkerState.WAITING_FOR_WEIGHTS,
+        WorkerState.FENCED,
+        WorkerState.FAILED,
+    }
+)
+"""States in which a worker serves nothing although no command requires this."""
+_BEFORE_READ: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""States of workers that serve nothing. Before they serve, they apply what is recorded."""
+STALE_S: Final = 30.0
+"""Seconds after which an older or missing state counts as the real state: the store was restored from a backup, or it
+was lost and not written since. nats-server checks every 10 s if a leader has had contact with its peers within 10 s, so
+a deposed leader answers for 20 s at most.
+"""
 
 
 def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0.0) -> tuple[DesiredState, int]:
@@ -341,21 +359,6 @@ def _bounded(registers: dict[str, Recorded]) -> dict[str, Recorded]:
     return {name: recorded for name, recorded in registers.items() if name not in dropped}
 
 
-_UNABLE: Final = frozenset(
-    {
-        WorkerState.STARTING,
-        WorkerState.OUTDATED,
-        WorkerState.POISONED,
-        WorkerState.WAITING_FOR_WEIGHTS,
-        WorkerState.FENCED,
-        WorkerState.FAILED,
-    }
-)
-"""States in which a worker serves nothing although no command requires this."""
-_BEFORE_READ: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""States of workers that serve nothing. Before they serve, they apply what is recorded."""
-
-
 def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
     """Return why a worker does not match the desired state of its model, phrased to follow its id; None: it matches."""
     if worker.state in _UNABLE:
@@ -396,13 +399,6 @@ def check_started(state: DesiredState, workers: tuple[WorkerPresence, ...], comm
         problem = f"version {command.version} is not newer than {max(started)}, which workers were started with"
         remedy = "" if isinstance(command, LoadLora) else "; set allow_rollback to load it anyway"
         raise ControlError(ControlCode.OLD_VERSION, f"{problem}{remedy}")
-
-
-STALE_S: Final = 30.0
-"""Seconds after which an older or missing state counts as the real state: the store was restored from a backup, or it
-was lost and not written since. nats-server checks every 10 s if a leader has had contact with its peers within 10 s, so
-a deposed leader answers for 20 s at most.
-"""
 
 
 class ReadVerdict(enum.Enum):

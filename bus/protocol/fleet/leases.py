@@ -26,6 +26,28 @@ TIE_S: Final = 1.0
 """
 MAX_OTHERS: Final = 16
 """Incarnations that are followed. Presence of further ones is ignored until one of these is silent."""
+MAX_FROM_ONE: Final = 500
+"""Messages of one sender in a second, far above any honest sender. Reading as many takes a percent of a core."""
+MAX_FROM_ALL: Final = 5_000
+"""Messages of all senders in a second. Thousands of clients may connect at once, and each publishes presence. On a
+server with users, nobody has several names."""
+DROP_S: Final = 5.0
+"""Seconds for which a flooded subscription is dropped."""
+DEFAULT_LEASE_S = 5.0
+"""The lease in seconds of a client from which a message but no presence has arrived."""
+MAX_LEASE_S = 60.0
+"""The maximum lease in seconds, even if presence states more: data that a lost client or worker leaves must expire."""
+MAX_CLIENTS = 65_536
+"""The number of live client incarnations, and also that of remembered dead ones. The oldest dead ones are removed."""
+MAX_INCARNATIONS = 8
+"""The number of live incarnations of one client name. Each presence of a new one ends the others, so more than two mean
+messages with invented incarnations. The one that was first heard longest ago ends, unless it has published presence.
+"""
+OWNER_LOST_S: Final = 20.0
+"""Seconds without presence after which the owner counts as lost: several leases, since its engines then load weights
+again."""
+ENDED: Final = frozenset({ControlCode.NOT_FOUND, ControlCode.TRANSFER_EXPIRED, ControlCode.TRANSFER_EMPTY})
+"""Errors of a finish on a worker that has not received the weights. It waits for the next update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +151,6 @@ class DuplicateWatch:
         return max(self._serves_at, self._contested_until()) - now
 
 
-MAX_FROM_ONE: Final = 500
-"""Messages of one sender in a second, far above any honest sender. Reading as many takes a percent of a core."""
-MAX_FROM_ALL: Final = 5_000
-"""Messages of all senders in a second. Thousands of clients may connect at once, and each publishes presence. On a
-server with users, nobody has several names."""
-DROP_S: Final = 5.0
-"""Seconds for which a flooded subscription is dropped."""
-
-
 class FloodMeter:
     """Counts the messages of one subscription in each second.
 
@@ -178,19 +191,6 @@ class FloodMeter:
         """Return the flood as text for people, with the subject that most messages had."""
         (subject, count), *_ = self._counts.most_common(1) or [(subscription, 0)]
         return f"{count} of {self._num_messages} messages in a second on {subject}: not read for {DROP_S:g} s"
-
-
-DEFAULT_LEASE_S = 5.0
-"""The lease in seconds of a client from which a message but no presence has arrived."""
-MAX_LEASE_S = 60.0
-"""The maximum lease in seconds, even if presence states more: data that a lost client or worker leaves must expire."""
-MAX_CLIENTS = 65_536
-"""The number of live client incarnations, and also that of remembered dead ones. The oldest dead ones are removed."""
-
-MAX_INCARNATIONS = 8
-"""The number of live incarnations of one client name. Each presence of a new one ends the others, so more than two mean
-messages with invented incarnations. The one that was first heard longest ago ends, unless it has published presence.
-"""
 
 
 class WorkerLease:
@@ -365,13 +365,6 @@ class ClientLeases:
         self._dead[client, incarnation] = is_final
         while len(self._dead) > MAX_CLIENTS:
             self._dead.popitem(last=False)
-
-
-OWNER_LOST_S: Final = 20.0
-"""Seconds without presence after which the owner counts as lost: several leases, since its engines then load weights
-again."""
-ENDED: Final = frozenset({ControlCode.NOT_FOUND, ControlCode.TRANSFER_EXPIRED, ControlCode.TRANSFER_EMPTY})
-"""Errors of a finish on a worker that has not received the weights. It waits for the next update."""
 
 
 @dataclass(slots=True)

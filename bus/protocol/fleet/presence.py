@@ -18,6 +18,16 @@ MAX_LISTED: Final = 16
 """Largest number of models or workers that an error lists, because workers choose the names."""
 MAX_CAUSE_CHARS: Final = 256
 """Characters of a worker's own text that an error repeats: a worker may write any text."""
+LEASE_MARGIN_S: Final = 1.0
+"""Seconds after the end of its lease at which a worker counts as lost. By then it has fenced itself by any clock."""
+MAX_ENDED: Final = 8
+"""Ended incarnations of one worker that are remembered: a worker starts rarely."""
+MAX_NAMESAKES: Final = 4
+"""Further workers with one id that are followed. More than one worker with an id is a mistake in their setup."""
+MAX_WORKERS: Final = 16_384
+"""Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
+MAX_GIVEN_UP: Final = 64
+"""Models without workers whose last cause is remembered: workers choose the names."""
 
 
 @dataclass(frozen=True)
@@ -176,18 +186,6 @@ def _serves_as(worker: WorkerPresence, role: Role) -> bool:
 def connector_of(worker: WorkerPresence) -> str | None:
     """Return the connector by which a worker shares KV; None: it shares none, or is starting."""
     return None if worker.capabilities is None else worker.capabilities.kv_connector
-
-
-LEASE_MARGIN_S: Final = 1.0
-"""Seconds after the end of its lease at which a worker counts as lost. By then it has fenced itself by any clock."""
-MAX_ENDED: Final = 8
-"""Ended incarnations of one worker that are remembered: a worker starts rarely."""
-MAX_NAMESAKES: Final = 4
-"""Further workers with one id that are followed. More than one worker with an id is a mistake in their setup."""
-MAX_WORKERS: Final = 16_384
-"""Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
-MAX_GIVEN_UP: Final = 64
-"""Models without workers whose last cause is remembered: workers choose the names."""
 
 
 @dataclass(frozen=True, slots=True)

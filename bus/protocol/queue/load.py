@@ -20,10 +20,42 @@ MAX_PIECES: Final = 131_072
 """Pieces that are remembered: prompts of 33 million tokens, more than the caches of many fleets. About 60 MB."""
 MAX_HOLDERS: Final = 4 * MAX_PIECES
 """Pairs of piece and worker that are remembered: many workers hold the pieces that many prompts share."""
-
 MAX_AGE_S: Final = 3_600.0
 """Seconds for which a piece counts as cached if its worker does not report evictions. A busy engine evicts it earlier.
 """
+SILENT_S: Final = 10.0
+"""Seconds for which a worker gets no placed requests after it did not answer a direct request in time."""
+FULL_S: Final = 0.05
+"""Seconds for which a worker gets no placed requests after a rejection: presence may have crossed its answer. The time
+doubles at each further rejection, up to `SILENT_S`, until the worker admits a placed request.
+"""
+MAX_REFUSALS: Final = 8
+"""Rejections that are counted: by then a worker is closed for `SILENT_S`."""
+FULL_KV: Final = 0.95
+"""Share of a KV cache in use at which a worker counts as full: another request may preempt a running one."""
+DEFAULT_PREFILL_RATE: Final = 8_000.0
+"""Prompt tokens per second of a worker without a published rate, while no other worker has published one."""
+MIN_RATE: Final = 1.0
+MAX_RATE: Final = 1e9
+"""Published rates, in tokens per second, are clamped to these limits, so that no quotient overflows."""
+MAX_REQUESTS: Final = 1_000_000
+"""Published numbers of requests are clamped to this limit, which no worker reaches."""
+RATE_KEPT: Final = 0.995
+"""The share of a worker's highest prefill rate that remains after each presence message: half after two minutes. An
+engine publishes a low rate while it computes only the short ends of cached prompts.
+"""
+MEAN_OVER: Final = 10
+"""Presence messages in the mean of running requests: as many seconds as the published decode rate covers."""
+RUNNING_SLOWDOWN: Final = 0.01
+"""Time that each running request adds to an engine step, as a share of a step without any."""
+SLOW: Final = 1.5
+"""A worker counts as slow if it takes at least this many times as long as the typical worker. Smaller differences do
+not count, because rates are noisy.
+"""
+SLOWEST: Final = 16.0
+"""A worker counts as at most this many times slower than the typical worker, regardless of its published rates."""
+TYPICAL_S: Final = 1.0
+"""Seconds until the typical rates are computed again from the rates of all workers."""
 
 
 class PrefixScope(NamedTuple):
@@ -228,41 +260,6 @@ class PrefixIndex:
             return None
         # At equal times, the worker that was recorded last.
         return self._numbered[max(reversed(valid), key=holders.used_at.__getitem__)].id.worker
-
-
-SILENT_S: Final = 10.0
-"""Seconds for which a worker gets no placed requests after it did not answer a direct request in time."""
-FULL_S: Final = 0.05
-"""Seconds for which a worker gets no placed requests after a rejection: presence may have crossed its answer. The time
-doubles at each further rejection, up to `SILENT_S`, until the worker admits a placed request.
-"""
-MAX_REFUSALS: Final = 8
-"""Rejections that are counted: by then a worker is closed for `SILENT_S`."""
-FULL_KV: Final = 0.95
-"""Share of a KV cache in use at which a worker counts as full: another request may preempt a running one."""
-DEFAULT_PREFILL_RATE: Final = 8_000.0
-"""Prompt tokens per second of a worker without a published rate, while no other worker has published one."""
-MIN_RATE: Final = 1.0
-MAX_RATE: Final = 1e9
-"""Published rates, in tokens per second, are clamped to these limits, so that no quotient overflows."""
-MAX_REQUESTS: Final = 1_000_000
-"""Published numbers of requests are clamped to this limit, which no worker reaches."""
-RATE_KEPT: Final = 0.995
-"""The share of a worker's highest prefill rate that remains after each presence message: half after two minutes. An
-engine publishes a low rate while it computes only the short ends of cached prompts.
-"""
-MEAN_OVER: Final = 10
-"""Presence messages in the mean of running requests: as many seconds as the published decode rate covers."""
-RUNNING_SLOWDOWN: Final = 0.01
-"""Time that each running request adds to an engine step, as a share of a step without any."""
-SLOW: Final = 1.5
-"""A worker counts as slow if it takes at least this many times as long as the typical worker. Smaller differences do
-not count, because rates are noisy.
-"""
-SLOWEST: Final = 16.0
-"""A worker counts as at most this many times slower than the typical worker, regardless of its published rates."""
-TYPICAL_S: Final = 1.0
-"""Seconds until the typical rates are computed again from the rates of all workers."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,11 @@ from .engine_step import RequestStep
 
 _I4 = np.dtype("<i4")
 _F4 = np.dtype("<f4")
+KEPT_BYTES = 16 * 1024
+"""Rows of one step of at least this size are not copied: those of a prompt, not of a token."""
+MAX_KEPT_SHARE = 2
+"""An array is still copied if it is a view of an array this many times as large, which a slow client would keep alive.
+"""
 
 
 def pop_front(buffer: bytearray, size: int) -> bytes:
@@ -132,13 +137,6 @@ class TokenBuffer:
             size = 4 * int(self._num_ids(count).sum())
             mask = SamplingMask(pop_front(self._mask_counts, 4 * count), pop_front(self._mask_ids, size))
         return pop_front(self._ids, 4 * count), logprobs, top, mask
-
-
-KEPT_BYTES = 16 * 1024
-"""Rows of one step of at least this size are not copied: those of a prompt, not of a token."""
-MAX_KEPT_SHARE = 2
-"""An array is still copied if it is a view of an array this many times as large, which a slow client would keep alive.
-"""
 
 
 class RowBuffer:

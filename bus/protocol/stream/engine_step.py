@@ -11,6 +11,13 @@ from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLog
 from ....schemas.errors import ErrorCode, LocalProtocolError
 from ....schemas.rows import Rows
 
+MAX_RUN_BYTES: Final = 8 * 1024
+"""The maximum bytes of one request's tokens and rows. So a run stays a small chunk, which shares a frame with others.
+"""
+MAX_RUN_TOKENS: Final = 128
+"""The maximum tokens of one request. More tokens gain nothing, because enough tokens share the cost of a chunk."""
+FIRST_SLOTS: Final = 64
+
 
 class RequestStep(msgspec.Struct, kw_only=True, gc=False):
     """The output of one engine step for one request."""
@@ -98,14 +105,6 @@ class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
 def split(steps: Iterable[RequestStep | TokenBatch]) -> list[RequestStep]:
     """Return the same steps, with each batch split."""
     return [one for step in steps for one in (step.split() if isinstance(step, TokenBatch) else [step])]
-
-
-MAX_RUN_BYTES: Final = 8 * 1024
-"""The maximum bytes of one request's tokens and rows. So a run stays a small chunk, which shares a frame with others.
-"""
-MAX_RUN_TOKENS: Final = 128
-"""The maximum tokens of one request. More tokens gain nothing, because enough tokens share the cost of a chunk."""
-FIRST_SLOTS: Final = 64
 
 
 class TokenBatcher:

@@ -28,6 +28,8 @@ UNREADABLE_GAP_S = 2.0
 """Seconds that a gap must last before bytes without a readable header break the link. Bytes of another sender may
 arrive before the resent frame, but a resend takes less time.
 """
+MAX_RETIRED = 8
+"""Ended incarnations that are remembered, so that their late frames are not followed. A worker restarts rarely."""
 
 
 class FrameVerdict(enum.Enum):
@@ -260,10 +262,6 @@ class LinkReceiver:
             acked=acked,
         )
         return first, replace(first, abort=[], acked=acked - 1, resend=True)
-
-
-MAX_RETIRED = 8
-"""Ended incarnations that are remembered, so that their late frames are not followed. A worker restarts rarely."""
 
 
 class FollowedLinks:

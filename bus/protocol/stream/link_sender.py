@@ -20,6 +20,20 @@ from .engine_step import RequestStep
 MAX_FRAME_BYTES = MAX_CHUNKS_PER_FRAME * CHUNK_OVERHEAD_BYTES
 """The largest frame, also if the server allows more. So no frame has more offers or chunks than the limit of the
 format."""
+SMALL_BYTES = 16 * 1024
+"""The largest small chunk in bytes. Small chunks go into the next frame. A large chunk goes into a frame after all
+small chunks, one per frame.
+"""
+MIN_SEGMENT_BYTES = 32 * 1024
+"""The smallest segment in bytes, also for a smaller client window: smaller segments cost more than they transfer."""
+SEGMENTS_PER_WINDOW = 4
+"""Segments per window. With fewer in flight, the link would wait for each frame ack. If a thousand workers each have a
+large result for one client, they exceed its windows by at most one segment each.
+"""
+MAX_UNACKED_BYTES = 64 * 1024 * 1024
+"""The limit for a client that grants unlimited credit but sends no frame acks: many times a usual window. Beyond this
+limit, output is buffered at its requests, where it can be discarded.
+"""
 
 
 class FrameBuilder:
@@ -58,22 +72,6 @@ class FrameBuilder:
         """Add a chunk that fits."""
         self.chunks.append(chunk)
         self.room -= num_bytes
-
-
-SMALL_BYTES = 16 * 1024
-"""The largest small chunk in bytes. Small chunks go into the next frame. A large chunk goes into a frame after all
-small chunks, one per frame.
-"""
-MIN_SEGMENT_BYTES = 32 * 1024
-"""The smallest segment in bytes, also for a smaller client window: smaller segments cost more than they transfer."""
-SEGMENTS_PER_WINDOW = 4
-"""Segments per window. With fewer in flight, the link would wait for each frame ack. If a thousand workers each have a
-large result for one client, they exceed its windows by at most one segment each.
-"""
-MAX_UNACKED_BYTES = 64 * 1024 * 1024
-"""The limit for a client that grants unlimited credit but sends no frame acks: many times a usual window. Beyond this
-limit, output is buffered at its requests, where it can be discarded.
-"""
 
 
 @dataclass(frozen=True, slots=True)

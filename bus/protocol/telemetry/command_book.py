@@ -38,6 +38,19 @@ MARGIN_S: Final = 10.0
 """Seconds after a command's timeout until the command counts as done, regardless of missing acks."""
 AWAITED: Final = "awaited"
 """The status of a worker that has not acked. Other statuses are those of acks."""
+DAY_S: Final = 86_400.0
+MAX_EVENTS: Final = 1024
+"""Events of each of the two logs: a thousand workers that restart, or an update every 90 s for a day. As JSON they take
+about 150 KB."""
+MAX_KNOWN: Final = 16_384
+"""Workers that are remembered. Beyond it, the one that is gone for the longest time is forgotten."""
+GONE_AFTER: Final = 2
+"""Updates without a worker until it counts as gone. After an outage of NATS, presence may come after the first."""
+SAME_PROCESS_S: Final = 2.0
+"""A new incarnation whose uptime continues the earlier one, within these seconds, belongs to the same process."""
+MAX_DETAIL_CHARS: Final = 200
+MAX_NAMED: Final = 50
+"""Workers that an event of a command names; a command may name thousands."""
 
 
 class StagingProgress(msgspec.Struct, frozen=True):
@@ -201,21 +214,6 @@ class CommandBook:
         """Return the last commands, the newest first."""
         newest_first = reversed(self._commands.values())
         return tuple(each.line(now, is_whole=at < NUM_WHOLE) for at, each in enumerate(newest_first))
-
-
-DAY_S: Final = 86_400.0
-MAX_EVENTS: Final = 1024
-"""Events of each of the two logs: a thousand workers that restart, or an update every 90 s for a day. As JSON they take
-about 150 KB."""
-MAX_KNOWN: Final = 16_384
-"""Workers that are remembered. Beyond it, the one that is gone for the longest time is forgotten."""
-GONE_AFTER: Final = 2
-"""Updates without a worker until it counts as gone. After an outage of NATS, presence may come after the first."""
-SAME_PROCESS_S: Final = 2.0
-"""A new incarnation whose uptime continues the earlier one, within these seconds, belongs to the same process."""
-MAX_DETAIL_CHARS: Final = 200
-MAX_NAMED: Final = 50
-"""Workers that an event of a command names; a command may name thousands."""
 
 
 class DayEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -29,6 +29,17 @@ MAX_CELL: Final = 2**53
 bits."""
 LEVEL: Final = 1
 """The zlib level: higher levels take a worker three times as long for a tenth fewer bytes."""
+MAX_ASKED: Final = 64
+"""The maximum number of workers to ask, because an answer may have 100 KB. This sample represents a thousand
+workers."""
+INTERVAL_S: Final = 5.0
+KEPT_INTERVALS: Final = 24
+"""Number of kept intervals, which cover two minutes: a reader that asks for the last minute may be late."""
+MAX_PENDING_ROWS: Final = 512
+"""Maximum number of rows that wait to be counted. Counting them takes a third of a millisecond. Larger batches are not
+faster per row."""
+Plane = Literal["prompt", "generated"]
+Window = Literal["recent", "versions"]
 
 
 class ExpertShape(NamedTuple):
@@ -293,11 +304,6 @@ def _plane(data: bytes, tally: TokenTally, shape: ExpertShape, name: str) -> Pla
     return PlaneLoad(counts, tally.computed, tally.seen)
 
 
-MAX_ASKED: Final = 64
-"""The maximum number of workers to ask, because an answer may have 100 KB. This sample represents a thousand
-workers."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertAnswers:
     """The answers of one model's workers about their experts."""
@@ -368,17 +374,6 @@ def merge_answers(
     """Add up the answers. Name the workers with unusable answers."""
     window, unusable = merge_loads(loads)
     return ExpertAnswers(model, window, tuple(asked), {**left_out, **unusable}, num_workers)
-
-
-INTERVAL_S: Final = 5.0
-KEPT_INTERVALS: Final = 24
-"""Number of kept intervals, which cover two minutes: a reader that asks for the last minute may be late."""
-MAX_PENDING_ROWS: Final = 512
-"""Maximum number of rows that wait to be counted. Counting them takes a third of a millisecond. Larger batches are not
-faster per row."""
-
-Plane = Literal["prompt", "generated"]
-Window = Literal["recent", "versions"]
 
 
 class _CountedPositions:

@@ -18,6 +18,18 @@ RATE_STEP_S: Final = 0.5
 at most `WINDOW_S` / `RATE_STEP_S` + 3 presence messages of each worker are kept."""
 MAX_SECONDS: Final = 1e12
 """The maximum of a sum of seconds that a worker publishes, so that sums over workers stay finite."""
+STEP_S: Final = 5
+"""Seconds between points."""
+NUM_POINTS: Final = 720
+"""The number of points in an hour."""
+MAX_SERIES: Final = 2000
+"""Workers with points. Further workers have none, but count in the fleet and in their model."""
+MAX_MODELS: Final = 64
+"""Models with points. Further models have none, but count in the fleet."""
+Series: TypeAlias = dict[str, list[float | None]]
+"""By field: the points from the oldest to the newest; None: not known."""
+Ring: TypeAlias = npt.NDArray[np.float32]
+"""By field and by point number modulo `NUM_POINTS`."""
 
 
 class Rates(NamedTuple):
@@ -178,16 +190,6 @@ def _counts(worker: WorkerPresence) -> tuple[float, ...]:
     )
 
 
-STEP_S: Final = 5
-"""Seconds between points."""
-NUM_POINTS: Final = 720
-"""The number of points in an hour."""
-MAX_SERIES: Final = 2000
-"""Workers with points. Further workers have none, but count in the fleet and in their model."""
-MAX_MODELS: Final = 64
-"""Models with points. Further models have none, but count in the fleet."""
-
-
 class Point(NamedTuple):
     """The values of one worker, a model or the fleet at one time. NaN means not known."""
 
@@ -207,13 +209,10 @@ class Point(NamedTuple):
 
 
 FIELDS: Final = Point._fields
+
+
 SERIES_BYTES: Final = len(FIELDS) * NUM_POINTS * 4
 """Bytes of one worker, model or fleet: 17 KB. All series together have at most 36 MB."""
-Series: TypeAlias = dict[str, list[float | None]]
-"""By field: the points from the oldest to the newest; None: not known."""
-
-Ring: TypeAlias = npt.NDArray[np.float32]
-"""By field and by point number modulo `NUM_POINTS`."""
 
 
 class _Rings:

@@ -34,6 +34,14 @@ MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
 MIN_SKEW_S: Final = 0.01
 """Seconds below which a difference of clocks counts as zero, because synchronized clocks differ by some
 milliseconds."""
+MAX_ENDED: Final = 1000
+"""Ended requests that a worker remembers: those of the last minutes, as a worker ends a few per second."""
+RETURNED: Final = "returned"
+"""The end reason of a timeline if the worker has returned the request to the queue."""
+_NOT_FAILED: Final = frozenset({RETURNED, *PASSED_ON, *RETRIED, *FinishReason} - {FinishReason.ERROR})
+"""End reasons of a request that finished, or that the client or the queue sends to a worker again."""
+_NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
+"""Number of first events that are always kept. Of the later events, only the last are kept."""
 
 
 class WorkerTimeline(RequestTimeline, frozen=True, kw_only=True, omit_defaults=False):
@@ -248,16 +256,6 @@ def clock_skews(timelines: Iterable[WorkerTimeline]) -> dict[str, float]:
         elif after is not None and after != before and admitted_at > after + MIN_SKEW_S:
             skews[timeline.worker] = max(admitted_at - after, skews.get(timeline.worker, 0.0))
     return skews
-
-
-MAX_ENDED: Final = 1000
-"""Ended requests that a worker remembers: those of the last minutes, as a worker ends a few per second."""
-RETURNED: Final = "returned"
-"""The end reason of a timeline if the worker has returned the request to the queue."""
-_NOT_FAILED: Final = frozenset({RETURNED, *PASSED_ON, *RETRIED, *FinishReason} - {FinishReason.ERROR})
-"""End reasons of a request that finished, or that the client or the queue sends to a worker again."""
-_NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
-"""Number of first events that are always kept. Of the later events, only the last are kept."""
 
 
 class OpenTimeline:

@@ -27,6 +27,12 @@ PRESSED_S: Final = 60.0
 SPARE_BYTES: Final = 4 * 1024**2
 """Bytes of a bucket that no publication fills, so that the chain record can always be written."""
 _FOLDER: Final = re.compile(r"(?:versions|adapters/[^/]+|ranks)/\d+-\d+-(?P<tag>[0-9a-f]{8})")
+SIGN_S: Final = 5.0
+"""Seconds between two periodic messages of a rank. Rank 0 renews its lease at the same interval."""
+SILENT_S: Final = 60.0
+"""Seconds without such a message after which a rank counts as dead. The limit is long, because a trainer may hold the
+interpreter lock for many seconds.
+"""
 
 
 class AnchorReason(enum.StrEnum):
@@ -389,14 +395,6 @@ def fetch_plans(links: Sequence[Link], at_hand: AbstractSet[str]) -> list[FetchP
             break
         deltas = (link, *deltas)
     return sorted(plans, key=lambda plan: plan.fetched_bytes)
-
-
-SIGN_S: Final = 5.0
-"""Seconds between two periodic messages of a rank. Rank 0 renews its lease at the same interval."""
-SILENT_S: Final = 60.0
-"""Seconds without such a message after which a rank counts as dead. The limit is long, because a trainer may hold the
-interpreter lock for many seconds.
-"""
 
 
 class Silence:

@@ -35,6 +35,31 @@ INDEX: Final = "model.safetensors.index.json"
 """The file that maps tensors to files, if there are several files."""
 _ALIGNMENT: Final = 8
 """The alignment of the contents in the file, in bytes, as in safetensors' own writer."""
+Encoding = Literal["same", "sparse", "dense"]
+Parts = Sequence[Sequence[npt.NDArray[np.uint8]]]
+"""The gaps and planes of a body, each in pieces of u1[any]."""
+BLOCK: Final = 1 << 20
+"""Bytes of gaps that are processed together: they fit into a core's cache, which is four times faster."""
+COMPARED: Final = 1 << 19
+"""Elements that are compared and encoded together, for the same reason: elements that differ are read a second time."""
+DENSE: Final = zstandard.ZstdCompressionParameters.from_level(1)
+"""The zstd settings for a whole content: higher levels take several times the time for 1 to 2 % fewer bytes."""
+SPARSE: Final = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    window_log=17,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+)
+"""The zstd settings for gaps and steps. Their bytes repeat only by chance, so a search for repetitions gains nothing,
+but codes for single bytes do. Level 1 searches a larger table, takes 1.4 times the time, and leaves 1 to 2 % more
+bytes."""
+MAX_WINDOW_BYTES: Final = 8 << 20
+"""The memory that zstd may request besides the body itself. Level 1 requests 512 KiB."""
+GO_ON: Final = 255
+"""The byte of a gap that continues in the next byte."""
 
 
 class FileLayout(NamedTuple):
@@ -88,34 +113,6 @@ def _header(entries: Iterable[TensorEntry]) -> bytes:
     data = msgspec.json.encode(header)
     data += b" " * (-len(data) % _ALIGNMENT)
     return len(data).to_bytes(8, "little") + data
-
-
-Encoding = Literal["same", "sparse", "dense"]
-Parts = Sequence[Sequence[npt.NDArray[np.uint8]]]
-"""The gaps and planes of a body, each in pieces of u1[any]."""
-
-BLOCK: Final = 1 << 20
-"""Bytes of gaps that are processed together: they fit into a core's cache, which is four times faster."""
-COMPARED: Final = 1 << 19
-"""Elements that are compared and encoded together, for the same reason: elements that differ are read a second time."""
-DENSE: Final = zstandard.ZstdCompressionParameters.from_level(1)
-"""The zstd settings for a whole content: higher levels take several times the time for 1 to 2 % fewer bytes."""
-SPARSE: Final = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_FAST,
-    window_log=17,
-    hash_log=6,
-    chain_log=6,
-    search_log=1,
-    min_match=7,
-    target_length=0,
-)
-"""The zstd settings for gaps and steps. Their bytes repeat only by chance, so a search for repetitions gains nothing,
-but codes for single bytes do. Level 1 searches a larger table, takes 1.4 times the time, and leaves 1 to 2 % more
-bytes."""
-MAX_WINDOW_BYTES: Final = 8 << 20
-"""The memory that zstd may request besides the body itself. Level 1 requests 512 KiB."""
-GO_ON: Final = 255
-"""The byte of a gap that continues in the next byte."""
 
 
 class DeltaError(ValueError):
