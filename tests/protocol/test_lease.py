@@ -217,7 +217,7 @@ def test_invented_incarnations_of_one_client_are_bounded() -> None:
         leases.renew_lease("c", f"invented-{i}", 0.0)
     leases.renew_lease("other", "a", 0.0)
 
-    assert repr(leases).startswith(f"<ClientLeases live={lease.MAX_INCARNATIONS + 1} ")
+    assert len(leases) == lease.MAX_INCARNATIONS + 1
     assert leases.is_live("c", "real")
     assert leases.renew(presence("next"), 1.0)
     assert leases.is_live("c", "next")

@@ -237,10 +237,6 @@ class AttemptMachine:
         self._prefill_deadline = math.inf
         self._call_deadline = deadline
 
-    def __repr__(self) -> str:
-        """Return one line with the state."""
-        return f"<{type(self).__name__} {self.key} {self.state} worker={self.worker}>"
-
     @property
     def key(self) -> RequestKey:
         """The key of the current attempt in messages."""

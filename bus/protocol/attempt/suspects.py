@@ -49,10 +49,6 @@ class SilenceWatch:
         self.avoided: dict[str, _Avoided] = {}
         self._token_at: dict[Engine, float] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with the names of the silent workers."""
-        return f"<SilenceWatch avoided={sorted(self.avoided)}>"
-
     def limit_s(self, request: AttemptMachine) -> float:
         """Return the seconds for which the worker of `request` may send no token of it."""
         limit_s = SILENT_S + request.stream.asked.prompt_len / PROMPT_TOKENS_PER_S
@@ -149,10 +145,6 @@ class Suspects(Generic[K]):
         self._on_trial: dict[str, K] = {}
         self._held: dict[str, dict[int, dict[K, None]]] = {}
         self._at_death: OrderedDict[Engine, Company] = OrderedDict()
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<Suspects {len(self._suspects)} on_trial={len(self._on_trial)}>"
 
     def __len__(self) -> int:
         """Return the number of requests that may have killed an engine."""

@@ -217,10 +217,6 @@ class AckTracker:
         self.lost: dict[str, str] = {}
         """The reason for each worker that ended before its final ack."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<AckTracker {self.command} {self.id} workers={len(self._incarnations)} owing={len(self._owing)}>"
-
     @property
     def owing(self) -> tuple[str, ...]:
         """The ids of the live workers that have sent no final ack."""

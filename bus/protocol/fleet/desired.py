@@ -424,11 +424,6 @@ class ReadOrder:
         self._last: DesiredState | None = None
         self._stale_since: float | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with the last state that counted."""
-        last = "nothing" if self._last is None else f"bucket={self._last.bucket or '?'} epoch={self._last.epoch}"
-        return f"<ReadOrder {last} stale_since={self._stale_since}>"
-
     def judge(self, state: DesiredState | None, now: float) -> ReadVerdict:
         """Judge a read. A read that is not stale is the reference for later reads.
 

@@ -102,10 +102,6 @@ class DuplicateWatch:
         self._serves_at = now + listen_s
         self._others: dict[str, _Other] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with the others."""
-        return f"<DuplicateWatch {' '.join(self._others) or 'alone'}>"
-
     def receive(self, presence: WorkerPresence, own: OwnIncarnation, now: float) -> bool:
         """Handle presence on this worker's own subject. Return True if this worker gives way to the sender."""
         incarnation = presence.incarnation
@@ -167,10 +163,6 @@ class FloodMeter:
         self.is_flooded = False
         """True from the flood on until `reset`."""
 
-    def __repr__(self) -> str:
-        """Return one line with the number of messages."""
-        return f"<FloodMeter {self._num_messages} is_flooded={self.is_flooded}>"
-
     def reset(self, now: float) -> None:
         """Begin a new second."""
         self._counts.clear()
@@ -208,10 +200,6 @@ class WorkerLease:
         self._good_for_s = lease_s - margin_s
         self.expires_at = now + self._good_for_s
         """The last time at which this process may act."""
-
-    def __repr__(self) -> str:
-        """Return one line with the end of the lease."""
-        return f"<WorkerLease until {self.expires_at:.3f}>"
 
     def confirm(self, published_at: float) -> None:
         """Record that the server has received the presence that was published at `published_at`."""
@@ -254,9 +242,9 @@ class ClientLeases:
         # (client, incarnation) -> True if it ended permanently. An expired incarnation may come back.
         self._dead: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ClientLeases live={self._num_live} dead={len(self._dead)}>"
+    def __len__(self) -> int:
+        """Return the number of live incarnations of clients."""
+        return self._num_live
 
     def renew(self, presence: ClientPresence, now: float) -> list[EndedIncarnation]:
         """Handle presence. Return the incarnations of this client that it ended.

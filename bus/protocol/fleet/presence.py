@@ -249,10 +249,6 @@ class PresenceTable:
         self._given_up: OrderedDict[str, str] = OrderedDict()
         self._snapshot: FleetSnapshot | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with each worker and its state."""
-        return f"<PresenceTable {' '.join(f'{p.worker}:{p.state}' for p in self.workers()) or 'empty'}>"
-
     def update(self, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
         """Handle presence. Return the incarnation or worker that it ended, or the worker that has survived."""
         previous = self.get(presence.worker)
@@ -479,10 +475,6 @@ class UnservedModels:
         # By model with waiting requests: the time since which no worker runs requests, and since which none is awaited.
         self._idle: dict[str, float] = {}
         self._abandoned: dict[str, float] = {}
-
-    def __repr__(self) -> str:
-        """Return one line with the models."""
-        return f"<UnservedModels idle={list_models(self._idle)} abandoned={list_models(self._abandoned)}>"
 
     def update(self, models: Iterable[str], fleet: FleetSnapshot, now: float) -> None:
         """Follow the workers of `models`, the models with waiting requests."""

@@ -108,10 +108,6 @@ class SlotTurns(Generic[K]):
         self.shares = IntakeShares()
         self.backlog: FollowerBacklog[K] = FollowerBacklog()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<SlotTurns {self.shares!r} {self.backlog!r}>"
-
     def admit_placed(
         self, request: SlotRequest, waiting: Collection[Lane] | None, *, num_free: int, capacity: int, now: float
     ) -> Turn | Literal["now"] | None:
@@ -167,9 +163,9 @@ class IntakeShares:
         # In the order in which they last asked.
         self._clients: OrderedDict[str, _ClientShare] = OrderedDict()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<IntakeShares turns={self._num_turns} clients={len(self._clients)}>"
+    def __len__(self) -> int:
+        """Return the number of clients that are counted separately."""
+        return len(self._clients)
 
     def count_queued(self, waiting: Collection[Lane] | None) -> None:
         """Count an admitted request of the queue. The next turn belongs to a placed request."""
@@ -262,10 +258,6 @@ class FollowerBacklog(Generic[K]):
         self._began_at: dict[Lane, float] = {}
         self.mean_followers = 0.0
         """The recent mean number of followers per leader. Requests without followers count as leaders."""
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<FollowerBacklog waiting={len(self)} groups={len(self._leaders)}>"
 
     def __len__(self) -> int:
         """Return the number of followers that wait."""
@@ -385,9 +377,9 @@ class FollowerShares:
         # In the order of their last slot.
         self._clients: OrderedDict[str, _ClientSlots] = OrderedDict()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<FollowerShares clients={len(self._clients)} waiting={self._num_waiting}>"
+    def __len__(self) -> int:
+        """Return the number of clients that are counted separately."""
+        return len(self._clients)
 
     def count_message(self, client: str, lane: Lane, num_waiting: int) -> None:
         """Count a message of the queue, and the number of messages that wait behind it in its lane."""

@@ -146,10 +146,6 @@ class PrefixIndex:
         """Return the number of pieces that are remembered."""
         return len(self._pieces)
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PrefixIndex pieces={len(self)} holders={self._num_holders} caches={len(self._caches)}>"
-
     def cache_of(self, worker: str) -> CacheId | None:
         """Return the present cache of a worker; None if the worker is not known."""
         cache = self._caches.get(worker)
@@ -351,10 +347,6 @@ class LoadTable:
     def __len__(self) -> int:
         """Return the number of workers."""
         return len(self._loads)
-
-    def __repr__(self) -> str:
-        """Return one line with the free slots of each worker."""
-        return f"<LoadTable {' '.join(f'{load.worker}:{load.free_slots}' for load in self._loads.values()) or 'empty'}>"
 
     def get(self, worker: str) -> WorkerLoad | None:
         """Return the load of a worker; None if the worker is not known."""

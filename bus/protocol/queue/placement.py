@@ -120,10 +120,6 @@ class PlacementPolicy:
         self.index = PrefixIndex() if index is None else index
         self.loads = LoadTable()
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<PlacementPolicy {self.index} {self.loads}>"
-
     # Reports of a client.
 
     def update(self, presence: WorkerPresence, now: float) -> None:
@@ -372,10 +368,6 @@ class ModelPolicies:
         # By worker.
         self._models: dict[str, str] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ModelPolicies models={len(self._policies)} workers={len(self._models)}>"
-
     def __len__(self) -> int:
         """Return the number of models with a policy."""
         return len(self._policies)
@@ -434,10 +426,6 @@ class GroupLeaders(Generic[K]):
         """The leaders that the caller has sent to the queue. The caller adds them, `remove` removes them."""
         # By lane, in order of arrival: group and limit of the requests that wait until they may lead or follow.
         self._waiting: dict[Lane, dict[K, tuple[int, int]]] = {lane: {} for lane in get_args(Lane)}
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<GroupLeaders leaders={len(self._followers)} waiting={len(self)}>"
 
     def __len__(self) -> int:
         """Return the number of requests that follow, or wait until they may lead or follow."""

@@ -116,10 +116,6 @@ class PrefillQueue(Generic[K]):
         # No request must leave the prefill queue before this time.
         self._earliest = math.inf
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PrefillQueue waiting={len(self._waiting)} prefills={len(self._worker_of)}>"
-
     def __len__(self) -> int:
         """Return the number of requests in the prefill queue."""
         return len(self._waiting)

@@ -134,11 +134,6 @@ class PullPlan:
         self._next_number = 0
         self._num_messages = 0
 
-    def __repr__(self) -> str:
-        """Return one line with the open pulls."""
-        pulls = " ".join(f"{lane}={state.left}" for lane, state in self._lanes.items())
-        return f"<PullPlan {pulls}>"
-
     @property
     def claimed(self) -> int:
         """The number of messages that the open pulls may still deliver."""
@@ -277,10 +272,6 @@ class HeldBack:
         self._kept: set[int] = set()
         # By subject: the number of requests that may be published.
         self._room: dict[str, int] = {}
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<HeldBack subjects={len(self._numbers)} requests={len(self)}>"
 
     def __len__(self) -> int:
         """Return the number of requests that are held back."""

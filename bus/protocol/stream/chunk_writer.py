@@ -107,10 +107,6 @@ class ChunkWriter:
         self.is_ended = False
         self.has_left = False
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ChunkWriter {self._key.request_id} chunks={self._num_chunks} unsent_bytes={self.unsent_bytes}>"
-
     @property
     def has_unsent(self) -> bool:
         """True if there is a next chunk."""

@@ -131,10 +131,6 @@ class TokenBatcher:
         self._counts: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<TokenBatcher requests={len(self._slots)} version={self._weight_version}>"
-
     def __len__(self) -> int:
         """Return the number of requests with batched tokens."""
         return len(self._slots)

@@ -280,10 +280,6 @@ class FollowedLinks:
         self._receivers: dict[str, LinkReceiver] = {}
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
 
-    def __repr__(self) -> str:
-        """Return one line with the links."""
-        return f"<FollowedLinks {' '.join(map(repr, self._receivers.values())) or 'none'}>"
-
     @property
     def receivers(self) -> Collection[LinkReceiver]:
         """The receivers of the incarnations that are followed."""

@@ -121,13 +121,6 @@ class LinkSender:
         self.credit_stalls = 0
         """How often chunks had to wait and to be merged for lack of credit. A stall ends when there is credit."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return (
-            f"<LinkSender {self.incarnation}/{self.link} to {self.client_incarnation} open={len(self._open)} "
-            f"frames={self._acked}..{self._number} offset={self._offset}/{self._credit} held={self.held_bytes}>"
-        )
-
     @property
     def keys(self) -> Collection[RequestKey]:
         """The open requests: those whose terminal chunk is not in a frame yet."""
@@ -400,10 +393,6 @@ class PlainSender:
         self._max_frame_bytes = min(max_frame_bytes, MAX_FRAME_BYTES)
         self._number = 0
         self._terminal: Chunk | None = None
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PlainSender {self._key.request_id} frames={self._number}>"
 
     @property
     def has_left(self) -> bool:

@@ -76,11 +76,6 @@ class ResponseStream:
         self.end: End | None = None
         """The end of the whole stream; None while it is open."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        state = "open" if self.end is None else self.end.finish_reason
-        return f"<ResponseStream {state} attempt={self.attempt} tokens={self._num_tokens} rows={self._num_rows}>"
-
     @property
     def request_id(self) -> str:
         """The id of the caller's request, which is the same for every attempt."""

@@ -140,10 +140,6 @@ class CommandBook:
         self._commands: OrderedDict[tuple[str, str], _FollowedCommand] = OrderedDict()
         self.strangers = 0
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<CommandBook commands={len(self._commands)} strangers={self.strangers}>"
-
     def add_command(self, command: Command, controller: str, workers: Iterable[str], now: float) -> None:
         """Follow a command from now on. A repeated command with the same id changes nothing.
 
@@ -252,10 +248,6 @@ class DayLog:
         self.since = since
         self.events: list[DayEvent] = []
 
-    def __repr__(self) -> str:
-        """Return one line with the number of events."""
-        return f"<DayLog events={len(self.events)}>"
-
     def add(self, events: Iterable[DayEvent], now: float) -> None:
         """Add events and forget those of more than a day ago.
 
@@ -349,10 +341,6 @@ class WorkerDay:
     def __init__(self, now: float) -> None:
         self.log = DayLog(now)
         self._seen: dict[str, _Seen] = {}
-
-    def __repr__(self) -> str:
-        """Return one line with the number of workers."""
-        return f"<WorkerDay workers={len(self._seen)} {self.log!r}>"
 
     def update(self, workers: Iterable[tuple[WorkerPresence, float]], now: float) -> None:
         """Compare the live workers with those of the last update.

@@ -450,10 +450,6 @@ class ExpertBook:
         # Cached answers by first interval and window. They are valid for the present interval.
         self._answers: dict[tuple[int, Window], ExpertLoad] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ExpertBook number={self._number} kept={len(self._intervals)} versions={list(self._totals)}>"
-
     def add_computed(self, plane: Plane, count: int, weight_version: int, now: float) -> None:
         """Add positions that the engine computed, with or without rows."""
         getattr(self._planes(weight_version, now), plane).computed += count

@@ -126,10 +126,6 @@ class FleetRates:
     def __init__(self) -> None:
         self._workers: dict[str, _FollowedWorker] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with the number of workers."""
-        return f"<FleetRates of {len(self._workers)} workers>"
-
     def update(self, heard: Collection[tuple[WorkerPresence, float]]) -> None:
         """Handle the last presence of all live workers, each with the time of its arrival.
 
@@ -265,10 +261,6 @@ class History:
     def __init__(self) -> None:
         self.number = 0
         self._fleet, self._models, self._workers = _Rings(1), _Rings(MAX_MODELS), _Rings(MAX_SERIES)
-
-    def __repr__(self) -> str:
-        """Return one line with the number of the last point and the bytes of all points."""
-        return f"<History number={self.number} bytes={self.num_bytes}>"
 
     @property
     def num_bytes(self) -> int:

@@ -291,11 +291,6 @@ class OpenTimeline:
         self.is_offered = self.is_held = False
         self.events: list[TimelineEvent] = []
 
-    def __repr__(self) -> str:
-        """Return one line with the last event."""
-        last = self.events[-1].event if self.events else None
-        return f"<OpenTimeline {self.request_id} attempt={self.attempt} child={self.child} last={last}>"
-
     def add(
         self,
         event: TimelineEventName,
@@ -408,10 +403,6 @@ class TimelineBook:
         # delivers a request repeatedly.
         self._refused: OrderedDict[tuple[str, RequestKey], OpenTimeline] = OrderedDict()
         self.on_ended: Callable[[RequestTimeline], None] | None = None
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<TimelineBook in_flight={len(self._in_flight)} ended={len(self._ended)} refused={len(self._refused)}>"
 
     def begin(
         self,

@@ -409,10 +409,6 @@ class Silence:
         self._recorded_at = 0.0
         self._silent_s = 0.0
 
-    def __repr__(self) -> str:
-        """Return one line with the seconds."""
-        return f"<Silence {self._silent_s:.1f} s>"
-
     def record(self, sign: int, now: float) -> float:
         """Record the number of the last message. Return the seconds for which the number has been the same."""
         if sign == self._sign:

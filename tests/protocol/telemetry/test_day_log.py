@@ -59,7 +59,8 @@ def test_known_workers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     day = WorkerDay(T)
     for at in range(6):
         look(day, float(at), *(presence(worker=f"{at}-{i}", uptime_s=2 * DAY_S) for i in range(5)))
-    assert "workers=5" in repr(day)
+    look(day, 6.0, *(presence(worker=f"{at}-0", uptime_s=2 * DAY_S) for at in range(6)))
+    assert [name for _, name, _ in whats(day) if name == "0-0"] == []
 
 
 def test_a_log_is_bounded_and_fair(monkeypatch: pytest.MonkeyPatch) -> None:
