@@ -48,6 +48,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     sets: ClassVar[str | None] = None
     """Register of the desired state that the command sets; see `register`."""
+    is_of_one_model: ClassVar[bool] = False
+    """True if the command applies to the workers of one model only."""
 
     v: Literal[1] = 1
     """Wire version."""
@@ -92,6 +94,12 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def register(self) -> str | None:
         """Register of the desired state that the command sets; None for a one-off command."""
         return self.sets
+
+
+class _OneModelCommand(Command, frozen=True, kw_only=True):
+    """The fields that all commands have which apply to the workers of one model only."""
+
+    is_of_one_model: ClassVar[bool] = True
 
 
 def lora_register(name: str) -> str:
@@ -161,7 +169,7 @@ class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag=
     """True: the source is an adapter, as for `load_lora`. Workers without `Capabilities.weight_digests` reject this."""
 
 
-class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
+class UpdateWeights(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
     """Replace the weights."""
 
     sets: ClassVar[str | None] = "weights"
@@ -189,7 +197,7 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     `Capabilities.weight_digests`."""
 
 
-class _LoraCommand(Command, frozen=True, kw_only=True):
+class _LoraCommand(_OneModelCommand, frozen=True, kw_only=True):
     """The fields that all commands on one adapter have."""
 
     name: str
@@ -289,14 +297,14 @@ class Fence(Command, frozen=True, kw_only=True, tag_field="command", tag="fence"
     """Reason for people; the worker announces it as `last_error`."""
 
 
-class InitWeightTransfer(Command, frozen=True, kw_only=True, tag_field="command", tag="init_weight_transfer"):
+class InitWeightTransfer(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="init_weight_transfer"):
     """Pass `info` to the engine's `init_weight_transfer_engine`."""
 
     info: dict[str, Any]
     """Arguments in the format of the engine's transfer backend."""
 
 
-class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
+class StartWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
     """Hold the requests in flight and start to receive weights from the transfer engine.
 
     The id of the command becomes the id of the transfer. Its owner may start again; others get `transfer_held`.
@@ -306,7 +314,7 @@ class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command",
     """Handling of the requests in flight."""
 
 
-class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weight_chunk"):
+class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="update_weight_chunk"):
     """Pass `info` to the engine's `update_weights`."""
 
     info: dict[str, Any]
@@ -315,7 +323,7 @@ class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command",
     """Id of the transfer that must be open; None: any of the same owner."""
 
 
-class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
+class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
     """End an update by the transfer engine: verify the weights, set the version and resume.
 
     A worker that joins later cannot repeat this update.
@@ -453,6 +461,11 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Check the model's name."""
         check_name("model", self.model)
+
+    @property
+    def everywhere(self) -> tuple[dict[str, Recorded], ...]:
+        """The registers for all workers, and those of each single worker."""
+        return self.registers, *self.workers.values()
 
     @property
     def is_first(self) -> bool:

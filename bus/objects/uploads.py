@@ -302,7 +302,7 @@ def sources_in(*states: DesiredState) -> set[str]:
     """Return all folders of the object store that a register of these states names."""
     found = set()
     for state in states:
-        for registers in (state.registers, *state.workers.values()):
+        for registers in state.everywhere:
             for recorded in registers.values():
                 command = recorded.command
                 if isinstance(command, UpdateWeights | LoadLora) and command.source.objects is not None:

@@ -107,7 +107,7 @@ def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState
     own = frozenset(register for command, register in _REGISTERS.items() if by.covers_command(command))
     if _without(state, own) != _without(base, own):
         raise RemoteProtocolError(f"{who} has changed more than {', '.join(sorted(own))}")
-    for registers in (state.registers, *state.workers.values()):
+    for registers in state.everywhere:
         for name in own & registers.keys():
             if not _may_record(by, state, name, registers[name]):
                 raise RemoteProtocolError(f"{who} may not record {registers[name].command.command} in {name}")
@@ -191,7 +191,7 @@ def pin(command: Load, staged: Mapping[str, Ack], unable: Collection[str]) -> tu
 def unpinned(state: DesiredState) -> list[str]:
     """Return a line for each recorded version of weights or of an adapter that has no digest."""
     lines = set()
-    for registers in (state.registers, *state.workers.values()):
+    for registers in state.everywhere:
         for recorded in registers.values():
             match recorded.command:
                 case UpdateWeights(digest=None, version=version):

@@ -7,7 +7,7 @@ has ended.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -16,11 +16,6 @@ from ....schemas.acks import Ack, AckError, AckStatus
 from ....schemas.control import (
     AnyCommand,
     FinishWeightUpdate,
-    InitWeightTransfer,
-    LoadLora,
-    StartWeightUpdate,
-    UnloadLora,
-    UpdateWeightChunk,
     UpdateWeights,
 )
 from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
@@ -40,16 +35,6 @@ Roster = dict[str, tuple[WorkerPresence, ...]]
 """The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
 _SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
 """A worker in these states sends no ack. When it comes back, it reads the recorded commands."""
-_OF_ONE_MODEL: Final = (
-    UpdateWeights,
-    LoadLora,
-    UnloadLora,
-    InitWeightTransfer,
-    StartWeightUpdate,
-    UpdateWeightChunk,
-    FinishWeightUpdate,
-)
-"""Commands that apply to one model only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,30 +252,22 @@ class AckTracker:
 
     def result(self, now: float, epochs: dict[str, int] | None = None) -> CommandResult:
         """Return the result. A worker without a final ack is late, or missing if it sent no ack at all."""
-        by_status: dict[AckStatus, dict[str, Ack]] = {status: {} for status in AckStatus}
-        late: dict[str, Ack] = {}
-        missing: dict[str, str] = {}
+        results: dict[str, dict[str, Any]] = {name: {} for name in RESULTS}
         seconds = now - self._since
         for worker in sorted(self._incarnations):
             if worker in self.lost:
-                missing[worker] = self.lost[worker]
+                results["missing"][worker] = self.lost[worker]
             elif worker not in self._acks:
-                missing[worker] = f"it did not answer within {seconds:.1f} s"
-            elif self._is_final(worker):
-                by_status[self._acks[worker].status][worker] = self._acks[worker]
+                results["missing"][worker] = f"it did not answer within {seconds:.1f} s"
             else:
-                late[worker] = self._acks[worker]
+                ack = self._acks[worker]
+                results[ack.status if ack.status.is_final else "late"][worker] = ack
         return CommandResult(
             command=self.command,
             id=self.id,
             epochs=epochs or {},
             seconds=seconds,
-            applied=by_status[AckStatus.APPLIED],
-            failed=by_status[AckStatus.FAILED],
-            unsupported=by_status[AckStatus.UNSUPPORTED],
-            stale=by_status[AckStatus.STALE],
-            late=late,
-            missing=missing,
+            **results,
             not_awaited=self._not_awaited(),
             paused_s=self._paused_s(),
         )
@@ -345,7 +322,7 @@ def needs_known_models(command: AnyCommand) -> bool:
 
     The only model with live workers need not be the model that the caller means.
     """
-    return isinstance(command, _OF_ONE_MODEL) and command.model is None and command.workers is None
+    return command.is_of_one_model and command.model is None and command.workers is None
 
 
 def workers_that_must_ack(
@@ -388,7 +365,7 @@ def workers_that_must_ack(
     for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
         roster[worker.model] = (*roster.get(worker.model, ()), worker)
     named = sorted(roster.keys() | set(known_models))
-    if len(named) > 1 and isinstance(command, _OF_ONE_MODEL):
+    if len(named) > 1 and command.is_of_one_model:
         raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {list_names(named)}")
     _check_label([worker for worker in known if worker.model in roster], command)
     return roster

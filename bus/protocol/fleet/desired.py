@@ -88,8 +88,7 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
     # Workers of earlier releases can read the author beside the command, but not inside it.
     by, command = command.by or by, replace(command, epoch=epoch, model=state.model, by=None)
     seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
-    everywhere = (state.registers, *state.workers.values())
-    if register == WEIGHTS and any(base_adapter(own, state.model) for own in everywhere):
+    if register == WEIGHTS and any(base_adapter(own, state.model) for own in state.everywhere):
         # New weights end the adapter under the model's name.
         end = UnloadLora(id=command.id, model=state.model, name=state.model, epoch=epoch, workers=command.workers)
         state = _set(state, Recorded(epoch=epoch, command=end, by=by, at=at))
@@ -141,10 +140,9 @@ def other_digests(state: DesiredState, command: UpdateWeights) -> frozenset[str]
 
 def _of_version(state: DesiredState, version: int) -> list[UpdateWeights | LoadLora]:
     """Return the recorded updates to a version, for all or single workers, and adapters under the model's name."""
-    everywhere = (state.registers, *state.workers.values())
-    recorded = [own[WEIGHTS].command for own in everywhere if WEIGHTS in own]
+    recorded = [own[WEIGHTS].command for own in state.everywhere if WEIGHTS in own]
     loads: list[UpdateWeights | LoadLora] = [one for one in recorded if isinstance(one, UpdateWeights)]
-    loads += filter(None, (base_adapter(own, state.model) for own in everywhere))
+    loads += filter(None, (base_adapter(own, state.model) for own in state.everywhere))
     return [command for command in loads if command.version == version]
 
 
@@ -201,7 +199,7 @@ def desired_loras(state: DesiredState | None) -> frozenset[str]:
     """Return the names of the adapters that any worker should have."""
     if state is None:
         return frozenset()
-    commands = (item.command for own in (state.registers, *state.workers.values()) for item in own.values())
+    commands = (item.command for own in state.everywhere for item in own.values())
     return frozenset(command.name for command in commands if isinstance(command, LoadLora))
 
 
@@ -232,9 +230,7 @@ def next_lora_version(state: DesiredState, register: str) -> int:
     An unload removes the version. The epoch then takes its place, so that earlier versions are not used again.
     Otherwise cached data of the old adapter could count as data of the new one.
     """
-    recorded = [
-        registers[register].command for registers in (state.registers, *state.workers.values()) if register in registers
-    ]
+    recorded = [registers[register].command for registers in state.everywhere if register in registers]
     versions = [command.version for command in recorded if isinstance(command, LoadLora)]
     if len(versions) < len(recorded):
         versions.append(state.epoch)
@@ -274,11 +270,7 @@ def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
     epochs = {seen.id: seen.epoch for seen in state.seen}
     if command.id not in epochs or command.register is None:
         return False
-    standing = [
-        registers[command.register].epoch
-        for registers in (state.registers, *state.workers.values())
-        if command.register in registers
-    ]
+    standing = [registers[command.register].epoch for registers in state.everywhere if command.register in registers]
     recorded = set(epochs.values())
     return any(epoch > epochs[command.id] and epoch in recorded for epoch in standing)
 
@@ -296,7 +288,7 @@ def _check_version(state: DesiredState, command: Served) -> None:
     if not isinstance(command, LoadLora) and command.allow_rollback:
         return
     if command.workers is None:
-        concerned = [state.registers, *state.workers.values()]
+        concerned = list(state.everywhere)
     else:
         concerned = [effective(state, worker) for worker in command.workers]
     for registers in concerned:
