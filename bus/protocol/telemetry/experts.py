@@ -40,6 +40,10 @@ MAX_PENDING_ROWS: Final = 512
 faster per row."""
 Plane = Literal["prompt", "generated"]
 Window = Literal["recent", "versions"]
+_ROW: Final[dict[Plane, int]] = {"prompt": 0, "generated": 1}
+_ByVersion = OrderedDict[int, npt.NDArray[np.int64]]
+"""By weight version, the version that was used last at the end: i8[2, num_cells + 2]. The row of each plane has its
+counts, then the number of computed and of seen positions."""
 
 
 class ExpertShape(NamedTuple):
@@ -230,28 +234,6 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
     return ExpertWindow(shape, seconds, _sorted(merged), tuple(usable)), left_out
 
 
-def add_windows(windows: Iterable[ExpertWindow]) -> ExpertWindow | None:
-    """Join consecutive windows. Return None without a window.
-
-    Windows with another shape than the last window are left out, because another model was loaded since.
-    """
-    found = list(windows)
-    if not found:
-        return None
-    last = found[-1]
-    alike = [window for window in found if window.shape == last.shape]
-    newest = _newest(version.weight_version for window in alike for version in window.versions)
-    merged: dict[int, VersionLoad] = {}
-    for window in alike:
-        _add(merged, (version for version in window.versions if version.weight_version in newest))
-    return ExpertWindow(
-        shape=last.shape,
-        seconds=sum(window.seconds for window in alike),
-        versions=_sorted(merged),
-        workers=tuple(sorted({worker for window in alike for worker in window.workers})),
-    )
-
-
 def imbalance(counts: npt.NDArray[Any], top_k: int) -> Imbalance:
     """Return the imbalance of each layer.
 
@@ -376,35 +358,6 @@ def merge_answers(
     return ExpertAnswers(model, window, tuple(asked), {**left_out, **unusable}, num_workers)
 
 
-class _CountedPositions:
-    """The positions of one plane, under one weight version."""
-
-    __slots__ = ("computed", "counts", "seen")
-
-    def __init__(self, cells: int) -> None:
-        self.counts: npt.NDArray[np.int64] = np.zeros(cells, np.int64)
-        self.computed = 0
-        self.seen = 0
-
-    def add(self, other: "_CountedPositions") -> None:
-        self.counts += other.counts
-        self.computed += other.computed
-        self.seen += other.seen
-
-    @property
-    def tally(self) -> TokenTally:
-        return TokenTally(computed=self.computed, seen=self.seen)
-
-
-class _Planes(NamedTuple):
-    prompt: _CountedPositions
-    generated: _CountedPositions
-
-
-_ByVersion = OrderedDict[int, _Planes]
-"""By weight version. The version that was used last is at the end."""
-
-
 def is_countable(routing: RoutedExpertsInfo) -> bool:
     """Return True if the model has no more experts than a reader accepts."""
     return routing.num_layers * routing.num_experts <= MAX_EXPERT_CELLS
@@ -452,7 +405,7 @@ class ExpertBook:
 
     def add_computed(self, plane: Plane, count: int, weight_version: int, now: float) -> None:
         """Add positions that the engine computed, with or without rows."""
-        getattr(self._planes(weight_version, now), plane).computed += count
+        self._planes(weight_version, now)[_ROW[plane], -2] += count
 
     def add_rows(self, plane: Plane, rows: Rows, weight_version: int, now: float) -> None:
         """Add the rows of computed positions. The caller must not change them later. Rows of another shape are ignored.
@@ -470,7 +423,7 @@ class ExpertBook:
             if self._num_pending >= MAX_PENDING_ROWS:
                 self._count_pending()
 
-    def _planes(self, weight_version: int, now: float) -> _Planes:
+    def _planes(self, weight_version: int, now: float) -> npt.NDArray[np.int64]:
         """Return the planes of this version in the present interval."""
         self._end_intervals(now)
         if weight_version != self._version:
@@ -480,10 +433,10 @@ class ExpertBook:
             self._first_token_at = now + self._unix_offset
         return self._planes_in(self._open, weight_version)
 
-    def _planes_in(self, versions: _ByVersion, weight_version: int) -> _Planes:
+    def _planes_in(self, versions: _ByVersion, weight_version: int) -> npt.NDArray[np.int64]:
         planes = versions.get(weight_version)
         if planes is None:
-            planes = versions[weight_version] = _Planes(_CountedPositions(self._cells), _CountedPositions(self._cells))
+            planes = versions[weight_version] = np.zeros((len(_ROW), self._cells + 2), np.int64)
             if len(versions) > MAX_EXPERT_VERSIONS:
                 versions.popitem(last=False)
         elif next(reversed(versions)) != weight_version:
@@ -499,15 +452,15 @@ class ExpertBook:
         self._num_pending = 0
         for plane, parts in pending.items():
             if parts:
-                self._count(getattr(planes, plane), parts[0] if len(parts) == 1 else np.concatenate(parts))
+                self._count(planes[_ROW[plane]], parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def _count(self, counted: _CountedPositions, rows: Rows) -> None:
+    def _count(self, counted: npt.NDArray[np.int64], rows: Rows) -> None:
         num_experts = self._routing.num_experts
         if num_experts <= np.iinfo(rows.dtype).max and len(rows) and int(rows.max()) >= num_experts:
             rows = rows[(rows < num_experts).all(axis=(1, 2))]
         cells = np.add(rows.reshape(len(rows), self._firsts.size), self._firsts, dtype=self._firsts.dtype)
-        counted.counts += np.bincount(cells.ravel(), minlength=self._cells)
-        counted.seen += len(rows)
+        counted[:-2] += np.bincount(cells.ravel(), minlength=self._cells)
+        counted[-1] += len(rows)
 
     def _end_intervals(self, now: float) -> None:
         number = int((now + self._unix_offset) / INTERVAL_S) - 1
@@ -515,10 +468,7 @@ class ExpertBook:
             return
         self._count_pending()
         if self._open:
-            for version, planes in self._open.items():
-                total = self._planes_in(self._totals, version)
-                total.prompt.add(planes.prompt)
-                total.generated.add(planes.generated)
+            self._add(self._totals, self._open)
             self._intervals.append((self._number + 1, self._open))
             self._open = OrderedDict()
         self._number = number
@@ -558,13 +508,13 @@ class ExpertBook:
             counts=tuple(
                 ExpertCounts(
                     weight_version=version,
-                    prompt=encode_counts(planes.prompt.counts),
-                    generated=encode_counts(planes.generated.counts),
-                    prompt_tokens=planes.prompt.tally,
-                    generated_tokens=planes.generated.tally,
+                    prompt=encode_counts(prompt[:-2]),
+                    generated=encode_counts(generated[:-2]),
+                    prompt_tokens=_tally(prompt),
+                    generated_tokens=_tally(generated),
                 )
-                for version, planes in reversed(versions.items())
-                if any(plane.computed or plane.seen for plane in planes)
+                for version, (prompt, generated) in reversed(versions.items())
+                if prompt[-2:].any() or generated[-2:].any()
             ),
         )
 
@@ -573,8 +523,13 @@ class ExpertBook:
         versions: _ByVersion = OrderedDict()
         for number, interval in self._intervals:
             if number >= first:
-                for version, planes in interval.items():
-                    total = self._planes_in(versions, version)
-                    total.prompt.add(planes.prompt)
-                    total.generated.add(planes.generated)
+                self._add(versions, interval)
         return versions
+
+    def _add(self, versions: _ByVersion, others: _ByVersion) -> None:
+        for version, planes in others.items():
+            self._planes_in(versions, version)[:] += planes
+
+
+def _tally(plane: npt.NDArray[np.int64]) -> TokenTally:
+    return TokenTally(computed=int(plane[-2]), seen=int(plane[-1]))

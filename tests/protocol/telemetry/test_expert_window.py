@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.telemetry.experts import add_windows, decode_counts, encode_counts, imbalance, merge_loads
+from rollbus.bus.protocol.telemetry.experts import decode_counts, encode_counts, imbalance, merge_loads
 from rollbus.schemas.errors import RemoteProtocolError
 from rollbus.schemas.limits import MAX_EXPERT_VERSIONS
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally
@@ -132,26 +132,6 @@ def test_versions_are_bounded_over_all_workers() -> None:
 
     assert window is not None
     assert [version.weight_version for version in window.versions] == list(range(119, 119 - MAX_EXPERT_VERSIONS, -1))
-
-
-def test_windows_are_added_until_the_shape_of_the_model_changes() -> None:
-    """Windows are added until the model's shape changes. After a change, only windows of the last shape count."""
-    first, _ = merge_loads({"a": load_of((1, ONES))})
-    second, _ = merge_loads({"b": load_of((2, ONES), (1, ONES))})
-    other, _ = merge_loads({"a": load_of((3, np.ones((2, 6), np.int64)), num_experts=6)})
-    assert first is not None
-    assert second is not None
-    assert other is not None
-    both, last = add_windows([first, second]), add_windows([first, second, other])
-
-    assert both is not None
-    assert last is not None
-    assert [version.weight_version for version in both.versions] == [2, 1]
-    assert (both.generated.counts == 3 * ONES).all()
-    assert both.workers == ("a", "b")
-    assert both.seconds == 10.0
-    assert last.generated.counts.shape == (2, 6)
-    assert add_windows([]) is None
 
 
 @given(tables)
