@@ -156,11 +156,18 @@ class WorkerRequestTable:
     def _begin_timeline(self, origin: RequestOrigin) -> OpenTimeline:
         message = origin.message
         lane, published_at = (None, None) if message is None else (message.lane, message.published_at)
-        timeline = self.timelines.begin(
-            origin.client, origin.key, lane=lane, published_at=published_at, given_id=origin.given_id
+        key = origin.key
+        request = RequestTimeline(
+            request_id=key.request_id,
+            given_id=origin.given_id,
+            client=origin.client,
+            attempt=key.attempt,
+            child=key.child,
+            lane=lane,
+            phase=origin.phase,
+            lost=origin.lost,
         )
-        timeline.phase, timeline.lost = origin.phase, origin.lost
-        return timeline
+        return self.timelines.begin(request, published_at)
 
     def note_refused(self, origin: RequestOrigin, reason: str = RETURNED) -> None:
         """Write the timeline of a request that was rejected for `reason` or returned to the queue.

@@ -8,9 +8,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ....schemas import limits
 from ....schemas.acks import Ack
@@ -19,7 +20,6 @@ from ....schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from ....schemas.messages import RequestKey
 from ....schemas.request import wire_id
 from ....schemas.telemetry import (
-    LostAttempt,
     RequestKind,
     RequestProgress,
     RequestTimeline,
@@ -263,33 +263,32 @@ class OpenTimeline:
 
     Args:
         serial: the number of the timeline at this worker.
+        request: the timeline without events.
         clock: seconds that never go back, for durations.
         wall: the present Unix time in seconds.
     """
 
     __slots__ = (
-        "_clock", "_offset_s", "alias", "attempt", "child", "client", "events", "given_id", "is_held", "is_offered",
-        "lane", "lora", "lost", "phase", "prompt_tokens", "request_id", "serial", "traceparent", "weight_version",
-    )  # fmt: skip
+        "_clock",
+        "_offset_s",
+        "alias",
+        "events",
+        "is_held",
+        "is_offered",
+        "request",
+        "serial",
+        "weight_version",
+    )
 
-    def __init__(
-        self, serial: int, client: str, key: RequestKey, lane: str | None, clock: Callable[[], float], wall: float
-    ) -> None:
-        self.given_id = ""
-        self.alias: str | None = None
-        self._clock = clock
-        self._offset_s = wall - clock()
+    def __init__(self, serial: int, request: RequestTimeline, clock: Callable[[], float], wall: float) -> None:
         self.serial = serial
-        self.client, self.lane = client, lane
-        self.request_id, self.attempt, self.child = key.request_id, key.attempt, key.child
-        self.phase: Literal["prefill", "decode"] | None = None
-        self.lost: tuple[LostAttempt, ...] = ()
-        self.prompt_tokens = 0
-        self.traceparent: str | None = None
-        self.lora: str | None = None
+        self.request = request
+        self.alias = wire_id(request.given_id) if request.given_id else None
         self.weight_version = 0
         self.is_offered = self.is_held = False
         self.events: list[TimelineEvent] = []
+        self._clock = clock
+        self._offset_s = wall - clock()
 
     def add(
         self,
@@ -305,8 +304,8 @@ class OpenTimeline:
 
     def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None, lora: str | None = None) -> None:
         """Record that the worker has admitted the request."""
-        self.is_offered, self.lora = True, lora
-        self.weight_version, self.prompt_tokens, self.traceparent = weight_version, prompt_tokens, traceparent
+        self.is_offered, self.weight_version = True, weight_version
+        self.request = replace(self.request, prompt_tokens=prompt_tokens, traceparent=traceparent, lora=lora)
         self._add(TimelineEvent(at=self._now(), event="offered", weight_version=weight_version))
 
     def begin_version(self, weight_version: int, tokens: int) -> None:
@@ -355,21 +354,7 @@ class OpenTimeline:
 
     def export(self, progress: RequestProgress | None = None) -> RequestTimeline:
         """Return the events so far in wire format."""
-        return RequestTimeline(
-            request_id=self.request_id,
-            given_id=self.given_id,
-            client=self.client,
-            attempt=self.attempt,
-            child=self.child,
-            lane=self.lane,
-            lora=self.lora,
-            prompt_tokens=self.prompt_tokens,
-            traceparent=self.traceparent,
-            events=tuple(self.events),
-            phase=self.phase,
-            lost=self.lost,
-            progress=progress,
-        )
+        return replace(self.request, events=tuple(self.events), progress=progress)
 
 
 ProgressOf = Callable[[OpenTimeline], RequestProgress | None]
@@ -404,26 +389,15 @@ class TimelineBook:
         self._refused: OrderedDict[tuple[str, RequestKey], OpenTimeline] = OrderedDict()
         self.on_ended: Callable[[RequestTimeline], None] | None = None
 
-    def begin(
-        self,
-        client: str,
-        key: RequestKey,
-        *,
-        lane: str | None = None,
-        published_at: float | None = None,
-        given_id: str = "",
-    ) -> OpenTimeline:
+    def begin(self, request: RequestTimeline, published_at: float | None = None) -> OpenTimeline:
         """Begin the timeline of a received request.
 
         Args:
-            lane: lane of the queue; None: the request was placed at this worker.
+            request: the timeline without events.
             published_at: the time at which the queue stored it.
-            given_id: the caller's id; empty: it is that of `key`.
         """
         self._num_begun += 1
-        timeline = OpenTimeline(self._num_begun, client, key, lane, self._clock, self._wall())
-        if given_id:
-            timeline.given_id, timeline.alias = given_id, wire_id(given_id)
+        timeline = OpenTimeline(self._num_begun, request, self._clock, self._wall())
         if published_at is not None:
             timeline.add_published(published_at)
         self._in_flight.add(timeline)
@@ -443,7 +417,8 @@ class TimelineBook:
         if timeline.is_offered:
             self._ended.append(timeline)
         else:
-            key = timeline.client, RequestKey(timeline.request_id, timeline.attempt, timeline.child)
+            request = timeline.request
+            key = request.client, RequestKey(request.request_id, request.attempt, request.child)
             self._refused[key] = timeline
             self._refused.move_to_end(key)
             if len(self._refused) > MAX_ENDED:
@@ -463,7 +438,7 @@ class TimelineBook:
             progress_of: returns the progress of a timeline in flight.
         """
         everything = (*self._refused.values(), *self._ended, *self._in_flight)
-        found = [each for each in everything if request_id in (each.request_id, each.alias)]
+        found = [each for each in everything if request_id in (each.request.request_id, each.alias)]
         return _best(found, lambda each: each.serial, client, MAX_TIMELINES, progress_of)
 
     def list_of(
@@ -485,7 +460,7 @@ class TimelineBook:
         if show == "failed":
             found = (each for each in (*self._refused.values(), *ended) if each.has_failed)
         else:
-            found = (each for each in (*ended, *in_flight) if each.lost)
+            found = (each for each in (*ended, *in_flight) if each.request.lost)
         return _best(found, lambda each: each.events[-1].at, client, limit, progress_of)
 
 
@@ -496,5 +471,5 @@ def _best(
     limit: int,
     progress_of: ProgressOf,
 ) -> tuple[list[RequestTimeline], int]:
-    found = sorted((each for each in timelines if client in (None, each.client)), key=rank)
+    found = sorted((each for each in timelines if client in (None, each.request.client)), key=rank)
     return [each.export(progress_of(each)) for each in found[-limit:]], max(len(found) - limit, 0)
