@@ -25,19 +25,6 @@ from ..stream.response_stream import ResponseStream
 from . import events as on
 from .events import Event, Instruction
 
-RETRIED: Final = frozenset(
-    {
-        ErrorCode.WORKER_LOST,
-        ErrorCode.WORKER_STOPPED,
-        ErrorCode.WORKER_FENCED,
-        ErrorCode.CLIENT_LOST,
-        ErrorCode.OVER_BUDGET,
-        ErrorCode.FRAMES_LOST,
-        ErrorCode.ENGINE_DEAD,
-        ErrorCode.KV_TRANSFER_FAILED,
-    }
-)
-"""Errors of an attempt that do not predict an error of the next attempt."""
 PASSED_ON: Final = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.WEIGHTS_TOO_OLD})
 """Errors with which a worker rejects a direct request that another worker may accept."""
 HAND_OVER_S: Final = 1.0
@@ -433,7 +420,7 @@ class AttemptMachine:
             # The request waited there for a slot, behind others of its group. The worker's engine has not received it.
             self.workers.pop()
             return self._withdraw(error, now)
-        if error.code in RETRIED or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
+        if error.code.facts.resumed or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
             return self._lost(on.Lost(error, is_over=True), now)
         return self._fail(error, now, is_over=True)
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ....schemas import limits
 from ....schemas.acks import Ack
 from ....schemas.chunk import FinishReason
+from ....schemas.errors import ErrorCode
 from ....schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from ....schemas.messages import RequestKey
 from ....schemas.request import wire_id
@@ -26,7 +27,7 @@ from ....schemas.telemetry import (
     TimelineEvent,
     TimelineEventName,
 )
-from ..attempt.machine import PASSED_ON, RETRIED
+from ..attempt.machine import PASSED_ON
 from ..fleet.command_result import CommandResult
 
 MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
@@ -38,7 +39,8 @@ MAX_ENDED: Final = 1000
 """Ended requests that a worker remembers: those of the last minutes, as a worker ends a few per second."""
 RETURNED: Final = "returned"
 """The end reason of a timeline if the worker has returned the request to the queue."""
-_NOT_FAILED: Final = frozenset({RETURNED, *PASSED_ON, *RETRIED, *FinishReason} - {FinishReason.ERROR})
+_RESUMED: Final = frozenset(code for code in ErrorCode if code.facts.resumed)
+_NOT_FAILED: Final = frozenset({RETURNED, *PASSED_ON, *_RESUMED, *FinishReason} - {FinishReason.ERROR})
 """End reasons of a request that finished, or that the client or the queue sends to a worker again."""
 _NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
 """Number of first events that are always kept. Of the later events, only the last are kept."""
