@@ -10,10 +10,11 @@ Callers may write other ids than the wire carries: every message has a short for
 import base64
 import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -200,6 +201,19 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
         return rest_of_answer(self, generation, inexact=inexact, request_id=uuid.uuid4().hex)
 
 
+_OPTIONAL: Final[Mapping[str, Callable[[str, object], object]]] = {
+    **dict.fromkeys(("return_routed_experts", "return_sampling_mask"), check_bool),
+    **dict.fromkeys(("model", "session_id", "lora", "group_id", "id_scope"), check_name),
+    "cache_salt": partial(check_name, max_chars=limits.MAX_CACHE_SALT_CHARS),
+    "timeout_s": partial(check_float, low=0, high=limits.MAX_TIMEOUT_S, above=True),
+    "min_weight_version": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
+    "max_weight_lag": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
+    "traceparent": check_traceparent,
+    "tracestate": check_tracestate,
+}
+"""The checks of fields that may be None, in their order."""
+
+
 def _checked(request: GenerateRequest) -> dict[str, object]:
     token_ids = check_token_ids(
         "prompt_token_ids", request.prompt_token_ids, min_length=1, max_length=limits.MAX_PROMPT_TOKENS
@@ -216,26 +230,10 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         ),
         "priority": check_int("priority", request.priority, -limits.MAX_PRIORITY, limits.MAX_PRIORITY),
     }
-    for name in ("return_routed_experts", "return_sampling_mask"):
+    for name, check in _OPTIONAL.items():
         value = getattr(request, name)
         if value is not None:
-            checked[name] = check_bool(name, value)
-    for name in ("model", "session_id", "lora", "group_id", "id_scope"):
-        value = getattr(request, name)
-        if value is not None:
-            checked[name] = check_name(name, value)
-    if request.cache_salt is not None:
-        checked["cache_salt"] = check_name("cache_salt", request.cache_salt, limits.MAX_CACHE_SALT_CHARS)
-    if request.timeout_s is not None:
-        checked["timeout_s"] = check_float("timeout_s", request.timeout_s, 0, limits.MAX_TIMEOUT_S, above=True)
-    for name in ("min_weight_version", "max_weight_lag"):
-        value = getattr(request, name)
-        if value is not None:
-            checked[name] = check_int(name, value, 0, limits.MAX_WEIGHT_VERSION)
-    if request.traceparent is not None:
-        checked["traceparent"] = check_traceparent("traceparent", request.traceparent)
-    if request.tracestate is not None:
-        checked["tracestate"] = check_tracestate("tracestate", request.tracestate)
+            checked[name] = check(name, value)
     return checked
 
 

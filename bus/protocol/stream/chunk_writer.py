@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from ....schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from ....schemas.errors import LocalProtocolError
 from ....schemas.messages import RequestKey
@@ -24,15 +26,6 @@ CHUNK_OVERHEAD_BYTES = 256
 """More than msgpack needs for the numbers, headers and nil fields of one chunk."""
 SEGMENT_BYTES = 256 * 1024
 """Bytes of rows or prompt logprobs in one chunk. A segment delays the tokens of other requests for a millisecond."""
-
-
-class _TerminalChunk(NamedTuple):
-    """The fields of the terminal chunk besides the totals."""
-
-    finish_reason: FinishReason
-    stop_reason: int | None
-    error: ChunkError | None
-    kv_params: bytes | None = None
 
 
 class _ChunkPlan(NamedTuple):
@@ -101,7 +94,8 @@ class ChunkWriter:
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._runs: deque[TokenBuffer] = deque()
         self._rows = RowBuffer()
-        self._ending: _TerminalChunk | None = None
+        # The end of the terminal chunk, without its totals.
+        self._ending: End | None = None
         self.unsent_bytes = 0
         self.last_bytes = 0
         self.is_ended = False
@@ -154,7 +148,9 @@ class ChunkWriter:
             self._cached_tokens = step.cached_tokens
         if step.finish_reason is not None:
             error = None if step.error is None else ChunkError(step.error_code, step.error)
-            self._ending = _TerminalChunk(step.finish_reason, step.stop_reason, error, step.kv_params)
+            self._ending = End(
+                step.finish_reason, 0, 0, stop_reason=step.stop_reason, error=error, kv_params=step.kv_params
+            )
             self.is_ended = True
 
     def _check(self, step: RequestStep, num_tokens: int) -> None:
@@ -321,17 +317,14 @@ class ChunkWriter:
         self._num_rows += count
         return part
 
-    def _end(self, ending: _TerminalChunk) -> End:
+    def _end(self, ending: End) -> End:
         self.has_left = True
-        return End(
-            finish_reason=ending.finish_reason,
+        return replace(
+            ending,
             num_tokens=self._num_tokens,
             num_rows=self._num_rows,
-            stop_reason=ending.stop_reason,
-            error=ending.error,
             cached_tokens=self._cached_tokens,
             routed_experts_start=None if self._routing is None else self._start,
-            kv_params=ending.kv_params,
         )
 
     def fail(self, error: ChunkError, weight_version: int) -> Chunk:
@@ -342,7 +335,7 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
-        return self._cut_short(_TerminalChunk(FinishReason.ERROR, None, error), weight_version)
+        return self._cut_short(End(FinishReason.ERROR, 0, 0, error=error), weight_version)
 
     def abort(self, weight_version: int) -> Chunk:
         """End the request as `fail` does, with the finish reason `abort`, because its client aborted it.
@@ -352,9 +345,9 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
-        return self._cut_short(_TerminalChunk(FinishReason.ABORT, None, None), weight_version)
+        return self._cut_short(End(FinishReason.ABORT, 0, 0), weight_version)
 
-    def _cut_short(self, ending: _TerminalChunk, weight_version: int) -> Chunk:
+    def _cut_short(self, ending: End, weight_version: int) -> Chunk:
         if self.has_left:
             raise LocalProtocolError("the request cannot end again after its terminal chunk")
         self._prompt_logprobs.clear()

@@ -216,35 +216,24 @@ class _Rings:
 
     def __init__(self, max_series: int) -> None:
         self._max_series = max_series
-        self._rings: dict[str, Ring] = {}
+        self.rings: dict[str, Ring] = {}
         # By name: the number of the last point with a value.
         self._seen: dict[str, int] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(ring.nbytes for ring in self._rings.values())
-
-    @property
-    def names(self) -> Iterable[str]:
-        return self._rings.keys()
-
-    def ring(self, name: str) -> Ring | None:
-        return self._rings.get(name)
-
     def clear(self, places: npt.NDArray[np.int64]) -> None:
         """Clear the array places of new points, which have values of an hour ago."""
-        for ring in self._rings.values():
+        for ring in self.rings.values():
             ring[:, places] = np.nan
 
     def add(self, number: int, points: Mapping[str, Point]) -> None:
         for name in [name for name, seen in self._seen.items() if number - seen >= NUM_POINTS and name not in points]:
-            del self._rings[name], self._seen[name]
+            del self.rings[name], self._seen[name]
         for name, point in points.items():
-            ring = self._rings.get(name)
+            ring = self.rings.get(name)
             if ring is None:
-                if len(self._rings) >= self._max_series:
+                if len(self.rings) >= self._max_series:
                     continue
-                ring = self._rings[name] = np.full((len(FIELDS), NUM_POINTS), np.nan, np.float32)
+                ring = self.rings[name] = np.full((len(FIELDS), NUM_POINTS), np.nan, np.float32)
             ring[:, number % NUM_POINTS] = point
             self._seen[name] = number
 
@@ -265,7 +254,8 @@ class History:
     @property
     def num_bytes(self) -> int:
         """The bytes of all points."""
-        return sum(rings.num_bytes for rings in (self._fleet, self._models, self._workers))
+        everything = (self._fleet, self._models, self._workers)
+        return sum(ring.nbytes for each in everything for ring in each.rings.values())
 
     def add(self, number: int, fleet: Point, models: Mapping[str, Point], workers: Mapping[str, Point]) -> None:
         """Add one point of each series. Steps between the last point and this one have no known values.
@@ -286,15 +276,15 @@ class History:
 
     def fleet(self, since: int = 0) -> Series:
         """Return the points of the fleet after number `since`, of the last hour."""
-        return self._series(self._fleet.ring(""), since)
+        return self._series(self._fleet.rings.get(""), since)
 
     def models(self, since: int = 0) -> dict[str, Series]:
         """Return the points of each model after number `since`, by name."""
-        return {name: self._series(self._models.ring(name), since) for name in sorted(self._models.names)}
+        return {name: self._series(ring, since) for name, ring in sorted(self._models.rings.items())}
 
     def worker(self, name: str, since: int = 0) -> Series | None:
         """Return the points of a worker after number `since`; None: it has none."""
-        ring = self._workers.ring(name)
+        ring = self._workers.rings.get(name)
         return None if ring is None else self._series(ring, since)
 
     def _series(self, ring: Ring | None, since: int) -> Series:
