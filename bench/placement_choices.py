@@ -185,4 +185,4 @@ def _wanted(job: Job) -> PlacementNeeds:
     conversation, scope = job.conversation, PrefixScope()
     session_id = conversation.name if conversation.is_session else None
     pieces = piece_hashes(job.prompt, scope)
-    return PlacementNeeds.of(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)
+    return PlacementNeeds(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)

@@ -74,7 +74,7 @@ def _policy(num_workers: int) -> PlacementPolicy:
 
 def _wanted(token_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", session_id: str | None = None) -> PlacementNeeds:
     scope = PrefixScope()
-    return PlacementNeeds.of(len(token_ids), piece_hashes(token_ids, scope), scope, session_id=session_id)
+    return PlacementNeeds(len(token_ids), piece_hashes(token_ids, scope), scope, session_id=session_id)
 
 
 def _fastest_us(decide: Callable[[], object]) -> float:

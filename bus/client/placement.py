@@ -263,7 +263,7 @@ class RequestPlacement:
         group_id = asked.group_id
         if group_id is None and len(child.open_call.children) > 1:
             group_id = child.open_call.request_id
-        wanted = PlacementNeeds.of(
+        wanted = PlacementNeeds(
             asked.prompt_len,
             self._pieces(child, scope),
             scope,

@@ -505,8 +505,3 @@ class UnservedModels:
         if since is not None and limit is not None and now - max(since, limit.since) + limit.waited_s >= limit.seconds:
             return f"no worker has served {model} for {limit.seconds:g} s{others}"
         return None
-
-
-def list_models(since: dict[str, float]) -> str:
-    """Return the models as one word."""
-    return ",".join(since) or "none"

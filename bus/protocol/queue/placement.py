@@ -61,40 +61,24 @@ class PlacementNeeds:
 
     prompt_tokens: int
     pieces: tuple[int, ...]
-    """The `piece_hashes` of the prompt."""
-    session: int | None = None
-    """The `hint_hash` of its session."""
+    """The `piece_hashes` of the prompt, computed with the same `scope`."""
+    scope: PrefixScope
     session_id: str | None = None
     """The session id. Clients that do not know the session use it to choose the same worker."""
-    group: int | None = None
-    """The `hint_hash` of the group of requests that share its prompt. They may be separate calls."""
+    group_id: str | None = None
+    """The id of the group of requests that share its prompt. They may be separate calls."""
     is_for_able_only: bool = False
     """True if a worker that serves the model cannot serve this request."""
 
-    @classmethod
-    def of(
-        cls,
-        prompt_tokens: int,
-        pieces: tuple[int, ...],
-        scope: PrefixScope,
-        *,
-        session_id: str | None = None,
-        group_id: str | None = None,
-        is_for_able_only: bool = False,
-    ) -> "PlacementNeeds":
-        """Return the input for the placement of a request, from the names of its session and its group.
+    @property
+    def session(self) -> int | None:
+        """The `hint_hash` of its session."""
+        return None if self.session_id is None else hint_hash("session", self.session_id, self.scope)
 
-        Args:
-            pieces: `piece_hashes` of the prompt, computed with the same `scope`.
-        """
-        return cls(
-            prompt_tokens=prompt_tokens,
-            pieces=pieces,
-            session=None if session_id is None else hint_hash("session", session_id, scope),
-            session_id=session_id,
-            group=None if group_id is None else hint_hash("group", group_id, scope),
-            is_for_able_only=is_for_able_only,
-        )
+    @property
+    def group(self) -> int | None:
+        """The `hint_hash` of its group."""
+        return None if self.group_id is None else hint_hash("group", self.group_id, self.scope)
 
 
 class Placement(NamedTuple):

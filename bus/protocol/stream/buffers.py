@@ -54,24 +54,6 @@ class TokenBuffer:
             whether there are sampling masks).
     """
 
-    __slots__ = (
-        "_ids",
-        "_logprobs",
-        "_mask_counts",
-        "_mask_ids",
-        "_top_ids",
-        "_top_logprobs",
-        "_width",
-        "has_logprobs",
-        "has_masks",
-        "kind",
-        "kv_recomputed",
-        "lora_version",
-        "num_tokens",
-        "token_bytes",
-        "weight_version",
-    )
-
     def __init__(self, kind: tuple[int, int | None, bool, int, bool]) -> None:
         self.kind = kind
         self.weight_version, self.lora_version, self.has_logprobs, self._width, self.has_masks = kind

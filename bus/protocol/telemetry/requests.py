@@ -270,18 +270,6 @@ class OpenTimeline:
         wall: the present Unix time in seconds.
     """
 
-    __slots__ = (
-        "_clock",
-        "_offset_s",
-        "alias",
-        "events",
-        "is_held",
-        "is_offered",
-        "request",
-        "serial",
-        "weight_version",
-    )
-
     def __init__(self, serial: int, request: RequestTimeline, clock: Callable[[], float], wall: float) -> None:
         self.serial = serial
         self.request = request

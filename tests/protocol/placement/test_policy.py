@@ -234,8 +234,8 @@ def test_a_request_that_only_some_workers_can_serve_is_placed() -> None:
 def test_hash_collisions_do_not_prevent_placement_or_queueing() -> None:
     """If all pieces have the same hash, requests are still placed or queued."""
     policy, able = idle_fleet(*WORKERS)
-    policy.admitted(PlacementNeeds(1024, (7, 7, 7, 7)), "a", 1, was_placed=False)
-    placement = policy.place(PlacementNeeds(512, (7, 7)), able, 60)
+    policy.admitted(PlacementNeeds(1024, (7, 7, 7, 7), PrefixScope()), "a", 1, was_placed=False)
+    placement = policy.place(PlacementNeeds(512, (7, 7), PrefixScope()), able, 60)
 
     assert placement == ("a", PlacementReason.PLACED_PREFIX, 512)
 

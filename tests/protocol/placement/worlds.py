@@ -35,7 +35,7 @@ def placement_needs(
     is_for_able_only: bool = False,
 ) -> PlacementNeeds:
     """Return what placement needs to know of a request with this prompt."""
-    return PlacementNeeds.of(
+    return PlacementNeeds(
         len(token_ids),
         piece_hashes(token_ids, scope),
         scope,
