@@ -118,7 +118,7 @@ class Static(QueueOnly):
 
 
 class Ours(QueueOnly):
-    """Uses the policy of `rollbus.bus.protocol.placement` with the information that a client has."""
+    """Uses the policy of `rollbus.bus.protocol.queue.placement` with the information that a client has."""
 
     follows = True
 

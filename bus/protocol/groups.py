@@ -107,6 +107,12 @@ class GroupPlanner:
         self._is_stepping = False
         self._has_prompts = True
 
+    def __repr__(self) -> str:
+        """Return one line with counts, which a trainer reads in that of its `GroupSampler`."""
+        states = [*self._states.values()]
+        counts = " ".join(f"{state}={states.count(state)}" for state in dict.fromkeys(states))
+        return f"<GroupPlanner need={self._need} limit={self._limit}{' ' if counts else ''}{counts}>"
+
     def having(self, *states: GroupState) -> tuple[int, ...]:
         """Return the groups in one of these states, in the order in which they were started."""
         return tuple(group for group, state in self._states.items() if state in states)

@@ -72,7 +72,7 @@ JSON_NEST = b"[" * DEEP
         (decode_command, b'{"command":"init_weight_transfer","id":"x","info":{"a":' + JSON_NEST),
         (decode_ack, b'{"state":' + JSON_NEST),
         (decode_desired, b'{"future":' + JSON_NEST),
-        (decode_manifest, JSON_NEST),
+        (decode_manifest, b'{"x":' + JSON_NEST),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -379,6 +379,10 @@ class TimelineBook:
         self._refused: OrderedDict[tuple[str, RequestKey], OpenTimeline] = OrderedDict()
         self.on_ended: Callable[[RequestTimeline], None] | None = None
 
+    def __repr__(self) -> str:
+        """Return one line with counts."""
+        return f"<TimelineBook in_flight={len(self._in_flight)} ended={len(self._ended)} refused={len(self._refused)}>"
+
     def begin(self, request: RequestTimeline, published_at: float | None = None) -> OpenTimeline:
         """Begin the timeline of a received request.
 
