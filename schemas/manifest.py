@@ -72,7 +72,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 class TensorDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The change from a tensor's old content to its new content.
 
-    It has the fields of `tensor_delta.Encoded`, and the location.
+    It has the fields of `Encoded` in `bus/protocol/weights/tensors.py`, and the location.
     """
 
     encoding: Literal["sparse", "dense"]
