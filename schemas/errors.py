@@ -51,10 +51,11 @@ class ErrorCode(enum.StrEnum):
 
     facts: ErrorFacts
 
-    def __new__(cls, value: str, facts: ErrorFacts) -> "ErrorCode":
-        """Make a member whose value is the code alone."""
+    def __new__(cls, value: str, *facts: ErrorFacts) -> "ErrorCode":
+        """Make a member whose value is the code alone. `ErrorCode(value)` needs no facts, so they are optional here."""
         member = str.__new__(cls, value)
-        member._value_, member.facts = value, facts
+        member._value_ = value
+        (member.facts,) = facts
         return member
 
     INVALID_REQUEST = "invalid_request", ErrorFacts("a field of the request is wrong", "client")

@@ -252,7 +252,7 @@ class AckTracker:
 
     def result(self, now: float, epochs: dict[str, int] | None = None) -> CommandResult:
         """Return the result. A worker without a final ack is late, or missing if it sent no ack at all."""
-        results: dict[str, dict[str, Any]] = {name: {} for name in RESULTS}
+        results: dict[str, Any] = {name: {} for name in RESULTS}
         seconds = now - self._since
         for worker in sorted(self._incarnations):
             if worker in self.lost:
