@@ -50,6 +50,7 @@ class ErrorCode(enum.StrEnum):
     """The reason why a request failed, as in a terminal chunk. Append-only; `ERRORS` explains each code."""
 
     facts: ErrorFacts
+    """Meaning of the code, and what follows from it."""
 
     def __new__(cls, value: str, *facts: ErrorFacts) -> "ErrorCode":
         """Make a member whose value is the code alone. `ErrorCode(value)` needs no facts, so they are optional here."""
