@@ -23,7 +23,7 @@ import enum
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 FREE_SPACE: Final = "free space, then the same command continues"
 """Advice for a full disk."""
@@ -52,61 +52,45 @@ class ErrorCode(enum.StrEnum):
     facts: ErrorFacts
     """Meaning of the code, and what follows from it."""
 
-    def __new__(cls, value: str, *facts: ErrorFacts) -> "ErrorCode":
-        """Make a member whose value is the code alone. `ErrorCode(value)` needs no facts, so they are optional here."""
+    def __new__(cls, value: str, *facts: Any) -> "ErrorCode":
+        """Make a member whose value is the code alone, with the fields of `ErrorFacts`."""
         member = str.__new__(cls, value)
         member._value_ = value
-        (member.facts,) = facts
+        member.facts = ErrorFacts(*facts)
         return member
 
-    INVALID_REQUEST = "invalid_request", ErrorFacts("a field of the request is wrong", "client")
-    UNKNOWN_MODEL = "unknown_model", ErrorFacts("no worker serves a model of this name", "client")
-    UNSUPPORTED = "unsupported", ErrorFacts("the model or engine does not support a requested feature", "client")
-    DUPLICATE_REQUEST = "duplicate_request", ErrorFacts("an open request of this client has the same id", "client")
-    TOO_LARGE = (
-        "too_large",
-        ErrorFacts("the request, or one row of its routed experts, exceeds the server's max_payload", "client"),
-    )
-    NO_WORKERS = "no_workers", ErrorFacts("no live worker serves the model, and none starts", "fleet", True)
-    QUEUE_FULL = "queue_full", ErrorFacts("the limit of waiting requests is reached", "fleet", True)
-    TIMEOUT = "timeout", ErrorFacts("the request's timeout_s passed", "fleet", True, True)
-    WEIGHTS_TOO_OLD = "weights_too_old", ErrorFacts("the weights are older than min_weight_version", "fleet", True)
-    TOO_STALE = "too_stale", ErrorFacts("the weights advanced by more than max_weight_lag versions", "client")
-    WORKER_LOST = "worker_lost", ErrorFacts("the worker's lease expired", "worker", True, True, True)
-    WORKER_STOPPED = (
-        "worker_stopped",
-        ErrorFacts("the worker shut down before it finished the request", "worker", True, True, True),
-    )
-    FRAMES_LOST = "frames_lost", ErrorFacts("frames between worker and client were lost", "network", True, True, True)
-    PROTOCOL_ERROR = "protocol_error", ErrorFacts("the worker's chunks contradict each other", "worker", True, True)
-    ENGINE_ERROR = "engine_error", ErrorFacts("the engine failed only this request", "worker", True, True)
-    ENGINE_DEAD = "engine_dead", ErrorFacts("the engine died; its worker exits", "worker", True, True, True)
-    CLIENT_CLOSED = "client_closed", ErrorFacts("the client was closed before the request ended", "client", True, True)
-    POISON_REQUEST = (
-        "poison_request",
-        ErrorFacts("several engines died on this request; it is not retried", "client", False, True),
-    )
-    WORKER_FENCED = (
-        "worker_fenced",
-        ErrorFacts("the worker is alive but does not continue the request", "worker", True, True, True),
-    )
-    CLIENT_LOST = "client_lost", ErrorFacts("the client's lease expired at the worker", "client", True, True, True)
-    OVER_BUDGET = (
-        "over_budget",
-        ErrorFacts("the worker buffered more unread results than its limit", "client", True, True, True),
-    )
-    PERMISSION_DENIED = "permission_denied", ErrorFacts("this client's NATS user lacks a required permission", "client")
+    # The code, its meaning and fault; then `retryable`, `admitted` and `resumed`, False if left out.
+    INVALID_REQUEST = "invalid_request", "a field of the request is wrong", "client"
+    UNKNOWN_MODEL = "unknown_model", "no worker serves a model of this name", "client"
+    UNSUPPORTED = "unsupported", "the model or engine does not support a requested feature", "client"
+    DUPLICATE_REQUEST = "duplicate_request", "an open request of this client has the same id", "client"
+    TOO_LARGE = "too_large", "the request, or one row of its routed experts, exceeds the server's max_payload", "client"
+    NO_WORKERS = "no_workers", "no live worker serves the model, and none starts", "fleet", True
+    QUEUE_FULL = "queue_full", "the limit of waiting requests is reached", "fleet", True
+    TIMEOUT = "timeout", "the request's timeout_s passed", "fleet", True, True
+    WEIGHTS_TOO_OLD = "weights_too_old", "the weights are older than min_weight_version", "fleet", True
+    TOO_STALE = "too_stale", "the weights advanced by more than max_weight_lag versions", "client"
+    WORKER_LOST = "worker_lost", "the worker's lease expired", "worker", True, True, True
+    WORKER_STOPPED = "worker_stopped", "the worker shut down before it finished the request", "worker", True, True, True
+    FRAMES_LOST = "frames_lost", "frames between worker and client were lost", "network", True, True, True
+    PROTOCOL_ERROR = "protocol_error", "the worker's chunks contradict each other", "worker", True, True
+    ENGINE_ERROR = "engine_error", "the engine failed only this request", "worker", True, True
+    ENGINE_DEAD = "engine_dead", "the engine died; its worker exits", "worker", True, True, True
+    CLIENT_CLOSED = "client_closed", "the client was closed before the request ended", "client", True, True
+    POISON_REQUEST = "poison_request", "several engines died on this request; it is not retried", "client", False, True
+    WORKER_FENCED = "worker_fenced", "the worker is alive but does not continue the request", "worker", True, True, True
+    CLIENT_LOST = "client_lost", "the client's lease expired at the worker", "client", True, True, True
+    OVER_BUDGET = "over_budget", "the worker buffered more unread results than its limit", "client", True, True, True
+    PERMISSION_DENIED = "permission_denied", "this client's NATS user lacks a required permission", "client"
     KV_TRANSFER_FAILED = (
         "kv_transfer_failed",
-        ErrorFacts(
-            "the transfer of the KV cache from the prefill worker to the decode worker failed",
-            "worker",
-            True,
-            True,
-            True,
-        ),
+        "the transfer of the KV cache from the prefill worker to the decode worker failed",
+        "worker",
+        True,
+        True,
+        True,
     )
-    UNKNOWN = "unknown", ErrorFacts("a newer peer sent a code that this process does not know", "worker", False, True)
+    UNKNOWN = "unknown", "a newer peer sent a code that this process does not know", "worker", False, True
 
     @classmethod
     def _missing_(cls, value: object) -> "ErrorCode":

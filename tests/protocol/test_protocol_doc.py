@@ -1,7 +1,5 @@
 """The subjects, states and diagrams in docs/protocol.md equal the code."""
 
-
-
 from tests.protocol.protocol_doc import DOC, PART, names_of_parts, with_parts
 
 
