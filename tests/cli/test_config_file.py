@@ -69,7 +69,9 @@ def test_a_missing_file_of_settings_is_named(tmp_path: Path, capsys: pytest.Capt
     """A file that cannot be read is an error with its name."""
     with pytest.raises(SystemExit):
         build_parser().parse_args(["up", "--config", str(tmp_path / "no.toml")])
-    assert capsys.readouterr().err == f"rollbus up: {tmp_path / 'no.toml'}: No such file or directory\n"
+    assert capsys.readouterr().err == (
+        f"rollbus up: {tmp_path / 'no.toml'}: No such file or directory; `rollbus init` writes a file\n"
+    )
 
 
 def test_init_writes_every_option_of_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
