@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -225,8 +226,10 @@ async def test_a_full_disk_fails_an_update_without_a_change(nats_url: str, fleet
     root = tmp_path / "root"
     one, two = folders(root)
     full = tmp_path / "full"
-    full.write_text("a file where the cache's folder should be")
     async with serving(nats_url, fleet, one, 1, options=(*LASTING, "--cache-dir", str(full))) as (rb, _):
+        # At its start, the worker checks that it can write here.
+        shutil.rmtree(full, ignore_errors=True)
+        full.write_text("a file where the cache's directory should be")
         ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--upload")
         state = await until_state(rb, all_serve)
 

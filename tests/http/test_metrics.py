@@ -61,7 +61,7 @@ def a_request() -> Request:
         await asyncio.Event().wait()
         raise AssertionError
 
-    return Request({"type": "http", "headers": []}, receive)
+    return Request({"type": "http", "headers": [], "state": {"waited_s": 0.0}}, receive)
 
 
 def wanted(max_tokens: int, n: int = 1, **fields: object) -> rollbus.GenerateRequest:
