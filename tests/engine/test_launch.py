@@ -36,7 +36,7 @@ def engine_processes() -> set[int]:
         ({"max_model_len": "long"}, "max_model_len"),
         ({"block_size": 16}, "'block_size' is 16; allowed on a CPU: multiples of 32"),
         ({"structured_outputs_config": {"backend": "auto"}}, "'structured_outputs_config.backend' is 'auto'"),
-        ({"structured_outputs_config": {"bakend": "x"}}, r"'structured_outputs_config.bakend' .* mean 'backend'\?"),
+        ({"structured_outputs_config": {"bakend": "x"}}, r"'structured_outputs_config.bakend' .* mean backend\?"),
     ],
 )
 async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args: dict[str, Any], message: str) -> None:
