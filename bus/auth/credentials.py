@@ -1,13 +1,8 @@
-"""The identity of a program on NATS, stored in one file: its role, its name, and the key that proves both.
+"""The identity of a program on NATS: its role and name, its key, and the signatures that it makes with the key.
 
-This module never gives out the key, only signatures. The key never appears in a log, error, `repr` or process argument.
-
-TODO nkeys: NATS's nkeys for users: Ed25519 keys in base32 with a kind and a checksum. A server knows the public keys.
-
-The `nkeys` package exists only as source, which the lock does not install, so this module implements the encoding.
-`cryptography` signs, and is imported when a key is used.
-
-TODO signatures: Signatures of messages that change a fleet: stored states, commands, and descriptions of uploads. Pure.
+The key never appears in a log, error, `repr` or process argument. It is an nkey of NATS: an Ed25519 key in base32, with
+a kind and a checksum. The `nkeys` package exists only as source, which the lock does not install, so this module
+implements the encoding. `cryptography` signs, and is imported when a key is used.
 
 A subject alone proves little: an answer of JetStream can be directed to it, and an intruder on the server can write any
 message. The author therefore signs each message that changes a fleet, in a header beside the payload:
@@ -20,8 +15,6 @@ Each of these parts except the last ends with a newline.
 
 The signing key is derived from the user's seed and differs from the seed's own key. With the seed's own key a program
 signs the challenge of each server that it connects to, and a hostile server could choose a command as the challenge.
-
-TODO tls: The TLS files of a program.
 """
 
 import base64
@@ -51,6 +44,22 @@ _SEED: Final = 18 << 3
 _USER: Final = 20 << 3
 """First byte of a public key; it encodes as U, which is also the second letter of a seed."""
 _KEY_BYTES: Final = 32
+SIGNED: Final = "Rollbus-Signed"
+"""Name of the header that holds the signature."""
+MAX_HEADER_CHARS: Final = 16_384
+"""Maximum characters of the header. A publisher of a hundred models needs 10,000."""
+MAX_CACHED: Final = 64
+"""Number of verified certificates to remember, enough for all controllers of a fleet. Above it, the oldest are
+dropped."""
+_KEY_DOMAIN: Final = b"rollbus signing key 1"
+_CERTIFICATE_DOMAIN: Final = b"rollbus certificate 1\n"
+_MESSAGE_DOMAIN: Final = b"rollbus message 1\n"
+DEFAULT_FLEET: Final = "default"
+MAX_FILE_BYTES: Final = 64 * 1024
+"""Maximum bytes of a credentials file. A file has about 200 bytes. The limit avoids reading a large file that was named
+by mistake."""
+TLS_VARIABLES: Final = {"ca": "ROLLBUS_TLS_CA", "cert": "ROLLBUS_TLS_CERT", "key": "ROLLBUS_TLS_KEY"}
+"""Environment variables that name the files of `Tls`, by field."""
 
 
 class BadKey(LocalProtocolError):
@@ -108,19 +117,6 @@ def decode_seed(seed: str) -> bytes:
 
 def _checksum(raw: bytes) -> bytes:
     return binascii.crc_hqx(raw, 0).to_bytes(2, "little")
-
-
-SIGNED: Final = "Rollbus-Signed"
-"""Name of the header that holds the signature."""
-MAX_HEADER_CHARS: Final = 16_384
-"""Maximum characters of the header. A publisher of a hundred models needs 10,000."""
-MAX_CACHED: Final = 64
-"""Number of verified certificates to remember, enough for all controllers of a fleet. Above it, the oldest are
-dropped."""
-
-_KEY_DOMAIN: Final = b"rollbus signing key 1"
-_CERTIFICATE_DOMAIN: Final = b"rollbus certificate 1\n"
-_MESSAGE_DOMAIN: Final = b"rollbus message 1\n"
 
 
 class BadSignature(RemoteProtocolError):
@@ -296,13 +292,6 @@ def _decode(text: str) -> bytes:
         raise BadSignature(f"{text[:20]!r} is not valid base64url") from None
 
 
-DEFAULT_FLEET: Final = "default"
-
-MAX_FILE_BYTES: Final = 64 * 1024
-"""Maximum bytes of a credentials file. A file has about 200 bytes. The limit avoids reading a large file that was named
-by mistake."""
-
-
 class Role(enum.StrEnum):
     """The role of a user in a fleet. `rollbus.bus.auth.permissions` defines the permissions of each role."""
 
@@ -364,7 +353,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     seed: str
     """Secret of the user: an nkey seed."""
     roots: tuple[str, ...] = ()
-    """Public root keys of the fleet, as `signatures` encodes them. A root key must certify each author of a change to
+    """Public root keys of the fleet, as `encode_key` encodes them. A root key must certify each author of a change to
     the fleet. Empty in files of an earlier release: nothing is checked."""
     certificate: str = ""
     """Certificate by the first root key; it states what this user may sign. Empty: nothing."""
@@ -439,10 +428,6 @@ def _own(field: str, given: str | None, own: str) -> str:
     if given not in (None, own):
         raise InvalidRequest(field=field, problem=f"is {given!r}", allowed=f"{own}, as in the credentials")
     return own
-
-
-TLS_VARIABLES: Final = {"ca": "ROLLBUS_TLS_CA", "cert": "ROLLBUS_TLS_CERT", "key": "ROLLBUS_TLS_KEY"}
-"""Environment variables that name the files of `Tls`, by field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,16 @@
-"""The subjects that each role may publish and subscribe to. NATS denies every subject that is not listed here.
+"""The subjects that each role may publish and subscribe to, and the accounts of a NATS server that follow from them.
 
-In subjects, a user may use only its own name: clients the name of the client or controller, workers the name of the
-worker. If a subject also names a peer, any peer is allowed.
+NATS denies every subject that is not listed here. In subjects, a user may use only its own name: clients the name of
+the client or controller, workers the name of the worker. If a subject also names a peer, any peer is allowed.
 
-NATS does not check the reply subject of a publish or subjects in the payload of a JetStream API call. The accounts
-(`accounts.py`) confine replies. Only admins may make calls whose payload names a subject (`STREAM.CREATE`,
-`STREAM.UPDATE`, `CONSUMER.CREATE`). `STREAM.INFO` of a queue lists the clients whose requests wait, but shows no
-request. Only admins and frontends may call it, because they may end any request of the fleet anyway. For the same
-reason, these two roles may receive all command acks. Other roles receive only the acks of their own commands.
+NATS checks the subject of a publish, but neither its reply subject nor subjects in the payload of a JetStream API call.
+Only admins may make calls whose payload names a subject (`STREAM.CREATE`, `STREAM.UPDATE`, `CONSUMER.CREATE`).
+`STREAM.INFO` of a queue lists the clients whose requests wait, but shows no request. Only admins and frontends may call
+it, because they may end any request of the fleet anyway. For the same reason, these two roles may receive all command
+acks. Other roles receive only the acks of their own commands.
 
-TODO accounts: The accounts of a NATS server, generated from the table of permissions.
-
-NATS checks the subject of a publish but never its reply subject. JetStream answers on the reply subject without a
-permission check, but only in the account of the sender. Each fleet therefore has three kinds of accounts:
+JetStream answers on the reply subject without a permission check, but only in the account of the sender. Each fleet
+therefore has three kinds of accounts:
 
     <fleet>                  JetStream and the admins
     <fleet>~workers          all workers; it has no JetStream
@@ -58,6 +56,13 @@ _UPLOADS: Final = "<uploads>"
 _PLACEHOLDER: Final = re.compile(r"<\w+>")
 INBOX: Final = "<inbox>."
 """Prefix of the subjects on which a user receives answers."""
+_API: Final = "$JS.API"
+_KV: Final = f"KV_{BUCKET}"
+_OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
+_WILDCARD: Final = re.compile(r"<\w+>|[*>]")
+_STREAMED: Final = (".CONSUMER.MSG.NEXT.", ".DIRECT.GET.")
+"""Services of JetStream that answer with several messages."""
+_CLIENTS: Final = CLIENT_ROLES - {Role.ADMIN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,6 @@ SUBJECT_RULES: Final = (
 )
 """The subjects of rollbus, one for each row of the table in `rollbus.bus.subjects`."""
 
-_API: Final = "$JS.API"
-_KV: Final = f"KV_{BUCKET}"
-_OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
 
 JETSTREAM_RULES: Final = (
     Rule(f"{_API}.INFO", publish=_EVERYBODY, why="read the storage limits"),
@@ -223,18 +225,9 @@ def describe_denial(user: User, action: str, subject: str) -> str:
     return f"may not {action} {'to' if action == 'subscribe' else 'on'} {subject}"
 
 
-_WILDCARD: Final = re.compile(r"<\w+>|[*>]")
-
-
 def _as_pattern(subject: str) -> re.Pattern[str]:
     names = _WILDCARD.sub(lambda match: ">" if match[0] == ">" else "*", subject)
     return re.compile(re.escape(names).replace(r"\*", r"[^.]+").replace(">", ".+"))
-
-
-_STREAMED: Final = (".CONSUMER.MSG.NEXT.", ".DIRECT.GET.")
-"""Services of JetStream that answer with several messages."""
-
-_CLIENTS: Final = CLIENT_ROLES - {Role.ADMIN}
 
 
 def accounts(users: Iterable[User]) -> dict[str, object]:

@@ -4,16 +4,11 @@
     DIR/users.conf                  all users and their permissions, as a part of a server's configuration
     DIR/nats-server.conf            a complete configuration that includes it; the operator may edit it
     DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to the user's machine
-    DIR/<fleet>/root.seed           the secret of the root key, which certifies admins, frontends and publishers
+    DIR/<fleet>/root.seed           the root key, which certifies admins, frontends and publishers; no service needs it
+    DIR/<fleet>/root*.seed          other keys that readers trust too, such as the previous key during a replacement
 
-A key is written once and never replaced. Each fleet has its own accounts.
-
-TODO files: Private files, which only their owner can read and which are written as a whole.
-
-TODO roots: The root keys of a fleet, and the certificates that they sign.
-
-DIR/<fleet>/root.seed the key that signs certificates; only `rollbus auth` needs it, never a running service
-DIR/<fleet>/root*.seed other keys that readers trust too, such as the previous key during a replacement
+A key is written once and never replaced. Each fleet has its own accounts. Only the owner can read the files, and each
+file is written as a whole.
 """
 
 import contextlib
@@ -51,6 +46,31 @@ from .credentials import (
 from .permissions import account_of, accounts
 
 FILE_MODE: Final = 0o600
+ROOT_FILE: Final = "root.seed"
+ROOT_FILES: Final = "root*.seed"
+SIGNING_ROLES: Final = frozenset({Role.ADMIN, Role.FRONTEND, Role.PUBLISHER})
+"""Roles that may change the fleet. `rollbus.bus.auth.permissions` defines where they may publish the change."""
+PUBLISHER_COMMANDS: Final = (
+    "check_weights",
+    "update_weights",
+    "fence",
+    "init_weight_transfer",
+    "start_weight_update",
+    "update_weight_chunk",
+    "finish_weight_update",
+)
+"""Commands that a publisher may sign: new weights by a folder or a transfer, and the commands that `Updates` adds.
+These are the check before an update, and the fence of differing workers after it.
+
+`load_lora` cannot be added. Workers of this release and of older releases let a publisher change only the registers of
+these commands. An adapter's register is not among them, so these workers would reject the whole state, with the
+weights."""
+USERS_FILE: Final = "users.json"
+CONFIG_FILE: Final = "users.conf"
+SERVER_FILE: Final = "nats-server.conf"
+_FOLDER_MODE: Final = 0o700
+WantedUser = tuple[str, Role, str]
+"""A user by fleet, role and name."""
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
@@ -74,27 +94,6 @@ def replace_file(path: Path, data: bytes) -> None:
         if before.st_uid != partial.stat().st_uid:
             os.chown(partial, before.st_uid, before.st_gid)
     partial.replace(path)
-
-
-ROOT_FILE: Final = "root.seed"
-ROOT_FILES: Final = "root*.seed"
-SIGNING_ROLES: Final = frozenset({Role.ADMIN, Role.FRONTEND, Role.PUBLISHER})
-"""Roles that may change the fleet. `rollbus.bus.auth.permissions` defines where they may publish the change."""
-PUBLISHER_COMMANDS: Final = (
-    "check_weights",
-    "update_weights",
-    "fence",
-    "init_weight_transfer",
-    "start_weight_update",
-    "update_weight_chunk",
-    "finish_weight_update",
-)
-"""Commands that a publisher may sign: new weights by a folder or a transfer, and the commands that `Updates` adds.
-These are the check before an update, and the fence of differing workers after it.
-
-`load_lora` cannot be added. Workers of this release and of older releases let a publisher change only the registers of
-these commands. An adapter's register is not among them, so these workers would reject the whole state, with the
-weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +143,6 @@ def _read_root(path: Path) -> bytes:
         return decode_key(path.read_text().strip())
     except (BadSignature, UnicodeDecodeError):
         raise BusBroken(f"{path} is not a root key: 43 characters in base64url, from `rollbus auth init`") from None
-
-
-USERS_FILE: Final = "users.json"
-CONFIG_FILE: Final = "users.conf"
-SERVER_FILE: Final = "nats-server.conf"
-_FOLDER_MODE: Final = 0o700
-
-WantedUser = tuple[str, Role, str]
-"""A user by fleet, role and name."""
 
 
 class _Users(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

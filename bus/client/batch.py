@@ -1,8 +1,6 @@
-"""The requests of one `complete_many`: the requests in flight, and the source of the next requests.
+"""Many requests at once: the source from which they are drawn, and those in flight.
 
-TODO drawing: Draws items from an iterable or async iterable of the caller, one at a time and only on demand.
-
-TODO group_prompts: The prompts of a trainer's groups, drawn from the caller's source one at a time and only on demand.
+Items come from an iterable or async iterable of the caller, one at a time and only on demand.
 """
 
 import asyncio
@@ -26,6 +24,10 @@ from .generation import Generation, join_samples
 from .times import BatchTimes
 
 T = TypeVar("T")
+Requests = Iterable[GenerateRequest | TokenIds]
+AsyncRequests = AsyncIterable[GenerateRequest | TokenIds]
+InexactGroups = Literal["refuse", "continue", "drop"]
+"""Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
 
 
 class Drawing(Generic[T]):
@@ -86,10 +88,6 @@ class Drawing(Generic[T]):
             if not self._next.cancelled():
                 # Retrieve the error: asyncio warns about errors that no code has retrieved.
                 self._next.exception()
-
-
-Requests = Iterable[GenerateRequest | TokenIds]
-AsyncRequests = AsyncIterable[GenerateRequest | TokenIds]
 
 
 class Batch:
@@ -245,10 +243,6 @@ def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
     return as_request(drawn, fields)
 
 
-InexactGroups = Literal["refuse", "continue", "drop"]
-"""Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupPrompt:
     """A prompt with a key of the caller."""
@@ -260,6 +254,8 @@ class GroupPrompt:
 
 
 Prompt = GenerateRequest | TokenIds | GroupPrompt
+
+
 Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
 
 

@@ -1,13 +1,8 @@
-"""The caller's side of a request: its received results, until the caller reads them.
+"""The caller's side of a request: its received results until the caller reads them, and its spans.
 
-Two threads use these objects. The bus thread writes (`deliver`, `finish`); all other methods belong to the caller's
-loop. Each field has one writer, so no lock is needed. The bus thread appends chunks before it sets the result. A reader
-that reads the result first and the chunks second therefore misses none.
-
-TODO call_spans: The spans of one call from its opening to its end: the call, its waits in the queue, and its resumes.
-
-The client records times and names during the call and creates the spans at its end. Attempts pass the context of the
-call to their workers. Attempts that follow a lost attempt pass the context of their resume.
+Two threads use a call. The bus thread writes (`deliver`, `finish`); all other methods belong to the caller's loop. Each
+field has one writer, so no lock is needed. The bus thread appends chunks before it sets the result. A reader that reads
+the result first and the chunks second therefore misses none.
 """
 
 import asyncio
@@ -64,7 +59,10 @@ class _ResumeSpan:
 
 
 class CallSpans:
-    """Collects the spans of one sampled call, and exports them at its end. Used on the bus thread after its creation.
+    """The spans of one sampled call: the call, its waits in the queue, and its resumes. Used on the bus thread.
+
+    The client records times and names during the call and exports the spans at its end. Attempts pass the context of
+    the call to their workers. Attempts that follow a lost attempt pass the context of their resume.
 
     Args:
         parent: span that surrounds the call. None: the call begins a trace.

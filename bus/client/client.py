@@ -1,9 +1,4 @@
-"""The client for trainers: it sends requests and returns chunks or complete generations.
-
-TODO connect: `connect`: a client of a fleet, from URLs, names and credentials.
-
-TODO fleet_watch: A passive view of the fleet that sends nothing to workers, for programs that poll every second.
-"""
+"""The client for trainers: it sends requests and returns chunks or complete generations."""
 
 import math
 import os
@@ -51,6 +46,9 @@ from .groups import GroupSampler
 from .record.writer import RunRecorder
 from .runtime import ClientStats
 from .times import BatchTimes
+
+DEFAULT_WORKER_GRACE_S = 15.0
+"""Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""
 
 
 class Client:
@@ -373,10 +371,6 @@ def batch_of(client: Client, *, max_in_flight: int, times: BatchTimes | None) ->
         ValueError: `max_in_flight` is below 1.
     """
     return Batch(client._registry, max_in_flight=max_in_flight, max_unread_bytes=client._max_unread_bytes, times=times)
-
-
-DEFAULT_WORKER_GRACE_S = 15.0
-"""Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""
 
 
 def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two

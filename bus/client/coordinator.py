@@ -1,15 +1,11 @@
-"""The bus thread's side of a request: its open call, and the state of each child request.
+"""The open calls of one client on the bus thread: their chunks, and the recovery of lost attempts.
 
 A request for n samples is n requests to the fleet, its children. If one of them fails, all of them end.
-
-TODO exchange: The open calls of one client on the bus thread: their chunks, and the recovery of lost attempts.
 
 Invariant: every opened call ends once, with a result or with an error. Each request has exactly one current attempt, on
 at most one worker. A worker that sends chunks of another attempt receives an abort. After the loss of a worker, its
 requests are published again as the next attempt, from the end of their response streams. Requests that may have killed
-an engine are published one at a time (`rollbus.bus.protocol.queue.suspects`).
-
-TODO losses: Handles requests whose worker is lost, or whose frames are lost or cannot be decoded. Runs on the bus thread.
+an engine are published one at a time (`rollbus.bus.protocol.attempt.suspects`).
 """
 
 import asyncio
@@ -37,6 +33,10 @@ from .generation import ChildResult
 from .times import MAX_MODELS
 
 logger = logging.getLogger(__name__)
+
+HELD_BACK: Final = (
+    "an engine died before it generated a token of this request, and the client retries such requests one at a time"
+)
 
 
 class OpenCall:
@@ -152,11 +152,6 @@ class ChildRequest(AttemptMachine):
     def result(self) -> ChildResult:
         """Return the result of the child. The bus thread must not use the stream afterwards."""
         return ChildResult(self.stream.child, self.stream, tuple(self.workers))
-
-
-HELD_BACK: Final = (
-    "an engine died before it generated a token of this request, and the client retries such requests one at a time"
-)
 
 
 @dataclass(slots=True)

@@ -1,13 +1,8 @@
 """Publishes requests to workers, through the queue or directly to a worker. Runs on the bus thread.
 
-Invariant: an open request that no worker has admitted is in one of five places: pending here, behind the leader of its
-group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. A request that has
-left the queue without a worker's offer is an orphan. It is published again.
-
-TODO prefill: Chooses the requests that go to a prefill worker first. Runs `PrefillQueue` in asyncio, on the bus thread.
-
-A request that can be served in two phases waits here for a prefill worker with room, for a limited time. All other
-requests, and those whose time has expired, are served by one worker, with the same result.
+Invariant: an open request that no worker has admitted is in one of six places: pending here, waiting for a prefill
+worker, behind the leader of its group, on its way to the queue, in the queue, or on its way to the worker at which it
+was placed. A request that has left the queue without a worker's offer is an orphan. It is published again.
 """
 
 import asyncio
@@ -44,9 +39,16 @@ from .times import DurationsByModel
 
 logger = logging.getLogger(__name__)
 
-
 MIN_LOOK_S: Final = 0.01
 """Minimum seconds between two timed checks of waiting requests."""
+ORPHAN_AGE_S: Final = 10.0
+"""Seconds that a request waits in the queue before the client searches for it. Most requests need no search."""
+ORPHANS_PER_ROUND: Final = 4096
+"""Requests that one round searches for, within a few milliseconds. The server is asked only once for each lane."""
+ROUND_S: Final = 0.5
+"""Seconds between two checks of waiting requests."""
+HEADER_BYTES: Final = 512
+"""Bytes below `max_payload` that are reserved for the headers of a publication."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,9 @@ class PrefillStats:
 
 class PrefillDispatcher:
     """The requests of one client that wait for a prefill worker or run on a prefill worker.
+
+    A request that can be served in two phases waits here for a prefill worker with room, for a limited time. All other
+    requests, and those whose time has expired, are served by one worker, with the same result.
 
     Args:
         placement: knows which workers have a prompt in their cache.
@@ -167,16 +172,6 @@ class PrefillDispatcher:
             queue.reject(child, time.monotonic(), is_full=refusal.code is ErrorCode.QUEUE_FULL)
         if len(queue):
             self._wake()
-
-
-ORPHAN_AGE_S: Final = 10.0
-"""Seconds that a request waits in the queue before the client searches for it. Most requests need no search."""
-ORPHANS_PER_ROUND: Final = 4096
-"""Requests that one round searches for, within a few milliseconds. The server is asked only once for each lane."""
-ROUND_S: Final = 0.5
-"""Seconds between two checks of waiting requests."""
-HEADER_BYTES: Final = 512
-"""Bytes below `max_payload` that are reserved for the headers of a publication."""
 
 
 class _Queued(NamedTuple):

@@ -1,9 +1,4 @@
-"""The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers.
-
-TODO fleet_options: Common options of the fleet's commands, besides the arguments of each command, and their checks.
-
-TODO weight_commands: The commands that change the weights and adapters of a fleet.
-"""
+"""The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers."""
 
 import asyncio
 import os
@@ -28,6 +23,10 @@ from .runtime import ClientRuntime
 from .thread import LoopThread
 
 Path = str | os.PathLike[str]
+MAX_COUNT: Final = 1_000_000
+"""Upper bound of the worker count that a caller can wait for; no fleet is larger."""
+MAX_SETTLE_S: Final = 60.0
+"""Upper bound of the wait for workers in `Fleet.state`; progress of longer commands is in their acks."""
 
 
 class DrainOptions(TypedDict, total=False):
@@ -292,14 +291,6 @@ class WeightCommands:
     async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:
         common, on_ack = split_options(options)
         return await self.send(kind(**fields, **common), on_ack=on_ack)
-
-
-MAX_COUNT: Final = 1_000_000
-"""Upper bound of the worker count that a caller can wait for; no fleet is larger."""
-
-
-MAX_SETTLE_S: Final = 60.0
-"""Upper bound of the wait for workers in `Fleet.state`; progress of longer commands is in their acks."""
 
 
 class Fleet(WeightCommands):

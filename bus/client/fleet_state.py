@@ -1,13 +1,4 @@
-"""The state of a fleet at one moment.
-
-TODO command_listener: Receives the commands of all controllers and the acks of workers while a program displays them.
-
-A user needs the permission to receive acks, which admins and frontends have. With credentials, commands go only from
-controllers to the account of the workers, so the listener knows a command only by its acks. Reads are left out, because
-they change nothing and their acks are large.
-
-TODO expert_reads: Asks the workers of one model for the load of their experts. Runs on the bus thread.
-"""
+"""Reads the state of a fleet: workers, queues, desired states, commands of all controllers, and loads of experts."""
 
 import logging
 import time
@@ -41,6 +32,22 @@ from ..subjects import Subjects
 from .runtime import ClientRuntime
 
 logger = logging.getLogger(__name__)
+
+MAX_ACK_BYTES: Final = 256 << 10
+"""Maximum size of an ack that is decoded. Acks of reads have up to several megabytes. The ack of new weights has the
+routed experts of a canary: 46 KB with 61 layers."""
+MAX_PENDING: Final = 8192
+"""Maximum number of waiting messages, about one or two seconds of acks. Further messages are dropped. The command
+result of the controller is not affected."""
+MAX_PENDING_BYTES: Final = 64 << 20
+READS: Final = (ReadExperts, ReadRequest, State)
+STATE: Final = State(id="x").command
+READ_ACK: Final = b'"command":"read_'
+"""Part of the first bytes of a read's ack."""
+KEPT_S: Final = 120.0
+"""Seconds for which workers keep their counts."""
+MAX_CLOCK_S: Final = 20.0
+"""Tolerated clock difference in seconds. With it, a request for one minute still returns two thirds of the minute."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,21 +110,12 @@ async def read_fleet_state(runtime: ClientRuntime, settle_s: float) -> FleetStat
     )
 
 
-MAX_ACK_BYTES: Final = 256 << 10
-"""Maximum size of an ack that is decoded. Acks of reads have up to several megabytes. The ack of new weights has the
-routed experts of a canary: 46 KB with 61 layers."""
-MAX_PENDING: Final = 8192
-"""Maximum number of waiting messages, about one or two seconds of acks. Further messages are dropped. The command
-result of the controller is not affected."""
-MAX_PENDING_BYTES: Final = 64 << 20
-READS: Final = (ReadExperts, ReadRequest, State)
-STATE: Final = State(id="x").command
-READ_ACK: Final = b'"command":"read_'
-"""Part of the first bytes of a read's ack."""
-
-
 class CommandListener:
-    """Records the commands of a fleet. Runs on the bus thread.
+    """Records the commands of all controllers and the acks of workers while a program displays them. On the bus thread.
+
+    A user needs the permission to receive acks, which admins and frontends have. With credentials, commands go only
+    from controllers to the account of the workers, so the listener knows a command only by its acks. Reads are left
+    out, because they change nothing and their acks are large.
 
     Attributes:
         rejected: commands and acks that could not be decoded, had another sender's name, or were not
@@ -223,12 +221,6 @@ class CommandListener:
 
 def _may(signed: Signed, model: str) -> bool:
     return signed.by.covers_model(model)
-
-
-KEPT_S: Final = 120.0
-"""Seconds for which workers keep their counts."""
-MAX_CLOCK_S: Final = 20.0
-"""Tolerated clock difference in seconds. With it, a request for one minute still returns two thirds of the minute."""
 
 
 class HeardLoads(NamedTuple):

@@ -1,7 +1,4 @@
-"""The complete result of one request, as arrays.
-
-TODO group_results: The result of a trainer's step over groups of answers: the groups, and the lengths of their answers.
-"""
+"""The results of requests as arrays: of one request, and of a trainer's step over groups of answers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +15,17 @@ from ...schemas.rows import Rows
 from ..protocol.html import as_html
 from ..protocol.stream.response_stream import ResponseStream
 from ..protocol.stream.result_arrays import Spans, TokenMasks
+
+_OF_PROMPT = ("prompt_logprobs", "prompt_top_token_ids", "prompt_top_logprobs", "cached_tokens")
+_BY_TOKEN = (
+    "token_ids",
+    "logprobs",
+    "weight_versions",
+    "lora_versions",
+    "kv_mixed",
+    "top_token_ids",
+    "top_logprobs",
+)
 
 
 class SampleKey(NamedTuple):
@@ -193,18 +201,6 @@ class Generation:
             **{name: getattr(first, name) for name in _OF_PROMPT},
             **arrays,
         )
-
-
-_OF_PROMPT = ("prompt_logprobs", "prompt_top_token_ids", "prompt_top_logprobs", "cached_tokens")
-_BY_TOKEN = (
-    "token_ids",
-    "logprobs",
-    "weight_versions",
-    "lora_versions",
-    "kv_mixed",
-    "top_token_ids",
-    "top_logprobs",
-)
 
 
 def _concatenated(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:

@@ -1,8 +1,6 @@
-"""An open group of a trainer's step: the tokens of its answers, and its calls in flight.
+"""Trainer steps over groups of answers that do not wait for their slowest answers.
 
-TODO group_sampler: Trainer steps that do not wait for their slowest answers. This module executes the decisions of the planner.
-
-`rollbus.bus.protocol.groups` decides which groups run, end and stay.
+`rollbus.bus.protocol.groups` decides which groups run, end and stay. This module executes its decisions.
 """
 
 import asyncio
@@ -21,7 +19,8 @@ from msgspec.structs import replace
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import BusClosed, NoWorkers, RequestError
 from ...schemas.request import GenerateRequest
-from ..protocol.groups import GroupPlanner, GroupState
+from ..protocol.groups.planner import GroupPlanner
+from ..protocol.groups.states import GroupState
 from .batch import GroupPrompts, PromptForm, Prompts
 from .call_registry import CallRegistry
 from .calls import Call
@@ -30,6 +29,9 @@ from .record.writer import RunRecorder
 
 OWN_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 """Finish reasons of complete answers."""
+STOP_WAIT_S: Final = 2.0
+"""Seconds. A worker confirms an abort with its next engine step. A worker that needs longer is slow, frozen or lost, so
+the sampler then counts the tokens received so far."""
 
 
 class OpenGroup:
@@ -143,11 +145,6 @@ class OpenGroup:
 
 def _is_complete(answer: Generation) -> bool:
     return answer.finish_reason in OWN_ENDS
-
-
-STOP_WAIT_S: Final = 2.0
-"""Seconds. A worker confirms an abort with its next engine step. A worker that needs longer is slow, frozen or lost, so
-the sampler then counts the tokens received so far."""
 
 
 class GroupSampler:

@@ -2,11 +2,6 @@
 
 Invariant: the chunks of a frame reach their calls before the frame is acknowledged. Credit depends on received bytes,
 not on bytes that callers have read, so a caller that does not read delays no other caller.
-
-TODO result_check: Rejects output that a worker cannot have: ids outside its vocabulary, and versions that were never recorded.
-
-A version above the announced one may be news, because presence and frames use different subscriptions. Then the client
-reads the desired state once, which has each version before a worker serves it.
 """
 
 import asyncio
@@ -38,7 +33,6 @@ from .coordinator import AttemptCoordinator, ChildRequest, Losses
 
 logger = logging.getLogger(__name__)
 
-
 READ_S: Final = 1.0
 """Seconds for a read of the desired state. Frames wait meanwhile. It takes a round trip."""
 CONFIRMED_S: Final = 1.5
@@ -51,10 +45,30 @@ ENDED_S: Final = 60.0
 """Seconds after the record of an adapter's end in which frames of it may arrive, also if clocks differ. Its version is
 in no state then."""
 NOT_CHECKED: Final = (MAX_WEIGHT_VERSION, MAX_WEIGHT_VERSION)
+ACK_DELAY_S: Final = 0.02
+"""Seconds that a frame may wait for a common ack with later frames, a few engine steps."""
+TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
+"""Bytes that all workers together may have in transit: half of a subscription's buffer."""
+MAX_WINDOW_BYTES: Final = 1024**2
+"""Bytes for one worker: a few milliseconds of routed experts. Tokens wait behind the bytes in transit."""
+MIN_WINDOW_BYTES: Final = 64 * 1024
+"""Minimum bytes for one worker, for any number of workers: the tokens of one step of hundreds of requests."""
+MAX_KEYS_PER_MESSAGE: Final = 256
+"""Aborts in one message: 40 KiB with the longest ids, below any server's `max_payload`."""
+MAX_ABORTS: Final = 65_536
+"""Maximum number of pending aborts for one worker, more than its requests of one client. If an abort is left out, the
+client sends it when the next chunk of the request arrives."""
+MAX_SILENCE_S: Final = 10.0
+"""Seconds, two leases, for which the client still writes to a worker without presence."""
+MAX_LINKS: Final = 16_384
+"""Maximum number of workers with a link, far above any fleet. Beyond it, the most silent worker is removed."""
 
 
 class ResultCheck:
-    """Checks frames against the presence of their workers.
+    """Rejects output that a worker cannot have: ids outside its vocabulary, and versions that were never recorded.
+
+    A version above the announced one may be news, because presence and frames use different subscriptions. Then the
+    client reads the desired state once, which has each version before a worker serves it.
 
     Args:
         find: returns the open request of a chunk, or None.
@@ -180,25 +194,6 @@ def _recorded(state: DesiredState | None, worker: str, lora: str) -> tuple[int, 
     elif recorded is not None and abs(time.time() - recorded.at) < ENDED_S:
         version = MAX_WEIGHT_VERSION
     return target_version(state, worker) or 0, version
-
-
-ACK_DELAY_S: Final = 0.02
-"""Seconds that a frame may wait for a common ack with later frames, a few engine steps."""
-TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
-"""Bytes that all workers together may have in transit: half of a subscription's buffer."""
-MAX_WINDOW_BYTES: Final = 1024**2
-"""Bytes for one worker: a few milliseconds of routed experts. Tokens wait behind the bytes in transit."""
-MIN_WINDOW_BYTES: Final = 64 * 1024
-"""Minimum bytes for one worker, for any number of workers: the tokens of one step of hundreds of requests."""
-MAX_KEYS_PER_MESSAGE: Final = 256
-"""Aborts in one message: 40 KiB with the longest ids, below any server's `max_payload`."""
-MAX_ABORTS: Final = 65_536
-"""Maximum number of pending aborts for one worker, more than its requests of one client. If an abort is left out, the
-client sends it when the next chunk of the request arrives."""
-MAX_SILENCE_S: Final = 10.0
-"""Seconds, two leases, for which the client still writes to a worker without presence."""
-MAX_LINKS: Final = 16_384
-"""Maximum number of workers with a link, far above any fleet. Beyond it, the most silent worker is removed."""
 
 
 @dataclass(slots=True)

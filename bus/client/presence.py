@@ -1,9 +1,4 @@
-"""Tracks the presence of workers. Runs on the bus thread.
-
-TODO pauses: Logs once for each pause that requests wait because the fleet is paused. Runs on the bus thread.
-
-TODO silence: Moves requests away from workers that offered to run them and send no tokens. Runs on the bus thread.
-"""
+"""The presence of workers as one client sees it: live, paused or silent. Runs on the bus thread."""
 
 import asyncio
 import logging
@@ -37,11 +32,21 @@ from .coordinator import AttemptCoordinator, ChildRequest
 
 logger = logging.getLogger(__name__)
 
-
 PING_WAIT_S = 0.5
 """Seconds in which a live worker answers a ping: a thousand round trips on a loopback."""
 FIRST_WAIT_S = PING_WAIT_S
 """Seconds from the start of a watch until the answers to its first ping are complete."""
+WARN_AFTER_S: Final = 10.0
+"""Seconds. A weight update pauses a fleet for a few seconds. A longer pause may have been forgotten."""
+ROUND_S: Final = 0.5
+"""Seconds between two checks for requests that wait because of a pause."""
+SILENCE_ROUND_S: Final = 1.0
+"""Seconds between two checks for silent workers."""
+READ_S: Final = 5.0
+"""Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
+MAX_BEHIND_S: Final = 600.0
+"""Seconds for which a worker may apply a recorded command, or receive weights before the next one. After that, its
+silence counts, also if it says meanwhile that it serves."""
 
 
 class PresenceWatcher:
@@ -249,14 +254,8 @@ class PresenceWatcher:
         return True
 
 
-WARN_AFTER_S: Final = 10.0
-"""Seconds. A weight update pauses a fleet for a few seconds. A longer pause may have been forgotten."""
-ROUND_S: Final = 0.5
-"""Seconds between two checks for waiting requests."""
-
-
 class PauseWarnings:
-    """Tracks which models are paused while this client has open requests, and which pauses were logged."""
+    """Tracks which models are paused. It logs once for each pause that requests of this client wait for its end."""
 
     def __init__(self, watcher: PresenceWatcher, coordinator: AttemptCoordinator, store: DesiredStore) -> None:
         self._watcher = watcher
@@ -332,17 +331,8 @@ class PauseWarnings:
         return max((time for time in times if time is not None), default=None)
 
 
-SILENCE_ROUND_S: Final = 1.0
-"""Seconds between two checks."""
-READ_S: Final = 5.0
-"""Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
-MAX_BEHIND_S: Final = 600.0
-"""Seconds for which a worker may apply a recorded command, or receive weights before the next one. After that, its
-silence counts, also if it says meanwhile that it serves."""
-
-
 class SilenceChecks:
-    """Checks the open requests of one client."""
+    """Moves requests away from workers that offered to run them and send no tokens."""
 
     def __init__(self, nats: Connection, watcher: PresenceWatcher, coordinator: AttemptCoordinator) -> None:
         self._nats = nats

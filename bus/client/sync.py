@@ -1,12 +1,7 @@
-"""The event loop of a client for programs without asyncio. The loop runs on its own thread.
-
-Any thread may submit calls.
-
-TODO groups: Steps of groups without asyncio: the methods of `GroupSampler`, which block instead of being awaited.
-
-TODO client: The client without asyncio: the methods of `Client` and `Fleet`, which block instead of being awaited.
+"""The client without asyncio: the methods of `Client`, `Fleet` and `GroupSampler`, which block.
 
 Each blocking method takes its arguments, result, errors and docstring from the asynchronous method of the same name.
+The event loop of the client runs on a thread of its own. Any thread may call a blocking method.
 """
 
 import asyncio
@@ -46,8 +41,11 @@ from .times import BatchTimes
 EXIT_S: Final = 10.0
 """Seconds to close open clients when the interpreter exits. Closing a client takes less time, also without a server."""
 CLOSED: Final = "this client was closed"
-
 R = TypeVar("R")
+LEFT: Final = "these groups were closed during a step"
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class OwnerThread:
@@ -261,7 +259,6 @@ class EndOfPrompts(Enum):
 
 
 END: Final = EndOfPrompts.END
-LEFT: Final = "these groups were closed during a step"
 
 
 class HandedPrompts:
@@ -425,12 +422,6 @@ async def _result(step: asyncio.Task[GroupStep]) -> GroupStep:
     if step.cancelled():
         raise BusClosed(LEFT)
     return step.result()
-
-
-P = ParamSpec("P")
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class _BlockingCall(Protocol[T_co]):

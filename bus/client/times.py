@@ -1,7 +1,4 @@
-"""Completion times of a batch: of most of its requests, and of the slowest ones, which delay a training step.
-
-TODO durations: Durations by model, in a histogram with fixed buckets. Its size does not depend on the number of durations.
-"""
+"""Measured durations: completion times of a batch, and histograms by model. Their size does not depend on the count."""
 
 import math
 from array import array
@@ -14,6 +11,29 @@ PERCENTS: Final = (50, 90, 99, 100)
 """Percentages of a batch's requests in `percentiles`."""
 MAX_TIMES: Final = 65_536
 """Maximum number of stored times (512 KiB). A batch twice as large stores every second request, and so on."""
+BOUNDS_S: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    1800.0,
+)
+"""Upper bounds of the buckets in seconds, from one round trip to the longest usual request."""
+MAX_MODELS: Final = 256
+"""Maximum number of models in a client's counters, more than one client uses. Beyond it, the counters of the model that
+was counted first are removed. They begin at 0 again with its next request."""
 
 
 class BatchTimes:
@@ -88,31 +108,6 @@ class BatchTimes:
         """Return the seconds until 50, 90, 99 and 100 % of the requests were complete, by percentage."""
         times = ((percent, self.seconds_to(percent)) for percent in PERCENTS)
         return {percent: seconds for percent, seconds in times if seconds is not None}
-
-
-BOUNDS_S: Final = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-    1800.0,
-)
-"""Upper bounds of the buckets in seconds, from one round trip to the longest usual request."""
-MAX_MODELS: Final = 256
-"""Maximum number of models in a client's counters, more than one client uses. Beyond it, the counters of the model that
-was counted first are removed. They begin at 0 again with its next request."""
 
 
 @dataclass(frozen=True, slots=True)

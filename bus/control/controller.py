@@ -3,11 +3,6 @@
 The controller first records a command that sets a register. From then on, the workers reconcile themselves with it,
 including workers that start later. The published message only makes them read the state sooner. A controller that dies
 leaves no partial decision.
-
-TODO ack_collector: Publishes commands and collects the command acks, on the bus thread.
-
-A command or an ack may be lost. The collector therefore repeats a command to the workers that owe an ack if no new ack
-arrives. Workers execute a repeated command only once and send the same ack.
 """
 
 import asyncio
@@ -71,7 +66,6 @@ from .store import DesiredStore
 
 logger = logging.getLogger(__name__)
 
-
 REPEAT_S: Final = 1.0
 """Seconds without a new ack before a command is repeated. The first ack of a busy worker takes less. A large fleet
 sends new acks all the time, and a repeat would only delay it."""
@@ -83,10 +77,20 @@ execution."""
 MAX_NEWS: Final = 4096
 """Maximum number of acks that wait for the caller's `OnAck`: two of each worker of a large fleet. Above it, `OnAck`
 misses the oldest acks; the command result has all."""
-
 OnAck = Callable[[Ack], None]
 """Called on the bus thread with each new ack to show progress. It must return immediately. An exception ends the wait
 for acks."""
+HELD: Final = frozenset({"pause", "flush"})
+"""Registers that are not restored. A failed pause holds until a resume, and a flush has no lasting state."""
+READS: Final = (ReadExperts, ReadRequest)
+"""Commands that change nothing."""
+TELLS_NOTHING: Final = "the worker runs an earlier release, which does not answer this command"
+SHOWN_S: Final = 1.0
+"""Seconds to wait after the acks for presence that shows their outcome, because the caller's next call reads presence.
+It usually arrives within milliseconds."""
+Kind = TypeVar("Kind", bound=Command)
+Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
+"""Completes a command from the recorded state. An exception rejects the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,9 @@ class _UnderWay:
 
 class AckCollector:
     """The open commands of one controller. Lives on the bus thread; call `start` before use.
+
+    A command or an ack may be lost. The collector therefore repeats a command to the workers that owe an ack if no new
+    ack arrives. Workers execute a repeated command only once and send the same ack.
 
     Attributes:
         rejected: acks that did not decode or named another worker.
@@ -249,23 +256,6 @@ def _report_acks(news: deque[Ack], on_ack: OnAck | None) -> None:
         ack = news.popleft()
         if on_ack is not None:
             on_ack(ack)
-
-
-HELD: Final = frozenset({"pause", "flush"})
-"""Registers that are not restored. A failed pause holds until a resume, and a flush has no lasting state."""
-
-READS: Final = (ReadExperts, ReadRequest)
-"""Commands that change nothing."""
-TELLS_NOTHING: Final = "the worker runs an earlier release, which does not answer this command"
-
-SHOWN_S: Final = 1.0
-"""Seconds to wait after the acks for presence that shows their outcome, because the caller's next call reads presence.
-It usually arrives within milliseconds."""
-
-Kind = TypeVar("Kind", bound=Command)
-
-Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
-"""Completes a command from the recorded state. An exception rejects the command."""
 
 
 class Watch(Protocol):

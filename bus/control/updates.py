@@ -1,9 +1,4 @@
-"""Loads weights and adapters into a fleet: upload, check, record, apply, compare.
-
-TODO provision: Creates the queues and buckets that a fleet's workers and controllers may use but not create.
-
-On a server without permissions, workers and controllers create them by themselves.
-"""
+"""Loads weights and adapters into a fleet: upload, check, record, apply, compare."""
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -414,6 +409,8 @@ async def provision(
     upload_bytes: int | None = None,
 ) -> dict[str, str]:
     """Create the queues of `models` and the bucket of desired states, and make the models known. Safe to repeat.
+
+    Workers and controllers may use them but not create them. On a server without permissions, they create them.
 
     Args:
         limits: limits of the queues, by the field names of `QueueLimits`; queues that exist get them too.

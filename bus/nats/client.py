@@ -1,8 +1,4 @@
-"""A NATS server's `INFO`, validated before nats-py uses it.
-
-The first `INFO` precedes TLS, so any machine between client and server can have written it.
-
-TODO patched_client: nats-py's client with its faults corrected. `rollbus.bus.nats.connection` adds rollbus's options and errors.
+"""nats-py's client with its faults corrected. `rollbus.bus.nats.connection` adds rollbus's options and errors.
 
 `PatchedNatsClient` corrects these faults of nats-py 2.16:
 
@@ -15,9 +11,9 @@ TODO patched_client: nats-py's client with its faults corrected. `rollbus.bus.na
 - On uvloop, a write into a connection that was just lost raises a RuntimeError. It ends the writer, for example
   `close()` or the reconnecting task.
 - nats-py copies sent bytes twice and received bytes five times. Large messages need one copy here.
-- nats-py begins TLS only if the server's `INFO` asks for it, and uses addresses from an `INFO` that precedes TLS. Any
-  machine between client and server can have written both. `PatchedNatsClient(requires_tls=True)` sends nothing without
-  TLS: `NatsTransport` rejects each byte.
+- nats-py does not validate `INFO`. It begins TLS only if `INFO` asks for it, and uses addresses from an `INFO` that
+  precedes TLS. Any machine between client and server can have written both. `PatchedNatsClient(requires_tls=True)`
+  sends nothing without TLS: `NatsTransport` rejects each byte.
 - Learned servers are bare addresses. nats-py gives them neither the user of the URL nor, without a check of each, a
   name that their certificates must have. It keeps learned servers that have left the cluster.
 """
@@ -40,10 +36,14 @@ from .transport import NatsTransport, NoNats, NoTls, Peer, SubscriptionMessage
 
 logger = logging.getLogger(__name__)
 
-
 MAX_LEARNED_SERVERS: Final = 64
 """Addresses that one `INFO` may add: several times the servers of a large cluster, each tried within seconds."""
 _ADDRESS: Final = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%]+\]):(\d{1,5})", re.ASCII)
+MIN_APART_BYTES: Final = 8 * 1024
+"""Minimum size of a payload that is sent without a copy, separately from its command. Above it, a copy costs more than
+three pieces."""
+SILENT_S: Final = 1.0
+"""Seconds after which an attempt without a byte from the server counts as silent, also if the server closed it."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,13 +91,6 @@ def parse_info(info: Any) -> ServerInfo:
 def _is_address(url: str) -> bool:
     address = _ADDRESS.fullmatch(url)
     return address is not None and 0 < int(address[1]) < 65536
-
-
-MIN_APART_BYTES: Final = 8 * 1024
-"""Minimum size of a payload that is sent without a copy, separately from its command. Above it, a copy costs more than
-three pieces."""
-SILENT_S: Final = 1.0
-"""Seconds after which an attempt without a byte from the server counts as silent, also if the server closed it."""
 
 
 class PatchedNatsClient(Client):

@@ -1,7 +1,4 @@
-"""The connection to NATS: the patched nats-py client with rollbus's options and errors.
-
-TODO permitted: Publishes and subscribes with a check of the user's permission, where a denial would otherwise go unnoticed.
-"""
+"""The connection to NATS: the patched nats-py client with rollbus's options and errors."""
 
 import asyncio
 import logging
@@ -25,7 +22,6 @@ from .server import Server, redact
 
 logger = logging.getLogger(__name__)
 
-
 CONNECT_TIMEOUT_S: Final = 3.0
 """Seconds for the first connection: enough for a server that is starting, and short for a mistyped address."""
 ATTEMPT_TIMEOUT_S: Final = 2.0
@@ -48,6 +44,8 @@ MAX_PENDING_MSGS: Final = 65_536
 """Received messages that may wait for a handler. Handlers only forward messages, so this covers many reads."""
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of these messages, equal to the server's limit for a slow client. A higher limit would gain little."""
+ANSWER_S: Final = 3.0
+"""Seconds for the server's answer. If the server does not answer, other calls report that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,10 +387,6 @@ def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Call
                 logger.warning("nats.stream_delivery_dropped subject=%s so_far=%s", message.subject, nats.streamed_msgs)
 
     return handle
-
-
-ANSWER_S: Final = 3.0
-"""Seconds for the server's answer. If the server does not answer, other calls report that."""
 
 
 async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:

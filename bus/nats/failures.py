@@ -1,13 +1,4 @@
-"""Permission errors of a NATS server.
-
-The server reports them asynchronously; this module raises them in the waiting call.
-
-TODO reachable: Checks which servers of a cluster are reachable from here, for users that cannot query the cluster.
-
-TODO tls_failure: The reason for a TLS failure with a NATS server, and the next step.
-
-TODO failed_servers: The servers that a first connection need not retry: each rejects this user, or TLS with it fails.
-"""
+"""The reasons why NATS servers deny a subject, reject a connection or cannot be reached."""
 
 import asyncio
 import logging
@@ -28,11 +19,19 @@ from .transport import NoTls
 
 logger = logging.getLogger(__name__)
 
-
 MAX_LOGGED: Final = 100
 """Maximum number of logged subjects. A program has few kinds of subjects, and further denials repeat them."""
 _VIOLATION: Final = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"", re.IGNORECASE)
 _ACTIONS: Final = {"publish": "publish", "subscription": "subscribe"}
+ATTEMPT_S = 2.0
+"""Seconds for a server to accept a connection. A disconnected machine does not even reject it."""
+
+# X509_V_ERR of OpenSSL, for which Python has no names.
+_EXPIRED: Final = 10
+_UNKNOWN_ISSUER: Final = frozenset({18, 19, 20, 21})
+_OTHER_NAME: Final = frozenset({62, 64})
+_NO_CERTIFICATE: Final = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "BAD_CERTIFICATE", "UNKNOWN_CA")
+"""Alerts for a client without a certificate, or with one that the server does not trust; TLS 1.2 has no better ones."""
 
 
 class _Waiter:
@@ -46,7 +45,7 @@ class _Waiter:
 
 
 class Denials:
-    """All denials of one connection.
+    """All denials of one connection. The server reports them later; `expected` raises them in the waiting call.
 
     Args:
         user: the connection's user; None without credentials.
@@ -110,10 +109,6 @@ class Denials:
         return f"user {self._user.name} (role {self._user.role}) {describe_denial(self._user, action, subject)}"
 
 
-ATTEMPT_S = 2.0
-"""Seconds for a server to accept a connection. A disconnected machine does not even reject it."""
-
-
 async def describe_reachable(nats: nats.aio.client.Client) -> str:
     """Connect to each named or learned server, and describe how many accept connections.
 
@@ -133,14 +128,6 @@ async def _is_reachable(host: str, port: int) -> bool:
         return False
     writer.transport.abort()
     return True
-
-
-# X509_V_ERR of OpenSSL, for which Python has no names.
-_EXPIRED: Final = 10
-_UNKNOWN_ISSUER: Final = frozenset({18, 19, 20, 21})
-_OTHER_NAME: Final = frozenset({62, 64})
-_NO_CERTIFICATE: Final = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "BAD_CERTIFICATE", "UNKNOWN_CA")
-"""Alerts for a client without a certificate, or with one that the server does not trust; TLS 1.2 has no better ones."""
 
 
 def tls_failure(error: Exception, url: str) -> TlsFailed | None:

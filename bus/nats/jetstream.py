@@ -1,11 +1,4 @@
-"""JetStream's API as rollbus uses it: one request, one answer, and exceptions with the server's error codes.
-
-TODO retries: The retry limits for a write of a desired state, which may have to wait for the election of a cluster's leader.
-
-TODO storage: The storage that a NATS server can still reserve for streams, which its API does not report.
-
-TODO stream_info: The streams of a NATS cluster: the leader of each stream, and the lag of its replicas.
-"""
+"""JetStream's API as rollbus uses it: one request, one answer, and exceptions with the server's error codes."""
 
 import asyncio
 import base64
@@ -22,7 +15,6 @@ from ...schemas.errors import BusBroken, PermissionDenied
 from .client import PatchedNatsClient
 
 logger = logging.getLogger(__name__)
-
 
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 5.0
@@ -41,6 +33,21 @@ WRONG_LAST_SEQUENCE: Final = frozenset({10071, 10164})
 """Error codes of a failed compare-and-set: another write came first. A cluster has two codes for it."""
 _NOT_NOW: Final = frozenset({10008, 10009, 10163})
 """JetStream's errors while a cluster elects a leader, or agrees on a write before this one."""
+TRY_S: Final = 2.0
+"""Seconds to wait for one answer, which usually takes milliseconds. A leader election drops earlier requests, so they
+must be repeated."""
+ELECTION_S: Final = 15.0
+"""Seconds from the first missing answer. nats-server waits up to 9 s before it elects another leader."""
+AGAIN_S: Final = 0.25
+"""Seconds between a "not now" answer and the next request."""
+STEP_BYTES: Final = 1024**2
+"""Precision of the answer in bytes."""
+_NAME: Final = "doctor"
+_NOT_VALID: Final = "a..b"
+"""Subject that no stream can have."""
+_ACCOUNT_FULL: Final = 10002
+_NOT_CREATED: Final = 10049
+"""The server's code for a stream that failed behind the check of its size."""
 
 
 class ApiError(Exception):
@@ -191,15 +198,6 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-TRY_S: Final = 2.0
-"""Seconds to wait for one answer, which usually takes milliseconds. A leader election drops earlier requests, so they
-must be repeated."""
-ELECTION_S: Final = 15.0
-"""Seconds from the first missing answer. nats-server waits up to 9 s before it elects another leader."""
-AGAIN_S: Final = 0.25
-"""Seconds between a "not now" answer and the next request."""
-
-
 class Retries:
     """The tries of one write, and when to stop."""
 
@@ -238,16 +236,6 @@ class Retries:
         if now >= self._ends_at:
             raise error
         await asyncio.sleep(AGAIN_S)
-
-
-STEP_BYTES: Final = 1024**2
-"""Precision of the answer in bytes."""
-_NAME: Final = "doctor"
-_NOT_VALID: Final = "a..b"
-"""Subject that no stream can have."""
-_ACCOUNT_FULL: Final = 10002
-_NOT_CREATED: Final = 10049
-"""The server's code for a stream that failed behind the check of its size."""
 
 
 async def free_storage(nats: PatchedNatsClient, up_to: int) -> int | None:

@@ -1,7 +1,4 @@
-"""The NATS servers that a program connects to, its user there, and the TLS of the connection.
-
-TODO address: The addresses of NATS servers: validation, and display without passwords.
-"""
+"""The NATS servers that a program connects to, its user there, and the TLS of the connection."""
 
 import os
 import re
@@ -18,9 +15,14 @@ DEFAULT_PORT: Final = 4222
 MAX_URLS: Final = 64
 """Maximum number of URLs, several times the servers of a large cluster. A client also learns the other servers from the
 cluster."""
-
 _CREDENTIALS: Final = re.compile(r"^(\w+://)?.*@")
 _NEXT_URL: Final = re.compile(r"\s*,\s*(?=\w+://)")
+URL_VARIABLE: Final = "ROLLBUS_NATS"
+CREDENTIALS_VARIABLE: Final = "ROLLBUS_CREDS"
+"""Environment variable that names the credentials file of a program without explicit credentials."""
+REPLICAS_VARIABLE: Final = "ROLLBUS_REPLICAS"
+MAX_REPLICAS: Final = 5
+"""Maximum number of replicas in NATS."""
 
 
 def parse_urls(text: str) -> tuple[str, ...]:
@@ -71,14 +73,6 @@ def _split(text: str) -> list[str]:
         first, *others = hosts.split(",")
         urls += [user + at + first.strip(), *(host.strip() for host in others)]
     return urls
-
-
-URL_VARIABLE: Final = "ROLLBUS_NATS"
-CREDENTIALS_VARIABLE: Final = "ROLLBUS_CREDS"
-"""Environment variable that names the credentials file of a program without explicit credentials."""
-REPLICAS_VARIABLE: Final = "ROLLBUS_REPLICAS"
-MAX_REPLICAS: Final = 5
-"""Maximum number of replicas in NATS."""
 
 
 @dataclass(frozen=True, slots=True)

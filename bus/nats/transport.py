@@ -1,7 +1,5 @@
 """The TCP connection to a NATS server, with nats-py's interface: it sends bytes and receives protocol operations.
 
-TODO operations: Parses the bytes that a NATS server sends into operations of the NATS protocol.
-
 nats-py copies each byte five times before a message is complete. The reader here receives bytes into one buffer and
 copies messages out of it. A large message gets its own buffer, which the socket fills.
 
@@ -33,6 +31,9 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024**2
 OVERHEAD_BYTES: Final = 256
 """Approximate memory of an operation in addition to its bytes."""
 END: Final = b"\r\n"
+MAX_UNREAD_BYTES: Final = 4 * 1024**2
+"""Received bytes that may wait for their reader. Above this limit, reading from the socket pauses. It covers one credit
+window of routed experts and the tokens of a step."""
 
 
 class SubscriptionMessage(NamedTuple):
@@ -200,11 +201,6 @@ def _parse(line: bytes) -> _Head:
     except (ValueError, IndexError) as exc:
         raise RemoteProtocolError(f"the NATS server sent {line[:80]!r} before a message: {exc}") from None
     return head
-
-
-MAX_UNREAD_BYTES: Final = 4 * 1024**2
-"""Received bytes that may wait for their reader. Above this limit, reading from the socket pauses. It covers one credit
-window of routed experts and the tokens of a step."""
 
 
 class NoNats(nats_errors.ProtocolError):

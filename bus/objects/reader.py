@@ -1,16 +1,8 @@
-"""Opens folders of the object store to read single objects.
+"""Reads stored folders: each object separately, into memory or into a file.
 
-TODO new_file: Fetched files: they are written and hashed on their own thread, or already exist.
-
-TODO object_chunks: Reads the chunks of one object at the connection's speed: in order, and each once even if the connection breaks.
-
-`DIRECT.GET` returns the chunks in batches: the server sends the messages after a sequence number, up to a number of
-bytes, and states how many remain. This requires no consumer. A user that may create consumers could make the store
-deliver its content to any subject, because the subject is in the payload, which no permission checks.
-
-TODO token_bucket: A rate limit in bytes per second that several transfers share. Pure: the caller has the clock and sleeps.
-
-TODO folder_reader: Reader of one stored folder: it reads each object separately, into memory or into a file.
+`DIRECT.GET` returns the chunks of an object in batches: the server sends the messages after a sequence number, up to a
+number of bytes, and states how many remain. This requires no consumer. A user that may create consumers could make the
+store deliver its content to any subject, because the subject is in the payload, which no permission checks.
 """
 
 import asyncio
@@ -40,9 +32,31 @@ from .writer import check_folder, folder_digest
 
 logger = logging.getLogger(__name__)
 
-
 READ_BYTES: Final = 4 * 1024**2
 """Bytes per read of a file that is hashed; larger reads are not faster."""
+BATCH_BYTES: Final = 2 * 1024 * 1024
+"""Bytes of one batch, which has at least one chunk. A batch delays the event loop's other work: concurrent round trips
+take 3 ms (p99), and 10 ms with twice the size. The speed is the same from 1 to 8 MB."""
+BATCHES: Final = 2
+"""Number of batches in flight or buffered, so that data arrives while earlier data is written."""
+SILENCE_S: Final = 2.0
+"""Seconds without a message after which a batch counts as lost, with a restarted server or a broken connection."""
+MAX_MISMATCHES: Final = 2
+"""Consecutive mismatches between the server's number of chunks and the description. A replica in a cluster may lag
+once."""
+RETRY_S: Final = 0.25
+"""Seconds between attempts. A restarted server is back within tenths of a second."""
+STALL_S: Final = 30.0
+"""Seconds without a chunk after which the read fails."""
+_NUMBERS: Final = ("Sequence", "Last-Sequence", "Num-Pending")
+NOT_FOUND: Final = "404"
+END_OF_BATCH: Final = "204"
+BURST_S: Final = 0.25
+"""Seconds of the rate that may pass at once after idle time, so that a busy event loop still reaches the rate."""
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Pace = Callable[[int], Awaitable[None]]
+"""Called with the number of received bytes; returns when more bytes may be received."""
 
 
 class NewFile:
@@ -96,22 +110,6 @@ def is_whole(path: Path, size: int, digest: bytes, on_read: Callable[[], None]) 
 def reason(error: OSError) -> str:
     """Return the reason of an error, with the file."""
     return f"{error.strerror or error} ({error.filename})" if error.filename else f"{error.strerror or error}"
-
-
-BATCH_BYTES: Final = 2 * 1024 * 1024
-"""Bytes of one batch, which has at least one chunk. A batch delays the event loop's other work: concurrent round trips
-take 3 ms (p99), and 10 ms with twice the size. The speed is the same from 1 to 8 MB."""
-BATCHES: Final = 2
-"""Number of batches in flight or buffered, so that data arrives while earlier data is written."""
-SILENCE_S: Final = 2.0
-"""Seconds without a message after which a batch counts as lost, with a restarted server or a broken connection."""
-MAX_MISMATCHES: Final = 2
-"""Consecutive mismatches between the server's number of chunks and the description. A replica in a cluster may lag
-once."""
-RETRY_S: Final = 0.25
-"""Seconds between attempts. A restarted server is back within tenths of a second."""
-STALL_S: Final = 30.0
-"""Seconds without a chunk after which the read fails."""
 
 
 class _AttemptLost(Exception):
@@ -306,19 +304,10 @@ class _Attempt:
             chunks.append(message.data)
 
 
-_NUMBERS: Final = ("Sequence", "Last-Sequence", "Num-Pending")
-NOT_FOUND: Final = "404"
-END_OF_BATCH: Final = "204"
-
-
 def _end_of_batch(message: Msg) -> int | None:
     """Return the number of a batch's last message if this is the end of the batch."""
     headers = message.headers or {}
     return int(headers.get("Nats-Last-Sequence", 0)) if headers.get("Status") == END_OF_BATCH else None
-
-
-BURST_S: Final = 0.25
-"""Seconds of the rate that may pass at once after idle time, so that a busy event loop still reaches the rate."""
 
 
 class TokenBucket:
@@ -342,13 +331,6 @@ class TokenBucket:
         """Count passed bytes. Return the seconds to wait before more bytes may pass."""
         self._paid_until = max(self._paid_until, now - BURST_S) + num_bytes / self._rate
         return max(0.0, self._paid_until - now)
-
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
-Pace = Callable[[int], Awaitable[None]]
-"""Called with the number of received bytes; returns when more bytes may be received."""
 
 
 class FolderReader:

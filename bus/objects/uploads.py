@@ -1,10 +1,6 @@
-"""The ids of a publication's object chunks.
+"""The uploads of controllers and publishers: they are stored under their own prefixes, and old ones are deleted.
 
-They contain the tag of the folder, which identifies leftovers of a killed publisher.
-
-TODO version_cleaning: Deletes old versions, and leftovers of killed uploads, in the bucket of a model's published weights.
-
-TODO uploads: Checkpoints and adapters that a controller sends to the workers through NATS's object store.
+The ids of a publication's object chunks contain the tag of its folder, which shows the leftovers of killed publishers.
 """
 
 import logging
@@ -35,11 +31,14 @@ from .writer import put_folder
 
 logger = logging.getLogger(__name__)
 
-
 TAG: Final = "rb"
 """Prefix of the ids of a publication's object chunks. The tag of the folder follows."""
 TAGGED_CHARS: Final = 32
 """Characters of an id with a tag. The ids of other programs have 22."""
+OWN_UPLOAD: Final = re.compile(r"(weights|loras/[^/]+)/\d+-[0-9a-f]{8}(?=/)")
+"""Folder of an upload by this library, below the model. Other uploads are never deleted."""
+ABANDONED_S: Final = 24 * 3600.0
+"""Age in seconds above which an upload that is not recorded belongs to a dead controller. Checks take minutes."""
 
 
 def new_part_id(tag: str, nuids: NUID) -> str:
@@ -182,12 +181,6 @@ class Cleaning:
             raise
         age_s = (self._now - datetime.fromisoformat(answer["message"]["time"])).total_seconds()
         return age_s >= young_s
-
-
-OWN_UPLOAD: Final = re.compile(r"(weights|loras/[^/]+)/\d+-[0-9a-f]{8}(?=/)")
-"""Folder of an upload by this library, below the model. Other uploads are never deleted."""
-ABANDONED_S: Final = 24 * 3600.0
-"""Age in seconds above which an upload that is not recorded belongs to a dead controller. Checks take minutes."""
 
 
 class Uploads:

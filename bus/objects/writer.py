@@ -1,12 +1,7 @@
 """Stores a folder in the object store completely or not at all.
 
-TODO sender: Stores messages of objects; a window bounds the bytes in flight.
-
-TODO signed: Signatures of stored folders. Each object's description is signed, and has the digest of the whole folder.
-
-Only a user that may sign can therefore change, add or remove a file. See `rollbus.bus.auth.credentials`.
-
-TODO upload: Stores the chunks of an object from a file or from memory, without its description.
+Each object's description is signed, and has the digest of the whole folder. Only a user that may sign can therefore
+change, add or remove a file. See `rollbus.bus.auth.credentials`.
 """
 
 import asyncio
@@ -49,7 +44,6 @@ from .layout import (
 
 logger = logging.getLogger(__name__)
 
-
 PART_BYTES: Final = 512 * 1024
 """Bytes of a chunk, if the server's `max_payload` allows it. Larger chunks are not faster and delay other messages."""
 HEADROOM_BYTES: Final = 4096
@@ -58,6 +52,13 @@ WINDOW_BYTES: Final = 4 * 1024 * 1024
 """Published bytes without an ack: enough to keep the server busy, few enough not to delay other messages."""
 ACK_TIMEOUT_S: Final = 10.0
 """Seconds for the server to store a chunk; a slow disk or an election takes seconds."""
+Bytes = bytes | bytearray | memoryview
+Pieces = AsyncIterable[Bytes] | Iterable[Bytes]
+"""Content of an object, split at any positions."""
+CLEANUP_S: Final = 15.0
+"""Seconds for removing the objects of a failed upload; a restarted server is back within that time."""
+RETRY_S: Final = 0.5
+"""Seconds between attempts to remove them."""
 
 
 class Sender:
@@ -195,11 +196,6 @@ async def sign_folder(nats: Connection, objects: str) -> int:
     return len(infos)
 
 
-Bytes = bytes | bytearray | memoryview
-Pieces = AsyncIterable[Bytes] | Iterable[Bytes]
-"""Content of an object, split at any positions."""
-
-
 async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
     """Store the content of a file. Return the object's description.
 
@@ -329,12 +325,6 @@ class _OldFile:
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
-
-
-CLEANUP_S: Final = 15.0
-"""Seconds for removing the objects of a failed upload; a restarted server is back within that time."""
-RETRY_S: Final = 0.5
-"""Seconds between attempts of the removal."""
 
 
 async def put_folder(

@@ -1,10 +1,7 @@
-"""The location of the chain record of a model's published weights, and its compare-and-set.
+"""The messages in the bucket of a model's published weights through which its publishers agree.
 
-TODO rank_objects: The objects and failure reports that ranks other than 0 store for rank 0.
-
-TODO rank_waits: The waits between the ranks of a publication.
-
-Each rank sends signs of life, so no rank waits long for a dead rank.
+The chain record is written by compare-and-set. Ranks other than 0 store objects, failure reports and signs of life for
+rank 0. Because of the signs, no rank waits long for a dead rank.
 """
 
 import asyncio
@@ -37,6 +34,11 @@ from ..protocol.weights.chain import SIGN_S, SILENT_S, Silence
 from ..subjects import published_bucket
 
 logger = logging.getLogger(__name__)
+
+REASON: Final = "rollbus-reason"
+"""Metadata field of an object without content: the reason why a rank failed."""
+POLL_S: Final = 0.25
+"""Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
 
 
 class StoredChain(NamedTuple):
@@ -148,10 +150,6 @@ async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | 
     return (await key.read()).record
 
 
-REASON: Final = "rollbus-reason"
-"""Metadata field of an object without content: the reason why a rank failed."""
-
-
 def as_rank_object(info: ObjectInfo) -> RankObject:
     """Convert an object's description in the folder to its entry in a rank's list."""
     return RankObject(
@@ -203,10 +201,6 @@ async def find_failure(nats: Connection, bucket: str, name: str) -> str | None:
     if found is None or found.info is None:
         return None
     return found.info.metadata.get(REASON, "")[:MAX_REASON_CHARS]
-
-
-POLL_S: Final = 0.25
-"""Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
 
 
 class RankWatch:

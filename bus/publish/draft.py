@@ -1,12 +1,6 @@
-"""Packs tensors: encoded tensors into the objects of a delta, whole tensors into the files of an anchor.
+"""The draft of a publication: a trainer's tensors, compared with the last version, and their packed changes.
 
-TODO draft: One publication in progress: the encoded tensors, and the snapshot that they are compared with.
-
-TODO feed: One pass over a trainer's tensors: a thread draws and compares them, and the event loop uploads complete objects.
-
-TODO folder: The files besides the tensors in a version's folder: the index, the manifest, config.json and others.
-
-TODO off_loop: Reads the content of an object off the event loop.
+A thread draws and compares the tensors, and the event loop uploads complete objects.
 """
 
 import asyncio
@@ -36,8 +30,13 @@ SINGLE_FILE: Final = "model.safetensors"
 """File name if the whole model fits into one file."""
 MAX_SHARDS: Final = 4000
 """Maximum number of files of an anchor, about 2 TB. It is below the limit of a folder."""
-
 Piece = bytes | memoryview
+SAME: Final = Encoded("same", 0, 0, b"")
+MAX_WAITING: Final = 2
+"""Maximum number of objects that wait for upload: enough to keep the upload busy with little memory."""
+STOP_S: Final = 5.0
+"""Seconds for the drawing thread to notice a stop. It checks after each tensor."""
+NamedTensors = Iterable[tuple[str, Any]] | Mapping[str, Any]
 
 
 class StoredObject(NamedTuple):
@@ -148,9 +147,6 @@ class ShardPlan:
         self._number += self._num_ranks
         self._is_first = False
         return file, names
-
-
-SAME: Final = Encoded("same", 0, 0, b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,14 +374,6 @@ class Draft:
 
 def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:
     return InvalidRequest(field=f"named_tensors[{name[:200]!r}]", problem=problem, allowed=allowed)
-
-
-MAX_WAITING: Final = 2
-"""Maximum number of objects that wait for upload: enough to keep the upload busy with little memory."""
-STOP_S: Final = 5.0
-"""Seconds for the drawing thread to notice a stop. It checks after each tensor."""
-
-NamedTensors = Iterable[tuple[str, Any]] | Mapping[str, Any]
 
 
 class TensorFeed:

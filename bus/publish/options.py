@@ -1,9 +1,4 @@
-"""Checked options of publications.
-
-TODO arguments: The arguments of the publisher's methods, and the checks that convert them into options.
-
-TODO results: The result of a publication.
-"""
+"""The options and the result of a publication. The arguments of the publisher's methods are checked here."""
 
 import contextlib
 import hashlib
@@ -25,6 +20,14 @@ from ..protocol.fleet.command_result import CommandResult
 from ..protocol.html import as_html
 from .draft import NamedTensors, TensorFeed
 from .tensors import FolderFile, folder_tensors, read_checkpoint_folder
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""File name of an adapter's configuration in PEFT."""
+PENDING: Final = WeightSource(objects="pending/pending")
+"""Placeholder for the source of a command until its version has a folder."""
+MAX_WORKERS: Final = 1_000_000
+"""Maximum of `min_staged`. No model has more workers."""
+Adapter = str | os.PathLike[str] | NamedTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +54,6 @@ class AdapterOptions:
     updates: bool
     """True if the fleet loads the adapter. False: the adapter is only stored."""
     on_ack: OnAck | None = None
-
-
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""File name of an adapter's configuration in PEFT."""
-PENDING: Final = WeightSource(objects="pending/pending")
-"""Placeholder for the source of a command until its version has a folder."""
-
-MAX_WORKERS: Final = 1_000_000
-"""Maximum of `min_staged`. No model has more workers."""
-
-Adapter = str | os.PathLike[str] | NamedTensors
 
 
 class ConnectOptions(TypedDict, total=False):

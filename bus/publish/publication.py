@@ -1,6 +1,4 @@
-"""The interface of a version store that a publication uses.
-
-TODO publication: The publication of one version: first its objects, then its manifest, then the chain record.
+"""The publication of one version: first its objects, then its manifest, then the chain record.
 
 A version is valid only after the chain record names it. An adapter is valid after its manifest is stored.
 """
@@ -49,6 +47,13 @@ from .chain_store import ChainKey, RankWatch, as_info, as_rank_object, find_fail
 
 logger = logging.getLogger(__name__)
 
+RANK_POLL_S: Final = 0.25
+"""Seconds between checks for the lists of the other ranks."""
+LIST: Final = "list"
+"""Name of the object with the list of a rank."""
+FAIL_S: Final = 10.0
+"""Seconds for reporting a failure to rank 0. If the server is away, rank 0 waits until its own timeout."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationHome:
@@ -66,14 +71,6 @@ class PublicationHome:
     """Called when the publication was committed or discarded."""
     make_room: Callable[[], Awaitable[None]]
     """Deletes removable objects if the bucket is full."""
-
-
-RANK_POLL_S: Final = 0.25
-"""Seconds between checks for the lists of the other ranks."""
-LIST: Final = "list"
-"""Name of the object with the list of a rank."""
-FAIL_S: Final = 10.0
-"""Seconds for reporting a failure to rank 0. If the server is away, rank 0 waits until its own timeout."""
 
 
 class Publication:

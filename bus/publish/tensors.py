@@ -1,10 +1,6 @@
-"""Reads the content of a tensor of any library as bytes. It does not import torch: a torch tensor implies torch.
+"""The tensors that a publisher compares: those that a trainer gives, of a checkpoint folder, and of the last version.
 
-TODO checkpoint: A checkpoint folder on the trainer's machine: its tensors, and the other files that anchors contain.
-
-TODO snapshot: The version that a publisher committed last: the content of each tensor in memory, and its file in the version.
-
-TODO base: Lets a publisher start from a folder, if the folder has the content of the last committed version.
+This module does not import torch: a torch tensor implies torch.
 """
 
 import hashlib
@@ -54,6 +50,15 @@ _DTYPES: Final = {
 """Names of dtypes in torch, numpy and ml_dtypes, with their names in safetensors."""
 _SLICES: Final = ("DTensor", "ShardedTensor")
 """Classes of torch that hold only a slice of a tensor on each rank."""
+MAX_FILE_BYTES: Final = 64 * 1024**2
+"""Maximum size of a file besides the weights. Tokenizers have up to 30 MB. The publisher holds these files in
+memory."""
+MAX_FILES_BYTES: Final = 256 * 1024**2
+"""Maximum total size of these files."""
+MAX_FILES: Final = 1024
+"""Maximum number of these files, equal to the limit of a manifest."""
+_WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+"""Suffixes of files that contain weights in any format, or that list files with weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +190,6 @@ def _is_slice(name: str, tensor: object) -> InvalidRequest:
 
 def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:
     return InvalidRequest(field=f"named_tensors[{name[:200]!r}]", problem=problem, allowed=allowed)
-
-
-MAX_FILE_BYTES: Final = 64 * 1024**2
-"""Maximum size of a file besides the weights. Tokenizers have up to 30 MB. The publisher holds these files in
-memory."""
-MAX_FILES_BYTES: Final = 256 * 1024**2
-"""Maximum total size of these files."""
-MAX_FILES: Final = 1024
-"""Maximum number of these files, equal to the limit of a manifest."""
-_WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-"""Suffixes of files that contain weights in any format, or that list files with weights."""
 
 
 class FolderFile(NamedTuple):

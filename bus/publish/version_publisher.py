@@ -1,11 +1,4 @@
-"""Makes the fleet load a committed version, and deletes old versions from the store.
-
-TODO planner: Decides how the next version is published, and rejects it before its first byte is stored.
-
-TODO ranks: Joins the tensors that several ranks give to one publication. Rank 0 does this.
-
-TODO version_publisher: Publishes versions of one model's weights: stores the changes, commits the version, and makes the fleet load it.
-"""
+"""Publishes versions of one model's weights: stores the changes, commits the version, and makes the fleet load it."""
 
 import asyncio
 import contextlib
@@ -48,6 +41,9 @@ from .tensors import Checkpoint, FolderFile, Snapshot, TensorKind, fill
 from .versions import VersionStore
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+"""Name of PEFT for the file with all tensors of an adapter."""
 
 
 class FleetLoader:
@@ -277,10 +273,6 @@ def join_lists(
 
 def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:
     return InvalidRequest(field=f"named_tensors[{name[:200]!r}]", problem=problem, allowed=allowed)
-
-
-ADAPTER_FILE: Final = "adapter_model.safetensors"
-"""Name of PEFT for the file with all tensors of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,8 @@ If the client's share of a lane is full, the publisher holds further requests ba
 
 Invariant: each publish gets exactly one result, unless it is removed before.
 
-TODO storing: Finds out whether a model's queue stores requests, and the reason if it does not.
-
 If a write of nats-server fails, usually because its disk is full, the stream stores nothing until the server restarts,
-even after space was freed. It answers reads as before, and does not answer publications at all.
+even after space was freed. It answers reads as before, and does not answer publications at all. Probes find that out.
 """
 
 import asyncio
@@ -35,7 +33,6 @@ from .streams import LOOK_S, PROBE_HEADER, STREAM_LANES, stream_name
 
 logger = logging.getLogger(__name__)
 
-
 PROBE_BYTES: Final = 8192
 """Bytes of a probe: more than the rest of a disk block, in which a message may still have room on a full disk."""
 PROBE_S: Final = 2.0
@@ -56,6 +53,20 @@ STORES_NOTHING: Final = (
     "confirms no request, although the server answers: its disk is full or was full since its start, or it is "
     f"overloaded; {IF_THIS_LASTS}"
 )
+REPEAT_S: Final = 2.0
+"""Seconds until a publish is repeated. The server answers within milliseconds, and within less than this when busy."""
+TICK_S: Final = 0.25
+"""Seconds between checks of unanswered publishes."""
+MAX_REPEATS: Final = 1000
+"""Maximum repeats at a time, because more would increase the load of a slow server."""
+MAX_UNANSWERED: Final = 65_536
+"""Maximum publishes without an answer: a second of work for the server, a day of work for a trainer."""
+_TOO_LARGE: Final = 10054
+_NOT_NOW: Final = frozenset({429, 503})
+"""Temporary error codes: more than 10,000 publishes that are not on disk yet; no leader."""
+_IN_PROCESS: Final = 10158
+"""JetStream's error for a repeated publish before the servers of a cluster agreed on the first one."""
+_NO_RESPONDERS: Final = "503"
 
 
 class _AnswerError(msgspec.Struct):
@@ -150,23 +161,6 @@ def _why_rejected(error: _AnswerError | None) -> str | None:
     if error.err_code == STREAM_FULL:
         advice = LIMIT_ADVICE if LIMIT in error.description else RESTART_ADVICE
     return f"rejects requests: {error}; {advice}"
-
-
-REPEAT_S: Final = 2.0
-"""Seconds until a publish is repeated. The server answers within milliseconds, and within less than this when busy."""
-TICK_S: Final = 0.25
-"""Seconds between checks of unanswered publishes."""
-MAX_REPEATS: Final = 1000
-"""Maximum repeats at a time, because more would increase the load of a slow server."""
-MAX_UNANSWERED: Final = 65_536
-"""Maximum publishes without an answer: a second of work for the server, a day of work for a trainer."""
-
-_TOO_LARGE: Final = 10054
-_NOT_NOW: Final = frozenset({429, 503})
-"""Temporary error codes: more than 10,000 publishes that are not on disk yet; no leader."""
-_IN_PROCESS: Final = 10158
-"""JetStream's error for a repeated publish before the servers of a cluster agreed on the first one."""
-_NO_RESPONDERS: Final = "503"
 
 
 class PublishResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,15 +1,8 @@
-"""A model's queue of requests: its streams and consumers in JetStream, and the number of waiting requests.
+"""A model's queue of requests: its streams and consumers in JetStream, their limits and their contents.
 
 Each model has two streams. One has the lanes `high`, `normal` and `low`. The lane `resume` has its own stream, so that
 new requests can never fill the queue for requests that were already running. In each lane, all workers of the model
 share one durable consumer. A request leaves its stream when a worker acks it, or at its deadline.
-
-TODO limits: The limits of a model's queue, for all clients together and for each client.
-
-TODO set_limits: Changes the limits of an existing queue without losing a request.
-
-If a server receives a lower limit than the contents of a stream, it deletes the oldest messages without an error.
-Therefore the limits are first compared with the contents, and workers never change limits.
 """
 
 import hashlib
@@ -28,6 +21,21 @@ from ..subjects import LANES, Subjects, encode_token
 
 RESUME_SHARE: Final = 4
 """Resumed requests that a client may have in the queue, for each new one. A lost worker may have had that many."""
+DUPLICATE_WINDOW_S: Final = 120.0
+"""Seconds for which the server detects duplicates: far longer than any client repeats an unanswered publish."""
+MAX_WAITING: Final = 65_536
+"""Pulls that may wait on one lane. Each worker has one."""
+REMADE_MARGIN_S: Final = 5.0
+"""Seconds of tolerance: a stream accepts requests some milliseconds before its consumers exist, and clocks differ."""
+LOOK_S: Final = 2.0
+"""Seconds for the server to confirm that a queue exists. While a cluster elects a leader, no server does, and workers
+ask again."""
+PROBE_HEADER: Final = "Rollbus-Probe"
+"""Header of a message that is no request: it tests whether the queue stores messages, and workers remove it."""
+MAX_NAME_CHARS: Final = 240
+"""The server allows 255 characters, file systems 255 bytes."""
+STREAM_LANES: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
+"""The lanes of each stream."""
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,24 +77,6 @@ def bounds_of_stream(lane: Lane, limits: Mapping[str, Any]) -> dict[str, Any]:
         # The subject has client, model and lane.
         bounds |= {"max_msgs_per_subject": limits["max_per_client"] * share, "discard_new_per_subject": True}
     return bounds
-
-
-DUPLICATE_WINDOW_S: Final = 120.0
-"""Seconds for which the server detects duplicates: far longer than any client repeats an unanswered publish."""
-MAX_WAITING: Final = 65_536
-"""Pulls that may wait on one lane. Each worker has one."""
-REMADE_MARGIN_S: Final = 5.0
-"""Seconds of tolerance: a stream accepts requests some milliseconds before its consumers exist, and clocks differ."""
-LOOK_S: Final = 2.0
-"""Seconds for the server to confirm that a queue exists. While a cluster elects a leader, no server does, and workers
-ask again."""
-PROBE_HEADER: Final = "Rollbus-Probe"
-"""Header of a message that is no request: it tests whether the queue stores messages, and workers remove it."""
-MAX_NAME_CHARS: Final = 240
-"""The server allows 255 characters, file systems 255 bytes."""
-
-STREAM_LANES: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
-"""The lanes of each stream."""
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,6 +301,9 @@ def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...]) -> d
 
 async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mapping[str, int]) -> None:
     """Set these limits for the existing streams of `model`. Other limits stay.
+
+    If a server receives a lower limit than the contents of a stream, it deletes the oldest messages without an error.
+    Therefore the limits are first compared with the contents, and workers never change limits.
 
     Args:
         limits: the limits, by the field names of `QueueLimits`.

@@ -1,7 +1,4 @@
-"""Spans and the interface to exporters. A span has times and ids that were recorded while a request ran.
-
-TODO switch: Switches tracing on: with True and the standard environment variables, or with a provider of the caller.
-"""
+"""Spans, whose times and ids were recorded while a request ran, and the interface to exporters."""
 
 import os
 import time

@@ -3,8 +3,6 @@
 A part is an Arrow IPC stream, of which every whole batch is readable after a crash. A part that is full or closed
 becomes a parquet file. The file of the writer, `writer-ID.json`, says whether its record is complete.
 
-TODO columns: The columns of a record, and the conversion of a `Generation` to a row and back.
-
 Columns are only added. Readers take columns by name: a missing column is empty, and an unknown one is ignored.
 """
 
@@ -39,7 +37,6 @@ from ..generation import Generation, SampleKey
 from ..thread import FORKED
 
 logger = logging.getLogger(__name__)
-
 
 Kind = Literal["samples", "experts", "scores"]
 KINDS: Final[tuple[Kind, ...]] = ("samples", "experts", "scores")
@@ -95,6 +92,18 @@ behind it; `taken`, `dropped` or `failed` with the key and the step of a group; 
 siblings of this sample."""
 ROW_BYTES: Final = 512
 """Estimated size of a row without its arrays."""
+FLUSH_S: Final = 5.0
+"""Seconds. Rows that are older are on the disk."""
+BATCH_BYTES: Final = 64 * 1024**2
+"""Bytes of waiting rows above which they are written before `FLUSH_S`. Also the most bytes of a batch with more than
+one sample, and of a row group."""
+PART_BYTES: Final = 256 * 1024**2
+"""Bytes above which a part is closed. The thread converts a full part in about a second."""
+ROOM_S: Final = 0.02
+"""Seconds between two checks of a caller that waits for the disk, which writes a batch in longer time."""
+WRITER_FILE_BYTES: Final = 1024
+"""Size of the file of a writer. It does not grow: a full disk must still take the mark of the failure."""
+Rows = list[dict[str, Any]]
 
 
 def import_pyarrow() -> Any:
@@ -269,21 +278,6 @@ def with_siblings(first: Generation, siblings: list[Generation]) -> Generation:
     if not siblings:
         return first
     return replace(first, siblings=tuple(replace(sibling, request=first.request) for sibling in siblings))
-
-
-FLUSH_S: Final = 5.0
-"""Seconds. Rows that are older are on the disk."""
-BATCH_BYTES: Final = 64 * 1024**2
-"""Bytes of waiting rows above which they are written before `FLUSH_S`. Also the most bytes of a batch with more than
-one sample, and of a row group."""
-PART_BYTES: Final = 256 * 1024**2
-"""Bytes above which a part is closed. The thread converts a full part in about a second."""
-ROOM_S: Final = 0.02
-"""Seconds between two checks of a caller that waits for the disk, which writes a batch in longer time."""
-WRITER_FILE_BYTES: Final = 1024
-"""Size of the file of a writer. It does not grow: a full disk must still take the mark of the failure."""
-
-Rows = list[dict[str, Any]]
 
 
 class WriterFile(msgspec.Struct, kw_only=True, omit_defaults=True):
