@@ -22,6 +22,7 @@ import binascii
 import enum
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import ssl
@@ -150,10 +151,6 @@ class Signatures:
         self._certificate = "" if credentials is None else credentials.certificate
         self._roots = () if credentials is None else tuple(map(decode_key, credentials.roots))
         self._good: OrderedDict[str, Certificate] = OrderedDict()
-
-    def __repr__(self) -> str:
-        """Return one line without keys."""
-        return f"<Signatures fleet={self._fleet} signs={bool(self._certificate)} roots={len(self._roots)}>"
 
     @property
     def are_demanded(self) -> bool:
@@ -452,6 +449,13 @@ class Tls:
     def __bool__(self) -> bool:
         """True if any file is named."""
         return bool(self.ca or self.cert or self.key)
+
+    def as_config(self, folder: Path = Path()) -> str:
+        """Return the files as a part of a server's configuration. Relative paths begin in `folder`."""
+        files = {"cert_file": self.cert, "key_file": self.key, "ca_file": self.ca}
+        # That language has no \u escapes.
+        found = {name: json.dumps(str(folder / path), ensure_ascii=False) for name, path in files.items() if path}
+        return ", ".join(f"{name}: {path}" for name, path in found.items())
 
     def context(self) -> ssl.SSLContext | None:
         """Return the SSL context with these files; None: the default context.

@@ -238,31 +238,26 @@ def accounts(users: Iterable[User]) -> dict[str, object]:
     for fleet in dict.fromkeys(user.fleet for user in users):
         models = dict.fromkeys(model for user in users if user.fleet == fleet for model in user.models)
         published[fleet] = tuple(models)
-        found[_hub(fleet)] = _hub_account(fleet, published[fleet])
+        found[fleet] = _hub_account(fleet, published[fleet])
         found[_workers(fleet)] = _workers_account(fleet, published[fleet])
     for one in users:
         # Admins and workers read the uploads of all publishers.
         reads_all = one.role in {Role.ADMIN, Role.WORKER}
         user = replace(one, models=published[one.fleet]) if reads_all else one
-        name = account_of(user)
+        name = _account_of(user)
         if name not in found:
             found[name] = {"imports": _client_imports(user), "users": []}
         found[name]["users"].append({"nkey": user.public_key, "permissions": permissions(user).as_config()})
     return dict(found)
 
 
-def _hub(fleet: str) -> str:
-    return fleet
-
-
 def _workers(fleet: str) -> str:
     return f"{fleet}~workers"
 
 
-def account_of(user: User) -> str:
-    """Return the name of a user's account."""
+def _account_of(user: User) -> str:
     if user.role is Role.ADMIN:
-        return _hub(user.fleet)
+        return user.fleet
     return _workers(user.fleet) if user.role is Role.WORKER else f"{user.fleet}~{user.role}~{user.name}"
 
 
@@ -319,16 +314,16 @@ def _workers_account(fleet: str, models: tuple[str, ...]) -> dict[str, Any]:
     imports = []
     for rule in of_jetstream:
         if Role.WORKER in rule.publish:
-            imports += [_from(_hub(fleet), service) for service in _services(rule, fleet, models)]
+            imports += [_from(fleet, service) for service in _services(rule, fleet, models)]
         if Role.WORKER in rule.subscribe:
-            imports += [_from(_hub(fleet), stream) for stream in _streams(rule, fleet, models)]
+            imports += [_from(fleet, stream) for stream in _streams(rule, fleet, models)]
     return {"exports": exports, "imports": imports, "users": []}
 
 
 def _client_imports(user: User) -> list[dict[str, Any]]:
     by_workers, to_workers, of_jetstream = _tables()
     imports = []
-    for home, table in ((_workers(user.fleet), by_workers + to_workers), (_hub(user.fleet), of_jetstream)):
+    for home, table in ((_workers(user.fleet), by_workers + to_workers), (user.fleet, of_jetstream)):
         for rule in table:
             # Import each subject once: two imports would deliver each message twice.
             if rule.subject.endswith(".ping"):

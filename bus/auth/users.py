@@ -18,7 +18,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -43,7 +43,7 @@ from .credentials import (
     public_key,
     signing_key,
 )
-from .permissions import account_of, accounts
+from .permissions import accounts
 
 FILE_MODE: Final = 0o600
 ROOT_FILE: Final = "root.seed"
@@ -100,11 +100,7 @@ def replace_file(path: Path, data: bytes) -> None:
 class Roots:
     """The root keys of one fleet. The first key signs."""
 
-    secrets: tuple[bytes, ...]
-
-    def __repr__(self) -> str:
-        """Return one line without keys."""
-        return f"<Roots {len(self.secrets)}>"
+    secrets: tuple[bytes, ...] = field(repr=False)
 
     def certify(self, credentials: Credentials, user: User) -> Credentials:
         """Return the credentials with the trusted root keys and, for users that may change something, a certificate."""
@@ -145,11 +141,10 @@ def _read_root(path: Path) -> bytes:
         raise BusBroken(f"{path} is not a root key: 43 characters in base64url, from `rollbus auth init`") from None
 
 
-class _Users(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class _Users(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of `users.json`. An earlier release also wrote the accounts of leaf nodes there, as `leafs`."""
+
     users: tuple[User, ...] = ()
-    leafs: tuple[str, ...] = ()
-    """Accounts that server configurations name for leaf nodes. They are never removed, because a server rejects a
-    configuration that lacks one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +176,7 @@ def ensure_users(
     """
     wanted = tuple(dict.fromkeys(wanted))
     with _locked(folder):
-        before = _read(folder)
-        known = {(user.fleet, user.role, user.name): user for user in before.users}
+        known = {(user.fleet, user.role, user.name): user for user in known_users(folder)}
         _check_names([*known, *wanted])
         entries = []
         for one in wanted:
@@ -191,7 +185,7 @@ def ensure_users(
             user = _with_models(user, (models or {}).get(one, user.models))
             entries.append(UserFile(user, path, is_new=one not in known))
             known[one] = user
-        _write(folder, msgspec.structs.replace(before, users=tuple(known[one] for one in sorted(known))))
+        _write(folder, tuple(known[one] for one in sorted(known)))
         for one, user in known.items():
             path = credentials_path(folder, *one)
             if path.exists():
@@ -205,23 +199,13 @@ def known_users(folder: Path) -> tuple[User, ...]:
     Raises:
         BusBroken, OSError: as in `ensure_users`.
     """
-    return _read(folder).users
-
-
-def keep_for_leafs(folder: Path) -> tuple[str, ...]:
-    """Keep the accounts of all current users for leaf nodes, even if their users are removed. Return all kept accounts.
-
-    The account of JetStream, which admins share, is never included.
-
-    Raises:
-        BusBroken, OSError: as in `ensure_users`.
-    """
-    with _locked(folder):
-        before = _read(folder)
-        own = {account_of(user) for user in before.users if user.role is not Role.ADMIN}
-        kept = tuple(sorted(own.union(before.leafs)))
-        _write(folder, msgspec.structs.replace(before, leafs=kept))
-    return kept
+    path = folder / USERS_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Users).users
+    except FileNotFoundError:
+        return ()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BusBroken(f"{path} is not a list of users: {error}") from error
 
 
 def certify(folder: Path, path: Path) -> User:
@@ -233,7 +217,7 @@ def certify(folder: Path, path: Path) -> User:
     """
     with _locked(folder):
         found = load_credentials(path).user
-        for user in _read(folder).users:
+        for user in known_users(folder):
             if user.public_key == found.public_key:
                 _certify(path, user, ensure_roots(folder / user.fleet))
                 return user
@@ -249,11 +233,11 @@ def remove_user(folder: Path, unwanted: WantedUser) -> bool:
         BusBroken, OSError: as in `ensure_users`.
     """
     with _locked(folder):
-        before = _read(folder)
-        left = tuple(user for user in before.users if (user.fleet, user.role, user.name) != unwanted)
-        _write(folder, msgspec.structs.replace(before, users=left))
+        before = known_users(folder)
+        left = tuple(user for user in before if (user.fleet, user.role, user.name) != unwanted)
+        _write(folder, left)
         credentials_path(folder, *unwanted).unlink(missing_ok=True)
-    return len(left) < len(before.users)
+    return len(left) < len(before)
 
 
 def credentials_path(folder: Path, fleet: str, role: Role, name: str) -> Path:
@@ -277,9 +261,7 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
         f"include {CONFIG_FILE}",
     ]
     if tls.cert:
-        files = {"cert_file": tls.cert, "key_file": tls.key, "ca_file": tls.ca}
-        shown = (f"{name}: {json.dumps(str(Path(path).absolute()))}" for name, path in files.items() if path)
-        lines.append(f"tls {{ {', '.join(shown)}{', verify: true' if tls.ca else ''} }}")
+        lines.append(f"tls {{ {tls.as_config(Path.cwd())}{', verify: true' if tls.ca else ''} }}")
     try:
         write_new(folder / SERVER_FILE, "\n".join([*lines, ""]).encode())
     except FileExistsError:
@@ -297,16 +279,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _read(folder: Path) -> _Users:
-    path = folder / USERS_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Users)
-    except FileNotFoundError:
-        return _Users()
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BusBroken(f"{path} is not a list of users: {error}") from error
 
 
 def _check_names(users: Iterable[WantedUser]) -> None:
@@ -353,8 +325,7 @@ def _as_file(credentials: Credentials) -> bytes:
     return msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
 
 
-def _write(folder: Path, known: _Users) -> None:
-    found = {name: {} for name in known.leafs} | accounts(known.users)
-    config = f"accounts: {json.dumps(found, indent=2)}\n"
+def _write(folder: Path, users: tuple[User, ...]) -> None:
+    config = f"accounts: {json.dumps(accounts(users), indent=2)}\n"
     replace_file(folder / CONFIG_FILE, f"# Written by `rollbus auth` from {USERS_FILE}.\n{config}".encode())
-    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(known)) + b"\n")
+    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")
