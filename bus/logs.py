@@ -114,10 +114,6 @@ class RejectionCount:
         self.so_far = 0
         self._next_at = -math.inf
 
-    def __repr__(self) -> str:
-        """Return one line with the count."""
-        return f"<RejectionCount {self.so_far}>"
-
     def add(self) -> int:
         """Count a message. Return the number so far if a line is due, else 0."""
         self.so_far += 1

@@ -44,10 +44,6 @@ class Drawing(Generic[T]):
         # At most one task. It stays until `pop` reads its item: cancelling it would end an async generator.
         self._next: asyncio.Task[T] | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with the state."""
-        return f"<Drawing {'idle' if self._next is None else 'drawing'}>"
-
     @property
     def is_ready(self) -> bool:
         """True if `pop` has an item or the end. If False, the next item is being drawn, and `wake` will be called."""
@@ -117,10 +113,6 @@ class Batch:
         """Set when a request has ended. Other code may set it too."""
         self.no_workers: NoWorkers | None = None
         """Set when no worker was left for the last request. The batch then opens no more requests."""
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<Batch in_flight={len(self._in_flight)} ended={len(self._ended)}>"
 
     @property
     def num_in_flight(self) -> int:

@@ -42,10 +42,6 @@ class CallRegistry:
         self._runtime: ClientRuntime
         self.fleet: Fleet
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<CallRegistry calls={len(self._calls)} unread={self.unread_bytes} {self._thread!r}>"
-
     @property
     def thread(self) -> LoopThread[ClientRuntime]:
         """The bus thread."""

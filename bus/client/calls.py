@@ -85,10 +85,6 @@ class CallSpans:
         self._latest: dict[int, SpanContext] = {}
         self._workers: dict[int, str] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<CallSpans {self._request.request_id} spans={len(self._spans)} resumes={len(self._resumes)}>"
-
     def context_of(self, child: int) -> SpanContext | None:
         """Return the trace context of the next attempt of `child`. None: the context of the first attempt."""
         resume = self._resumes.get(child)

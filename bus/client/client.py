@@ -457,10 +457,6 @@ class FleetWatch:
         self._listener = CommandListener(self._runtime.nats, self._subjects, self._runtime.watcher.table)
         self.fleet = self._subjects.fleet
 
-    def __repr__(self) -> str:
-        """Return one line with the fleet."""
-        return f"<FleetWatch {self.fleet}>"
-
     @property
     def bad_messages(self) -> int:
         """Number of received commands and acks that could not be decoded or did not come from their author."""

@@ -209,9 +209,9 @@ class AttemptCoordinator:
         self.retries: dict[str, int] = {}
         """By model: attempts that followed a lost attempt. KV phases and withdrawn attempts are not counted."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<AttemptCoordinator calls={len(self._calls)}{f' {self._suspects}' if len(self._suspects) else ''}>"
+    def debug_state(self) -> dict[str, int]:
+        """Return counts; see `ClientRuntime.debug_state`."""
+        return {"calls": len(self._calls), "suspects": len(self._suspects)}
 
     @property
     def num_tokens(self) -> int:
@@ -508,10 +508,6 @@ class Losses:
 
     def __init__(self, coordinator: AttemptCoordinator) -> None:
         self._coordinator = coordinator
-
-    def __repr__(self) -> str:
-        """Return one line with the coordinator."""
-        return f"<Losses of {self._coordinator!r}>"
 
     def mark_worker_lost(self, lost: LostWorker) -> None:
         """Mark the offered requests of a lost worker or incarnation as lost. The queue keeps the others."""

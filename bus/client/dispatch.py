@@ -79,10 +79,6 @@ class PrefillDispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self.stats = PrefillStats()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PrefillDispatcher {self._queues} {self.stats}>"
-
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a prefill worker."""
@@ -219,11 +215,10 @@ class RequestDispatcher:
         self.stats = DispatcherStats()
         self.queue_waits = DurationsByModel()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return (
-            f"<RequestDispatcher line={len(self._pending)} published={len(self._published)} queued={len(self._queued)}>"
-        )
+    def debug_state(self) -> dict[str, int]:
+        """Return counts; see `ClientRuntime.debug_state`."""
+        counts = {"pending": len(self._pending), "published": len(self._published), "queued": len(self._queued)}
+        return counts | self.placement.debug_state() | self.publisher.debug_state()
 
     def add(self, child: ChildRequest) -> None:
         """Publish the current attempt of `child` as soon as possible."""

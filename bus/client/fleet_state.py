@@ -133,10 +133,6 @@ class CommandListener:
         self.rejected = RejectionCount()
         self.passed_over = 0
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<CommandListener {self._book!r} bad={self.rejected.so_far} listens={bool(self._subscriptions)}>"
-
     async def start(self) -> None:
         """Subscribe to commands and acks. Calling this twice is allowed.
 

@@ -59,11 +59,6 @@ class OpenGroup:
         self.error: RequestError | None = None
         """Cause of the failure. None if the group has not failed."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        num_open = sum(not _is_complete(answer) for answer in self._answers)
-        return f"<OpenGroup {self.number} answers={len(self._answers)} open={num_open} calls={len(self._calls)}>"
-
     @property
     def policy(self) -> tuple[str | None, str | None]:
         """Model and adapter that sample the group. The model is None until it is known."""
@@ -190,7 +185,8 @@ class GroupSampler:
 
     def __repr__(self) -> str:
         """Return one line with counts."""
-        return f"<GroupSampler step={self._step} calls={len(self._group_of)} {self._planner!r}>"
+        stopped = len(self._planner.having(GroupState.STOPPED))
+        return f"<GroupSampler step={self._step} calls={len(self._group_of)} stopped={stopped}>"
 
     async def __aenter__(self) -> Self:
         """Allow steps."""

@@ -92,10 +92,6 @@ class ResultCheck:
         self.num_rejected = 0
         """Number of chunks that were rejected."""
 
-    def __repr__(self) -> str:
-        """Return one line with the count."""
-        return f"<ResultCheck rejected={self.num_rejected}>"
-
     def is_plausible(self, worker: str, frame: Frame) -> bool:
         """Return True if all chunks are within what the worker announced. It is called for each frame."""
         presence = self._table.get(worker)
@@ -252,10 +248,6 @@ class ClientLinks:
         self._woken = asyncio.Event()
         self._rejected = RejectionCount()
         self.stats = ClientLinkStats()
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ClientLinks {self._client} links={len(self._links)}>"
 
     async def receive(self, message: Msg) -> None:
         """Process a message with a frame."""

@@ -50,10 +50,6 @@ class ModelNames:
         self._may_read_at = -math.inf
         self._states: dict[str, DesiredState] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with the model of requests that name none."""
-        return f"<ModelNames fixed={self.fixed}>"
-
     async def known(self) -> tuple[str, ...]:
         """Return the models that live workers or stored desired states name, sorted.
 

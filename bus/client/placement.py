@@ -89,15 +89,10 @@ class RequestPlacement:
         self.silent: Container[str] = frozenset()  # workers that get no requests
         self.stats = PlacementStats()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<RequestPlacement held={len(self._held)} waiting={self.num_waiting}>"
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that follow others."""
-        admitted = sum(len(followers) for _, followers in self._admitted)
-        return sum(map(len, self._leaders.values())) + admitted
+    def debug_state(self) -> dict[str, int]:
+        """Return counts; see `ClientRuntime.debug_state`."""
+        followers = sum(map(len, self._leaders.values())) + sum(len(followers) for _, followers in self._admitted)
+        return {"placed": len(self._held), "followers": followers}
 
     @property
     def has_due(self) -> bool:

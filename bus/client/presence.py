@@ -88,10 +88,6 @@ class PresenceWatcher:
         self.rejected = RejectionCount()
         self._probes = QueueProbes(nats, subjects)
 
-    def __repr__(self) -> str:
-        """Return one line with each worker and its state."""
-        return f"<PresenceWatcher {self.subjects.fleet} {self.table!r}>"
-
     async def receive(self, message: Msg) -> None:
         """Process a presence message."""
         try:
@@ -271,10 +267,6 @@ class PauseWarnings:
         # Models whose present pause was logged.
         self._told: set[str] = set()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PauseWarnings waiting={len(self._waiting)} told={len(self._told)}>"
-
     def update_paused(self) -> None:
         """Find the paused models, and remove pauses that have ended.
 
@@ -345,10 +337,6 @@ class SilenceChecks:
         self._behind_since: dict[str, tuple[int, float]] = {}
         self.watch = SilenceWatch()
         coordinator.silent = self.watch.avoided
-
-    def __repr__(self) -> str:
-        """Return one line with the silent workers."""
-        return f"<SilenceChecks {self.watch}>"
 
     def named(self, workers: Sequence[WorkerPresence]) -> tuple[WorkerPresence, ...]:
         """Return the presence of these workers, where the last error of silent workers is their silence."""

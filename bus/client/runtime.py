@@ -131,9 +131,9 @@ class ClientRuntime:
         self.dispatcher.placement.silent = self.silence.watch.avoided
         self.coordinator.connect(self.dispatcher, self.links)
 
-    def __repr__(self) -> str:
-        """Return one line with the parts."""
-        return f"<ClientRuntime {self.coordinator} {self.dispatcher} {self.links} {self.watcher} {self.controller}>"
+    def debug_state(self) -> dict[str, int]:
+        """Return counts of what the client holds, for tests. The names are not stable."""
+        return self.coordinator.debug_state() | self.dispatcher.debug_state()
 
     @property
     def client(self) -> str:

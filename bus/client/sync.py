@@ -74,10 +74,6 @@ class OwnerThread:
         self._leave = asyncio.Event()
         self._has_left = False
 
-    def __repr__(self) -> str:
-        """Return one line with the client and the number of calls."""
-        return f"<OwnerThread {self._client!r} calls={self.num_calls}>"
-
     @property
     def num_calls(self) -> int:
         """Number of coroutines that run on the thread."""
@@ -267,10 +263,6 @@ class HandedPrompts:
     def __init__(self) -> None:
         self._wanted: asyncio.Future[Prompt | EndOfPrompts] | None = None
         self._woken = asyncio.Event()
-
-    def __repr__(self) -> str:
-        """Return one line with the state."""
-        return f"<HandedPrompts {'idle' if self._wanted is None else 'wanted'}>"
 
     def __aiter__(self) -> Self:
         """Return this object, which is its own iterator."""

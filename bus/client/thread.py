@@ -73,10 +73,6 @@ class LoopThread(Generic[T]):
         # The thread writes it before it sets `_ended`.
         self._error: BaseException | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with the state."""
-        return f"<LoopThread {self._name} {'ended' if self._ended.done() else 'running'}>"
-
     @property
     def is_current(self) -> bool:
         """True if the caller runs on the thread."""

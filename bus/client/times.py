@@ -132,10 +132,6 @@ class DurationsByModel:
         self._counts: dict[str, list[int]] = {}
         self._totals_s: dict[str, float] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<DurationsByModel {' '.join(f'{model}:{sum(c)}' for model, c in self._counts.items()) or 'empty'}>"
-
     def add(self, model: str, seconds: float) -> None:
         """Count one duration."""
         counts = self._counts.get(model)

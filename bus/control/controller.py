@@ -138,10 +138,6 @@ class AckCollector:
         self._under_way: dict[str, _UnderWay] = {}
         self.rejected = RejectionCount()
 
-    def __repr__(self) -> str:
-        """Return one line with the unfinished commands."""
-        return f"<AckCollector {self._controller} {[each.tracker for each in self._under_way.values()]}>"
-
     async def start(self) -> None:
         """Subscribe to acks."""
         await subscribe(self._nats, self._subjects.acks_to(self._controller), self.receive)
@@ -311,10 +307,6 @@ class Controller:
         self._role = None if nats.user is None else nats.user.role
         self._watcher = watch
         self.collector = AckCollector(nats, subjects, controller)
-
-    def __repr__(self) -> str:
-        """Return one line with the unfinished commands."""
-        return f"<Controller {self.collector!r}>"
 
     async def send(
         self, command: AnyCommand, on_ack: OnAck | None = None, *, revise: Revise | None = None

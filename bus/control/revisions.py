@@ -110,9 +110,9 @@ class Revisions:
         self.refused = 0
         """Number of invalid revisions."""
 
-    def __repr__(self) -> str:
-        """Return one line."""
-        return f"<Revisions of {len(self._known)} models refused={self.refused}>"
+    def debug_state(self) -> dict[str, int]:
+        """Return counts of what is remembered, for tests. The names are not stable."""
+        return {"models": len(self._known), "refused": self.refused}
 
     def subject(self, model: str) -> str:
         """Return the subject of the desired state of `model`."""

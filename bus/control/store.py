@@ -65,10 +65,6 @@ class DesiredStore:
         self._single_until = -math.inf
         self._rejected = RejectionCount()
 
-    def __repr__(self) -> str:
-        """Return one line with the fleet."""
-        return f"<DesiredStore {self._subjects.fleet}>"
-
     def subject(self, model: str) -> str:
         """Return the subject of writes to the desired state of `model`.
 

@@ -58,10 +58,6 @@ class Updates:
         self._controller = controller
         self._uploads = uploads
 
-    def __repr__(self) -> str:
-        """Return one line with the unfinished commands."""
-        return f"<Updates {self._controller!r}>"
-
     async def update_weights(
         self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None, min_staged: int | None = None
     ) -> CommandResult:

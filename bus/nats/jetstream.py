@@ -205,10 +205,6 @@ class Retries:
         self._ends_at: float | None = None
         self._refused_at: int | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with the end."""
-        return f"<Retries ends_at={self._ends_at}>"
-
     async def note_refusal(self, sequence: int) -> None:
         """Record that the server refused a write because another write came first.
 

@@ -85,10 +85,6 @@ class OperationReader:
         self.unread_bytes = 0
         """Approximate memory of complete operations that were not popped."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<OperationReader whole={len(self._whole)} unread_bytes={self.unread_bytes}>"
-
     @property
     def has_whole(self) -> bool:
         """True if a complete operation is available."""

@@ -323,10 +323,6 @@ class TokenBucket:
         self._paid_until = now - BURST_S
         """Time at which the counted bytes would have passed at exactly the rate."""
 
-    def __repr__(self) -> str:
-        """Return one line with the rate."""
-        return f"<TokenBucket rate={self._rate}>"
-
     def spend(self, num_bytes: int, now: float) -> float:
         """Count passed bytes. Return the seconds to wait before more bytes may pass."""
         self._paid_until = max(self._paid_until, now - BURST_S) + num_bytes / self._rate
@@ -354,10 +350,6 @@ class FolderReader:
         self._nats = nats
         self._disk = disk
         self._pace = pace
-
-    def __repr__(self) -> str:
-        """One line with the folder."""
-        return f"<FolderReader {self.objects} files={len(self.names)}>"
 
     async def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of an object.
@@ -521,10 +513,6 @@ class ObjectReader:
         self._name = name
         self._nice = nice
         self._rate = None if fetch_rate is None else TokenBucket(fetch_rate, time.monotonic())
-
-    def __repr__(self) -> str:
-        """Return one line."""
-        return f"<ObjectReader {self._name}>"
 
     @contextlib.asynccontextmanager
     async def open_folder(self, objects: str) -> AsyncIterator[FolderReader]:

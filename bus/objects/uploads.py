@@ -83,10 +83,6 @@ class Cleaning:
         self._others: list[str] = []
         """Names of objects that belong to no published version."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<Cleaning {self._bucket} folders={len(self._ages)} others={len(self._others)}>"
-
     async def list_folders(self) -> None:
         """Find the folders and their ages."""
         one_of: dict[str, str] = {}
@@ -197,10 +193,6 @@ class Uploads:
         self._fleet = subjects.fleet
         credentials = server.credentials if isinstance(server, Server) else None
         self._is_publisher = credentials is not None and credentials.role is Role.PUBLISHER
-
-    def __repr__(self) -> str:
-        """Return one line with the fleet."""
-        return f"<Uploads {self._fleet}>"
 
     def _bucket(self, model: str) -> str:
         return published_bucket(self._fleet, model) if self._is_publisher else upload_bucket(self._fleet)

@@ -60,10 +60,6 @@ class ChainKey:
         self._model = model
         self.bucket: Final = published_bucket(fleet, model)
 
-    def __repr__(self) -> str:
-        """Return one line with the bucket."""
-        return f"<ChainKey {self.bucket}>"
-
     async def bucket_state(self) -> BucketState:
         """Return the state of the bucket.
 
@@ -216,10 +212,6 @@ class RankWatch:
         self._bucket = bucket
         self._prefix = prefix
         self._silences: defaultdict[int, Silence] = defaultdict(Silence)
-
-    def __repr__(self) -> str:
-        """Return one line with the ranks."""
-        return f"<RankWatch {self._prefix} joined={sorted(self.joined)}>"
 
     @property
     def joined(self) -> frozenset[int]:

@@ -62,10 +62,6 @@ class DeltaPacker:
         self._num_bytes = 0
         self.total_bytes = 0
 
-    def __repr__(self) -> str:
-        """Return one line with the packed bytes."""
-        return f"<DeltaPacker number={self._number} bytes={self.total_bytes}>"
-
     def add(self, data: bytes) -> tuple[int, int, StoredObject | None]:
         """Pack `data`. Return its object number, its offset in the object, and an object that is now complete, or None.
 
@@ -112,10 +108,6 @@ class ShardPlan:
         self._names: list[str] = []
         self._num_bytes = 0
         self._is_first = True
-
-    def __repr__(self) -> str:
-        """Return one line with the present file."""
-        return f"<ShardPlan number={self._number} tensors={len(self._names)}>"
 
     def add(self, name: str, num_bytes: int) -> tuple[str, list[str]] | None:
         """Add a tensor. Return a file that is now complete with the names of its tensors, or None.
@@ -204,10 +196,6 @@ class Draft:
         self.num_changed = 0
         self.model_bytes = 0
         self.anchor_bytes = 0
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<Draft tensors={len(self._drafted)} changed={self.num_changed} {self._packer!r}>"
 
     @property
     def delta_bytes(self) -> int:
@@ -408,10 +396,6 @@ class TensorFeed:
         self._ended = asyncio.Event()
         self._is_begun = False
         self.compare_s = 0.0
-
-    def __repr__(self) -> str:
-        """Return one line with the state."""
-        return f"<TensorFeed waiting={self._objects.qsize()} stopped={self._is_stopped}>"
 
     def begin(self, draft: Draft) -> None:
         """Start the pass over the tensors. The drawing thread waits for this call."""

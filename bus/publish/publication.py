@@ -103,10 +103,6 @@ class Publication:
         # Reason for the ranks that wait for the commit; empty until it is known.
         self._reason = ""
 
-    def __repr__(self) -> str:
-        """Return one line with the number of stored objects and bytes."""
-        return f"<Publication {self.objects} objects={len(self._infos)} bytes={sum(i.size for i in self._infos)}>"
-
     @property
     def opened(self) -> OpenedVersion:
         """The publication as other ranks see it."""

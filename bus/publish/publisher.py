@@ -107,7 +107,7 @@ class WeightPublisher:
 
     def __repr__(self) -> str:
         """Return one line with the state."""
-        return f"<WeightPublisher {self._model} {'closed' if self._thread is None else repr(self._publisher)}>"
+        return f"<WeightPublisher {self._model} {'closed' if self._thread is None else 'open'}>"
 
     @property
     def last_version(self) -> int | None:

@@ -54,10 +54,6 @@ class FleetLoader:
         self._versions = versions
         self._model = model
 
-    def __repr__(self) -> str:
-        """Return one line with the model."""
-        return f"<FleetLoader {self._model}>"
-
     async def check_adapter(self, options: AdapterOptions) -> None:
         """Raise the errors that `load` would raise before it sends a command. Nothing is stored at this point.
 
@@ -155,10 +151,6 @@ class VersionPlanner:
         self._loader = loader
         self._model = model
         self._num_ranks = num_ranks
-
-    def __repr__(self) -> str:
-        """Return one line with the model."""
-        return f"<VersionPlanner {self._model}>"
 
     async def plan(
         self,
@@ -336,10 +328,6 @@ class VersionPublisher:
         if not rank:
             self._versions.make_room = self._loader.make_room
         self._is_busy = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        """Return one line with the state."""
-        return f"<VersionPublisher {self._model} busy={self._is_busy.locked()}>"
 
     @property
     def last_version(self) -> int | None:

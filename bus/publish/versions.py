@@ -65,10 +65,6 @@ class VersionStore:
         self._open: set[Publication] = set()
         self._renewing: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with the model and the lease."""
-        return f"<VersionStore {self._model} epoch={self._epoch} links={len(self.record.links)}>"
-
     async def open(self, *, with_lease: bool = True) -> None:
         """Connect, create the bucket if that is allowed, and acquire the lease, which is renewed until `close`.
 
@@ -136,7 +132,7 @@ class VersionStore:
         if self._lost is not None:
             raise self._lost
         if self._epoch is None:
-            raise LocalProtocolError(f"{self!r} has no lease: open it first")
+            raise LocalProtocolError(f"the versions of {self._model} are open without a lease")
         return self._epoch
 
     async def used_and_limit(self) -> tuple[int, int]:
@@ -252,7 +248,7 @@ class VersionStore:
 
     def _opened(self) -> PublicationHome:
         if self._home is None:
-            raise LocalProtocolError(f"{self!r} is not open")
+            raise LocalProtocolError(f"the versions of {self._model} are not open")
         return self._home
 
     async def _take_lease(self, key: ChainKey) -> None:

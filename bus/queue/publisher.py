@@ -110,10 +110,6 @@ class QueueProbes:
         self._subjects = subjects
         self._is_denied = False
 
-    def __repr__(self) -> str:
-        """Return one line."""
-        return f"<QueueProbes {self._subjects.fleet} is_denied={self._is_denied}>"
-
     async def problems(self, client: str, models: Sequence[str]) -> dict[str, str]:
         """Publish a probe to each stream of these queues. Return by model why one is not stored.
 
@@ -235,9 +231,9 @@ class QueuePublisher:
         self._has_kept, self._has_room = asyncio.Event(), asyncio.Event()
         self.stats = PublisherStats()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<QueuePublisher {self._client} unanswered={len(self._unanswered)} {self._held_back} {self.stats}>"
+    def debug_state(self) -> dict[str, int]:
+        """Return counts of the requests without a result, for tests. The names are not stable."""
+        return {"unanswered": len(self._unanswered), "kept_back": len(self._kept)}
 
     @property
     def is_full(self) -> bool:

@@ -148,11 +148,6 @@ class QueuePuller:
         self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
         """Called with each request that is returned immediately; must not block."""
 
-    def __repr__(self) -> str:
-        """Return one line with state and counts."""
-        state = "paused" if self._is_paused else "pulling"
-        return f"<QueuePuller {self._model!r} {state} {self._plan!r} {self.stats}>"
-
     def lanes_waiting(self) -> tuple[Lane, ...] | None:
         """Return the lanes in which requests wait, as of the last pulls; None: not known."""
         return self._plan.lanes_waiting(time.monotonic())

@@ -70,10 +70,6 @@ class OtelTracer:
         self._allowance, self._allowed_at = float(BURST), time.monotonic()
         self._warned_at, self._num_warned = -WARN_S, 0
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<OtelTracer {self.stats}>"
-
     def start(
         self, name: str, kind: SpanKind, parent: SpanContext | None, links: Sequence[SpanContext] = ()
     ) -> SpanContext:

@@ -16,6 +16,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_ATTEMPTS
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import Lane
+from tests.support.fleet_states import client_state
 from tests.support.hand_worker import (
     HandWorker,
     Taken,
@@ -355,8 +356,7 @@ async def test_ended_requests_leave_nothing_in_the_tables_of_the_client(nats_url
         await rb.abort(["aborted", "direct"])
         running["left"].cancel()
         await asyncio.wait(running.values())
-        empty = ("<AttemptCoordinator calls=0>", "<RequestDispatcher line=0 published=0 queued=0>")
-        await until_true(lambda: all(table in repr(rb._registry._runtime) for table in empty))
+        await until_true(lambda: not any(client_state(rb).values()))
 
     assert running["refused"].result() == "unsupported"
     assert {name: running[name].result() for name in ("done", "lost", "aborted", "direct")} == {

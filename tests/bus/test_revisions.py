@@ -146,5 +146,5 @@ async def test_names_without_a_valid_state_do_not_displace_valid_states(
     bucket.messages.clear()
     bucket.write(60, 9, is_signed=False)
 
-    assert repr(revisions) == "<Revisions of 3 models refused=40>"
+    assert revisions.debug_state() == {"models": 3, "refused": 40}
     assert (await bucket.epochs(revisions))[0] == before[0] == 2

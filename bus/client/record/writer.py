@@ -209,10 +209,6 @@ class RecordRow:
         self._index = index
         self._names = batch.schema.names
 
-    def __repr__(self) -> str:
-        """Return one line with the place."""
-        return f"<RecordRow {self._index} of {self._batch.num_rows}>"
-
     def value(self, name: str) -> Any:
         """Return a value as a Python object. None if it is null or if the batch has no such column."""
         return self._batch.column(name)[self._index].as_py() if name in self._names else None
