@@ -33,8 +33,7 @@ from .client.generation import Generation, Group, GroupStats, GroupStep, SampleK
 from .client.groups import GroupSampler
 from .client.record.reader import RunRecord, SampleScore, read_record
 from .client.record.writer import RunRecorder
-from .client.runtime import ClientStats
-from .client.times import BatchTimes
+from .client.times import BatchTimes, ClientStats
 from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult

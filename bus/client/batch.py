@@ -91,19 +91,14 @@ class Batch:
 
     Creating a batch starts its `times`.
 
-    Args:
-        max_unread_bytes: unread bytes of all results of the client above which no more requests are opened.
-
     Raises:
         InvalidRequest: `max_in_flight` is not an integer from 1 to `MAX_IN_FLIGHT`.
     """
 
-    def __init__(
-        self, registry: CallRegistry, *, max_in_flight: int, max_unread_bytes: int, times: BatchTimes | None
-    ) -> None:
+    def __init__(self, registry: CallRegistry, *, max_in_flight: int, times: BatchTimes | None) -> None:
         self._registry = registry
         self._max_in_flight = check_int("max_in_flight", max_in_flight, 1, MAX_IN_FLIGHT)
-        self._max_unread_bytes = max_unread_bytes
+        self._max_unread_bytes = registry.config.max_unread_bytes
         self._times = BatchTimes() if times is None else times
         self._times.start(time.monotonic())
         self._in_flight: set[Call] = set()

@@ -44,8 +44,7 @@ from .fleet_state import CommandListener
 from .generation import Generation
 from .groups import GroupSampler
 from .record.writer import RunRecorder
-from .runtime import ClientStats
-from .times import BatchTimes
+from .times import BatchTimes, ClientStats
 
 DEFAULT_WORKER_GRACE_S = 15.0
 """Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""
@@ -66,36 +65,8 @@ class Client:
     connection. If leaving is cancelled, it completes first and then raises the cancellation.
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of `connect`
-        self,
-        server: Server,
-        *,
-        fleet: str | None,
-        client: str | None,
-        worker_grace_s: float,
-        wait_for_workers_s: float,
-        max_unread_bytes: int,
-        prefill_min_tokens: int,
-        placement: bool,
-        tracing: Tracing,
-    ) -> None:
-        worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
-        wait_for_workers_s = check_float("wait_for_workers_s", wait_for_workers_s, 0, MAX_TIMEOUT_S)
-        self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
-        prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
-        placement = check_bool("placement", placement)
-        fleet, client = client_identity(server.credentials, fleet=fleet, client=client)
-        self._config = ClientConfig(
-            server=server,
-            subjects=Subjects(fleet),
-            client=client,
-            incarnation="",
-            worker_grace_s=max(worker_grace_s, wait_for_workers_s),
-            wait_for_workers_s=wait_for_workers_s,
-            prefill_min_tokens=prefill_min_tokens,
-            placement=placement,
-            tracing=check_tracing(tracing),
-        )
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
         # Set while connected.
         self._connected: CallRegistry | None = None
 
@@ -370,7 +341,7 @@ def batch_of(client: Client, *, max_in_flight: int, times: BatchTimes | None) ->
         BusClosed: the client is not connected.
         ValueError: `max_in_flight` is below 1.
     """
-    return Batch(client._registry, max_in_flight=max_in_flight, max_unread_bytes=client._max_unread_bytes, times=times)
+    return Batch(client._registry, max_in_flight=max_in_flight, times=times)
 
 
 def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two
@@ -422,16 +393,21 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     except BusBroken as exc:
         # The message is complete without the internal frames of the traceback.
         raise exc.with_traceback(None) from None
+    worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
+    wait_for_workers_s = check_float("wait_for_workers_s", wait_for_workers_s, 0, MAX_TIMEOUT_S)
+    fleet, client = client_identity(server.credentials, fleet=fleet, client=client)
     return Client(
-        server,
-        fleet=fleet,
-        client=client,
-        worker_grace_s=worker_grace_s,
-        wait_for_workers_s=wait_for_workers_s,
-        max_unread_bytes=max_unread_bytes,
-        prefill_min_tokens=prefill_min_tokens,
-        placement=placement,
-        tracing=tracing,
+        ClientConfig(
+            server=server,
+            subjects=Subjects(fleet),
+            client=client,
+            worker_grace_s=max(worker_grace_s, wait_for_workers_s),
+            wait_for_workers_s=wait_for_workers_s,
+            max_unread_bytes=check_int("max_unread_bytes", max_unread_bytes, 1, 2**63),
+            prefill_min_tokens=check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS),
+            placement=check_bool("placement", placement),
+            tracing=check_tracing(tracing),
+        )
     )
 
 
@@ -476,10 +452,8 @@ class FleetWatch:
         Raises:
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._workers())
-
-    async def _workers(self) -> tuple[HeardWorker, ...]:
-        return tuple(HeardWorker(*heard) for heard in self._runtime.watcher.table.heard())
+        heard = await self._thread.call(self._runtime.watcher.table.heard)
+        return tuple(HeardWorker(*each) for each in heard)
 
     async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
         """Return the waiting requests by queue, and by model the reason why a queue does not answer.
@@ -530,10 +504,7 @@ class FleetWatch:
         Raises:
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._commands())
-
-    async def _commands(self) -> tuple[CommandLine, ...]:
-        return self._listener.lines()
+        return await self._thread.call(self._listener.lines)
 
     async def desired(self) -> dict[str, DesiredState]:
         """Return the desired state of the workers of each model.

@@ -13,7 +13,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ...schemas.chunk import Chunk, ChunkError
@@ -30,7 +29,7 @@ from ..protocol.queue.load import PrefixScope
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
 from .generation import ChildResult
-from .times import MAX_MODELS
+from .times import MAX_MODELS, ClientStats
 
 logger = logging.getLogger(__name__)
 
@@ -154,14 +153,6 @@ class ChildRequest(AttemptMachine):
         return ChildResult(self.stream.child, self.stream, tuple(self.workers))
 
 
-@dataclass(slots=True)
-class AttemptStats:
-    """Counters of attempts and chunks, as in `ClientStats`."""
-
-    attempts_lost: int = 0
-    late_chunks: int = 0
-
-
 class RequestPublisher(Protocol):
     """Publishes requests to the workers."""
 
@@ -184,19 +175,12 @@ class RequestPublisher(Protocol):
         """Return the serving workers of the model that can run the request and are not silent."""
 
 
-class RequestAborter(Protocol):
-    """Sends aborts to workers."""
-
-    def abort(self, worker: str, key: RequestKey) -> None:
-        """Make `worker` abort the request."""
-
-
 class AttemptCoordinator:
     """The open calls of one client and the current attempts of their children. Call `connect` before use."""
 
     def __init__(self) -> None:
         self._publisher: RequestPublisher
-        self._aborter: RequestAborter
+        self._abort_at: Callable[[str, RequestKey], None]
         self._calls: dict[str, OpenCall] = {}
         self._serials = itertools.count()
         # Next attempt number of each used id. Late chunks belong to an earlier attempt.
@@ -205,9 +189,8 @@ class AttemptCoordinator:
         self._suspects: Suspects[ChildRequest] = Suspects()
         self.silent: Container[str] = frozenset()
         """The workers that this client avoids, because they sent no tokens."""
-        self.stats = AttemptStats()
-        self.retries: dict[str, int] = {}
-        """By model: attempts that followed a lost attempt. KV phases and withdrawn attempts are not counted."""
+        self.stats = ClientStats()
+        """Counters of all parts of the client."""
 
     def debug_state(self) -> dict[str, int]:
         """Return counts; see `ClientRuntime.debug_state`."""
@@ -220,10 +203,10 @@ class AttemptCoordinator:
         calls = list(self._calls.values())
         return sum(child.stream.num_tokens for call in calls for child in call.children)
 
-    def connect(self, publisher: RequestPublisher, aborter: RequestAborter) -> None:
-        """Set the objects that publish requests and send aborts."""
+    def connect(self, publisher: RequestPublisher, abort: Callable[[str, RequestKey], None]) -> None:
+        """Set the object that publishes requests, and the function that makes a worker abort a request."""
         self._publisher = publisher
-        self._aborter = aborter
+        self._abort_at = abort
 
     # The caller's loop posts calls of these methods in order.
 
@@ -286,7 +269,7 @@ class AttemptCoordinator:
             open_call.is_stopping = True
             for child in open_call.children:
                 if child.is_open and child.worker is not None:
-                    self._aborter.abort(child.worker, child.key)
+                    self._abort_at(child.worker, child.key)
                 elif child.is_open:
                     self._end_stopped(child)
         return stopped
@@ -345,7 +328,7 @@ class AttemptCoordinator:
                 case on.Retract(refusal):
                     self._publisher.remove(child, refusal)
                 case on.AbortAttempt(worker, key):
-                    self._aborter.abort(worker, key)
+                    self._abort_at(worker, key)
                 case on.CountLoss(is_retried):
                     self._count_loss(open_call.model, is_retried)
                 case on.Deliver(chunks):
@@ -361,9 +344,11 @@ class AttemptCoordinator:
     def _count_loss(self, model: str, is_retried: bool) -> None:
         self.stats.attempts_lost += 1
         if is_retried:
-            self.retries[model] = self.retries.get(model, 0) + 1
-            if len(self.retries) > MAX_MODELS:
-                del self.retries[next(iter(self.retries))]
+            # KV phases and withdrawn attempts are not counted.
+            retries = self.stats.retries
+            retries[model] = retries.get(model, 0) + 1
+            if len(retries) > MAX_MODELS:
+                del retries[next(iter(retries))]
 
     # For `ClientLinks`.
 
@@ -373,7 +358,7 @@ class AttemptCoordinator:
         for key in frame.admitted:
             child = self.find(key.request_id, key.attempt, key.child)
             if child is None:
-                self._aborter.abort(worker, key)
+                self._abort_at(worker, key)
             else:
                 if child.worker is None or (child.may_wait and child.worker == worker):
                     child.heard_at = now
@@ -409,7 +394,7 @@ class AttemptCoordinator:
 
     def _refuse_silent(self, child: ChildRequest, worker: str) -> None:
         """Send the request to another worker, because this one offered to run requests and sent no tokens."""
-        self._aborter.abort(worker, child.key)
+        self._abort_at(worker, child.key)
         child.avoids_queue = True
         message = f"worker {worker} offered to run earlier requests and sent no tokens of them"
         self.send(child, on.WorkerSilent(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
@@ -427,7 +412,7 @@ class AttemptCoordinator:
         """Abort a request at a worker that must not serve it."""
         # Another worker with the same id receives the abort too, and may be the worker that runs this attempt.
         if child is None or child.worker != worker:
-            self._aborter.abort(worker, key)
+            self._abort_at(worker, key)
 
     def find(self, request_id: str, attempt: int, index: int) -> ChildRequest | None:
         """Return the child whose current attempt this is, or None if it is not open."""
@@ -497,32 +482,20 @@ class AttemptCoordinator:
         for open_call in list(self._calls.values()):
             self._fail(open_call, open_call.failure(code, message))
 
-
-def is_at(child: ChildRequest, engine: Engine) -> bool:
-    """Return True if this incarnation of a worker has the child."""
-    return (child.worker, child.incarnation) == engine
-
-
-class Losses:
-    """Finds open requests that are lost, and lets the coordinator resume or fail them."""
-
-    def __init__(self, coordinator: AttemptCoordinator) -> None:
-        self._coordinator = coordinator
-
     def mark_worker_lost(self, lost: LostWorker) -> None:
         """Mark the offered requests of a lost worker or incarnation as lost. The queue keeps the others."""
         reason = f"worker {lost.worker} was lost: {lost.reason}"
         if lost.is_death:
             engine = lost.worker, lost.incarnation
-            victims = self._coordinator.open_children(lambda child: is_at(child, engine))
-            self._coordinator.on_engine_death(engine, dict.fromkeys(victims, ChunkError(ErrorCode.WORKER_LOST, reason)))
+            victims = self.open_children(lambda child: is_at(child, engine))
+            self.on_engine_death(engine, dict.fromkeys(victims, ChunkError(ErrorCode.WORKER_LOST, reason)))
         self._mark_lost_where(
             lambda child: child.worker == lost.worker and (lost.is_final or child.incarnation == lost.incarnation),
             ErrorCode.WORKER_LOST,
             reason,
         )
-        for child in self._coordinator.open_children(lambda child: child.handed_to == lost.worker):
-            self._coordinator.send(child, on.WorkerSilent(child.open_call.failure(ErrorCode.WORKER_LOST, reason)))
+        for child in self.open_children(lambda child: child.handed_to == lost.worker):
+            self.send(child, on.WorkerSilent(child.open_call.failure(ErrorCode.WORKER_LOST, reason)))
 
     def mark_unheard_lost(self, incarnations: Container[tuple[str, str]], offered_before: float) -> None:
         """Mark requests as lost if their worker's incarnation has sent no presence since its offer.
@@ -555,11 +528,11 @@ class Losses:
 
     def fail_false(self, engine: Engine, key: RequestKey, message: str) -> None:
         """Fail the request of a chunk that is wrong as `protocol_error`, unless another worker has the request."""
-        child = self._coordinator.find(key.request_id, key.attempt, key.child)
+        child = self.find(key.request_id, key.attempt, key.child)
         if child is not None and (child.worker, child.incarnation) in ((None, None), engine):
-            self._coordinator.send(child, on.Failed(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)))
+            self.send(child, on.Failed(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)))
             child = None
-        self._coordinator.refuse_offer(child, engine[0], key)
+        self.refuse_offer(child, engine[0], key)
 
     def retry_unreadable(self, incarnation: tuple[str, str], header: FrameHeader | None, reason: str) -> None:
         """Resume the requests of a worker whose frame cannot be decoded as new attempts.
@@ -569,26 +542,31 @@ class Losses:
         """
         worker = incarnation[0]
         offered, suspects = (frozenset(), frozenset()) if header is None else (header.keys, header.bad_keys)
-        for child in self._coordinator.open_children(
+        for child in self.open_children(
             lambda child: (
                 (child.worker, child.incarnation) == incarnation or (child.worker is None and child.key in offered)
             )
         ):
             is_suspect = not suspects or child.key in suspects
             error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, _unreadable(worker, reason))
-            self._coordinator.send(child, on.Lost(error, unreadable_at=worker if is_suspect else None))
+            self.send(child, on.Lost(error, unreadable_at=worker if is_suspect else None))
         # The unreadable frame may also have contained their offers.
-        for child in self._coordinator.open_children(lambda child: child.handed_to == worker):
+        for child in self.open_children(lambda child: child.handed_to == worker):
             error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, _unreadable(worker, reason))
-            self._coordinator.send(child, on.WorkerSilent(error))
+            self.send(child, on.WorkerSilent(error))
 
     def mark_all_lost(self, reason: str) -> None:
         """Mark every attempt at a worker as lost, because messages in transit may be lost."""
         self._mark_lost_where(lambda child: child.worker is not None, ErrorCode.FRAMES_LOST, reason)
 
     def _mark_lost_where(self, is_lost: Callable[[ChildRequest], bool], code: ErrorCode, message: str) -> None:
-        for child in self._coordinator.open_children(is_lost):
-            self._coordinator.send(child, on.Lost(child.open_call.failure(code, message)))
+        for child in self.open_children(is_lost):
+            self.send(child, on.Lost(child.open_call.failure(code, message)))
+
+
+def is_at(child: ChildRequest, engine: Engine) -> bool:
+    """Return True if this incarnation of a worker has the child."""
+    return (child.worker, child.incarnation) == engine
 
 
 def _unreadable(worker: str, reason: str) -> str:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -51,14 +50,6 @@ HEADER_BYTES: Final = 512
 """Bytes below `max_payload` that are reserved for the headers of a publication."""
 
 
-@dataclass(slots=True)
-class PrefillStats:
-    """Counters of prefill phases and of attempts without one, as in `ClientStats`."""
-
-    prefill_legs: int = 0
-    prefill_fallbacks: dict[str, int] = field(default_factory=lambda: {str(reason): 0 for reason in PrefillFallback})
-
-
 class PrefillDispatcher:
     """The requests of one client that wait for a prefill worker or run on a prefill worker.
 
@@ -77,7 +68,7 @@ class PrefillDispatcher:
         # By model with requests that wait for a prefill worker or are at one, or with workers to skip for a while.
         self._queues: dict[str, PrefillQueue[ChildRequest]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self.stats = PrefillStats()
+        self._stats = placement.stats
 
     @property
     def num_waiting(self) -> int:
@@ -105,7 +96,7 @@ class PrefillDispatcher:
 
     def count_fallback(self, child: ChildRequest, reason: PrefillFallback) -> None:
         """Count that a decode worker serves `child` alone."""
-        self.stats.prefill_fallbacks[reason] += 1
+        self._stats.prefill_fallbacks[reason] += 1
         logger.debug("prefill.skipped request=%s reason=%s", child.open_call.request_id, reason)
 
     def pop_decisions(self) -> list[tuple[ChildRequest, PrefillDecided]]:
@@ -119,7 +110,7 @@ class PrefillDispatcher:
                 connector = None if presence is None else connector_of(presence)
                 decided.append((child, PrefillDecided(worker, connector)))
                 if worker is not None:
-                    self.stats.prefill_legs += 1
+                    self._stats.prefill_legs += 1
                     self._placement.record_prefill(child, worker)
                 if reason is not None:
                     self.count_fallback(child, reason)
@@ -179,15 +170,6 @@ class _Queued(NamedTuple):
     """Time of the last check that the queue may still contain the request, on `time.monotonic()`."""
 
 
-@dataclass(slots=True)
-class DispatcherStats:
-    """Counters of published requests, as in `ClientStats`."""
-
-    requests: int = 0
-    direct: int = 0
-    orphans: int = 0
-
-
 class RequestDispatcher:
     """Publishes requests, and tracks those that wait for a worker's offer."""
 
@@ -201,7 +183,7 @@ class RequestDispatcher:
         self._waits_for_workers = config.wait_for_workers_s > 0
         self._unserved = UnservedModels(config.worker_grace_s)
         self.publisher = QueuePublisher(nats, config.subjects, self._client, self._on_publish_result)
-        self.placement = RequestPlacement(watcher.table, is_on=config.placement)
+        self.placement = RequestPlacement(watcher.table, coordinator.stats, is_on=config.placement)
         self._prefill_min_tokens = config.prefill_min_tokens
         self.prefill = PrefillDispatcher(watcher, self.placement, self.wake)
         # The requests in flight bound all of these collections.
@@ -212,7 +194,6 @@ class RequestDispatcher:
         self._published: dict[str, ChildRequest] = {}
         # Requests in the queue, the least recently checked first.
         self._queued: dict[ChildRequest, _Queued] = {}
-        self.stats = DispatcherStats()
         self.queue_waits = DurationsByModel()
 
     def debug_state(self) -> dict[str, int]:
@@ -398,12 +379,12 @@ class RequestDispatcher:
             for child in children if others else ():
                 await self._publish([child], worker, kv)
             return
-        self.stats.requests += len(children)
+        self._coordinator.stats.requests += len(children)
         try:
             if worker is None:
                 await self._publish_to_queue(first, data)
             else:
-                self.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
+                self._coordinator.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
                 await publish(self._nats, self._subjects.direct(self._client, worker), data)
         except BusBroken as exc:
             logger.warning("request.publish_failed error=%s", exc)
@@ -505,7 +486,7 @@ class RequestDispatcher:
             queued, now = self._queued.pop(child), time.monotonic()
             self._queued[child] = queued._replace(looked_for_at=now)
             if not stored[lane].may_hold(queued.seq, now - queued.stored_at):
-                self.stats.orphans += 1
+                self._coordinator.stats.orphans += 1
                 message = "the request left the queue, and no worker has offered to run it"
                 self._coordinator.send(child, on.Lost(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
 

@@ -362,10 +362,7 @@ class Fleet(WeightCommands):
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._check_queues())
-
-    async def _check_queues(self) -> dict[str, str]:
-        return await self._watcher.check_queues(self._runtime.client)
+        return await self._thread.run(self._watcher.check_queues(self._runtime.client))
 
     async def paused_since(self, model: str) -> datetime | None:
         """Return the time of the last command that pauses a worker of `model`, by the clock of the NATS server.
@@ -384,7 +381,7 @@ class Fleet(WeightCommands):
         Raises:
             BusClosed: the client was closed.
         """
-        await self._thread.run(self._runtime.pauses.mute_present())
+        await self._thread.call(self._runtime.pauses.mute_present)
 
     async def reset(self, model: str | None = None) -> tuple[str, ...]:
         """Clear the desired state of `model`, or of all models of the fleet. This works also if it cannot be decoded.

@@ -29,7 +29,7 @@ from ..protocol.fleet.presence import PresenceTable
 from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
 from ..protocol.stream.verification import Announced, announced_by, are_within, problem_of
 from ..subjects import Subjects
-from .coordinator import AttemptCoordinator, ChildRequest, Losses
+from .coordinator import AttemptCoordinator, ChildRequest
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +69,17 @@ class ResultCheck:
 
     A version above the announced one may be news, because presence and frames use different subscriptions. Then the
     client reads the desired state once, which has each version before a worker serves it.
-
-    Args:
-        find: returns the open request of a chunk, or None.
     """
 
     def __init__(
         self,
         table: PresenceTable,
         store: DesiredStore,
-        losses: Losses,
-        find: Callable[[str, int, int], ChildRequest | None],
+        coordinator: AttemptCoordinator,
     ) -> None:
         self._table = table
         self._store = store
-        self._losses = losses
-        self._find = find
+        self._coordinator = coordinator
         self._unreadable_until = 0.0
         # The desired state that was read last.
         self._last_model: str | None = None
@@ -104,7 +99,7 @@ class ResultCheck:
         has_read: set[str] = set()
         false: list[Chunk] = []
         for chunk in frame.chunks:
-            child = self._find(chunk.request_id, chunk.attempt, chunk.child)
+            child = self._coordinator.find(chunk.request_id, chunk.attempt, chunk.child)
             # Chunks of other requests are dropped later.
             if child is None or (child.worker, child.incarnation) not in ((None, None), engine):
                 continue
@@ -126,7 +121,7 @@ class ResultCheck:
             logger.warning("chunk.rejected worker=%s so_far=%s error=%s", worker, self.num_rejected, problem)
         # The request may have ended while the desired state was read.
         key = RequestKey(chunk.request_id, chunk.attempt, chunk.child)
-        self._losses.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
+        self._coordinator.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
 
     async def _problem(self, engine: Engine, child: ChildRequest, chunk: Chunk, has_read: set[str]) -> str | None:
         model, lora = _use_of(child)
@@ -193,18 +188,6 @@ def _recorded(state: DesiredState | None, worker: str, lora: str) -> tuple[int, 
 
 
 @dataclass(slots=True)
-class ClientLinkStats:
-    """Counters of frames, as in `ClientStats`."""
-
-    frames: int = 0
-    duplicate_frames: int = 0
-    missing_frames: int = 0
-    stale_frames: int = 0
-    resends_asked: int = 0
-    bad_messages: int = 0
-
-
-@dataclass(slots=True)
 class _WorkerLink:
     followed: FollowedLinks
     received_at: float
@@ -215,8 +198,7 @@ class ClientLinks:
 
     Args:
         identity: name and incarnation of this client.
-        coordinator: handles the content of frames.
-        losses: marks requests as lost.
+        coordinator: handles the content of frames, and lost ones.
         incarnations_of: returns the incarnations that publish presence as a worker.
     """
 
@@ -226,14 +208,12 @@ class ClientLinks:
         subjects: Subjects,
         identity: tuple[str, str],
         coordinator: AttemptCoordinator,
-        losses: Losses,
         incarnations_of: Callable[[str], Collection[str]] = lambda _worker: (),
     ) -> None:
         self._nats = nats
         self._subjects = subjects
         self._client, self._incarnation = identity
         self._coordinator = coordinator
-        self._losses = losses
         self._incarnations_of = incarnations_of
         self.check: ResultCheck | None = None
         """Finds chunks that their worker cannot have made; None: they are not checked."""
@@ -247,7 +227,6 @@ class ClientLinks:
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
         self._rejected = RejectionCount()
-        self.stats = ClientLinkStats()
 
     async def receive(self, message: Msg) -> None:
         """Process a message with a frame."""
@@ -257,7 +236,7 @@ class ClientLinks:
         except RemoteProtocolError as exc:
             self._receive_unreadable(worker, message.data, exc)
             return
-        self.stats.frames += 1
+        self._coordinator.stats.frames += 1
         if frame.chunks and self.check is not None and not self.check.is_plausible(worker, frame):
             frame = await self.check.without_false(worker, frame)
         now = time.monotonic()
@@ -274,7 +253,7 @@ class ClientLinks:
 
     def _receive_unreadable(self, worker: str, data: bytes, error: RemoteProtocolError) -> None:
         """Handle a frame that cannot be decoded. Mark it as missing if its link is known."""
-        self.stats.bad_messages += 1
+        self._coordinator.stats.bad_messages += 1
         if so_far := self._rejected.add():
             logger.warning("frame.rejected worker=%s so_far=%s error=%s", worker, so_far, error)
         header, now = decode_frame_header(data), time.monotonic()
@@ -287,11 +266,11 @@ class ClientLinks:
         for receiver in receivers:
             verdict = receiver.receive_unreadable(header, len(data), now)
             if verdict is FrameVerdict.SKIPPED and header is not None:
-                self._losses.fail_unreadable(worker, header, str(error))
+                self._coordinator.fail_unreadable(worker, header, str(error))
             elif verdict is FrameVerdict.BROKEN:
                 logger.error("link.broken worker=%s link=%r error=%s", worker, receiver, error)
                 self._write_now(worker)
-                self._losses.retry_unreadable((worker, receiver.incarnation or ""), header, str(error))
+                self._coordinator.retry_unreadable((worker, receiver.incarnation or ""), header, str(error))
             else:
                 self._count(verdict)
             self._acknowledge(worker, receiver)
@@ -306,7 +285,7 @@ class ClientLinks:
         link.received_at = now
         receiver, ended = link.followed.receiver_of(frame, self._incarnations_of(worker))
         for incarnation in ended:
-            self._losses.mark_lost(worker, incarnation, f"worker {worker} started a new link")
+            self._coordinator.mark_lost(worker, incarnation, f"worker {worker} started a new link")
         return receiver
 
     def _acknowledge(self, worker: str, receiver: LinkReceiver) -> None:
@@ -318,9 +297,9 @@ class ClientLinks:
             self._remove(next(iter(self._links)))
 
     def _count(self, verdict: FrameVerdict) -> None:
-        self.stats.duplicate_frames += verdict is FrameVerdict.DUPLICATE
-        self.stats.missing_frames += verdict is FrameVerdict.GAP
-        self.stats.stale_frames += verdict is FrameVerdict.STALE
+        self._coordinator.stats.duplicate_frames += verdict is FrameVerdict.DUPLICATE
+        self._coordinator.stats.missing_frames += verdict is FrameVerdict.GAP
+        self._coordinator.stats.stale_frames += verdict is FrameVerdict.STALE
 
     @property
     def _window(self) -> int:
@@ -403,6 +382,6 @@ class ClientLinks:
                 messages += receiver.break_messages(abort)
             else:
                 messages.append(receiver.message(window=self._window, now=time.monotonic(), abort=abort))
-                self.stats.resends_asked += messages[-1].resend
+                self._coordinator.stats.resends_asked += messages[-1].resend
             abort = []
         return messages or [LinkMessage(WIRE_VERSION, abort, client_incarnation=self._incarnation)]

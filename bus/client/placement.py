@@ -8,7 +8,7 @@ first.
 import time
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
@@ -29,19 +29,10 @@ from ..protocol.queue.placement import (
     PlacementReason,
 )
 from .coordinator import ChildRequest
+from .times import ClientStats
 
 MAX_REFUSALS: Final = 1
 """Rejections after which a request may still follow others of its group: one for room and one for a backlog."""
-
-
-@dataclass(slots=True)
-class PlacementStats:
-    """Counters of placement, as in `ClientStats`."""
-
-    placed: dict[str, int] = field(default_factory=lambda: {str(reason): 0 for reason in PlacementReason})
-    placements_refused: int = 0
-    expected_cached_tokens: int = 0
-    placed_cached_tokens: int = 0
 
 
 class Placed(NamedTuple):
@@ -74,8 +65,9 @@ class RequestPlacement:
         is_on: False: all requests go to the queue, and no state is kept.
     """
 
-    def __init__(self, table: PresenceTable, *, is_on: bool) -> None:
+    def __init__(self, table: PresenceTable, stats: ClientStats, *, is_on: bool) -> None:
         self._table = table
+        self.stats = stats
         self._is_on = is_on
         self._policies = ModelPolicies()
         self._serving: dict[str, list[WorkerLoad]] = {}
@@ -87,7 +79,6 @@ class RequestPlacement:
         # Followers of admitted leaders, with the worker that admitted the leader.
         self._admitted: list[tuple[str, list[ChildRequest]]] = []
         self.silent: Container[str] = frozenset()  # workers that get no requests
-        self.stats = PlacementStats()
 
     def debug_state(self) -> dict[str, int]:
         """Return counts; see `ClientRuntime.debug_state`."""

@@ -288,7 +288,7 @@ class PauseWarnings:
         models = self._paused_s.keys() | since.keys()
         return {model: self._paused_s.get(model, 0.0) + now - since.get(model, now) for model in models}
 
-    async def mute_present(self) -> None:
+    def mute_present(self) -> None:
         """Log nothing for the present pauses."""
         self._told |= self._paused
 

@@ -34,9 +34,8 @@ from .fleet import Fleet
 from .generation import Generation, GroupStep
 from .groups import GroupSampler
 from .record.writer import RunRecorder
-from .runtime import ClientStats
 from .thread import CLEAN_UP_S, FORKED
-from .times import BatchTimes
+from .times import BatchTimes, ClientStats
 
 EXIT_S: Final = 10.0
 """Seconds to close open clients when the interpreter exits. Closing a client takes less time, also without a server."""

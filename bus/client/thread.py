@@ -165,6 +165,17 @@ class LoopThread(Generic[T]):
             )
         return await self._run_for_owner(coroutine)
 
+    async def call(self, function: Callable[..., R], *args: Any) -> R:
+        """Call a plain function on the thread after all earlier posts, and return its result.
+
+        Cancellation: the function may run anyway. Errors are those of `run`.
+        """
+
+        async def run() -> R:
+            return function(*args)
+
+        return await self.run(run())
+
     async def _run_for_owner(self, coroutine: Coroutine[Any, Any, R]) -> R:
         try:
             # The loop runs submitted callbacks in order, so a wake-up for posts comes first.

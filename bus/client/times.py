@@ -1,11 +1,14 @@
-"""Measured durations: completion times of a batch, and histograms by model. Their size does not depend on the count."""
+"""What a client measures: completion times of a batch, histograms of durations by model, and counters."""
 
 import math
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
+
+from ..protocol.queue.placement import PlacementReason
+from ..protocol.queue.prefill_queue import PrefillFallback
 
 PERCENTS: Final = (50, 90, 99, 100)
 """Percentages of a batch's requests in `percentiles`."""
@@ -150,3 +153,59 @@ class DurationsByModel:
         counted = [(model, counts, self._totals_s.get(model)) for model, counts in list(self._counts.items())]
         # A model without a sum was removed meanwhile.
         return {model: Durations(tuple(counts), total) for model, counts, total in counted if total is not None}
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientStats:
+    """Counters since the client connected: published requests, losses, repeats and dropped data."""
+
+    requests: int = 0
+    """Published requests: one for each attempt of each child of each request."""
+    direct: int = 0
+    """Requests that the client sent directly to the worker at which it placed them."""
+    placed: dict[str, int] = field(default_factory=lambda: {str(reason): 0 for reason in PlacementReason})
+    """By `PlacementReason`: where the placement sent requests, including the queue."""
+    placements_refused: int = 0
+    """Placed requests that their worker rejected. They went to the queue."""
+    expected_cached_tokens: int = 0
+    """For placed requests that have ended: prompt tokens that the client expected in the caches of their workers."""
+    placed_cached_tokens: int = 0
+    """For the same requests: prompt tokens that their workers found in their caches."""
+    republished: int = 0
+    """Publications repeated because the queue did not answer."""
+    prefill_legs: int = 0
+    """Requests that the client sent directly to a prefill worker; a decode worker continues them."""
+    prefill_fallbacks: dict[str, int] = field(default_factory=lambda: {str(reason): 0 for reason in PrefillFallback})
+    """By `PrefillFallback`: attempts that a decode worker served alone although the fleet has prefill workers."""
+    orphans: int = 0
+    """Requests that left the queue without a worker's offer and were published again."""
+    attempts_lost: int = 0
+    """Attempts lost with their worker or with messages in transit. Another attempt or an error followed."""
+    frames: int = 0
+    """Frames that were decoded, including heartbeats."""
+    duplicate_frames: int = 0
+    """Frames that the client had already received."""
+    missing_frames: int = 0
+    """Frames dropped because an earlier frame was missing. The client requested all of them again."""
+    stale_frames: int = 0
+    """Frames of an ended link, or of an ended incarnation of the worker or the client."""
+    resends_asked: int = 0
+    """Number of times that the client requested missing frames."""
+    late_chunks: int = 0
+    """Chunks of ended calls and attempts. Their workers received an abort."""
+    bad_messages: int = 0
+    """Frames that could not be decoded."""
+    dropped_msgs: int = 0
+    """Messages that nats-py dropped unread. The client requested the frames among them again."""
+    spans_exported: int = 0
+    """Spans that the collector received. With a provider of the caller: spans that the provider received."""
+    spans_failed: int = 0
+    """Spans that were sent and that the collector did not receive."""
+    spans_dropped: int = 0
+    """Spans that were not sent: too many in one second, or no room in the exporter's queue."""
+    unread_bytes: int = 0
+    """Bytes of results that callers have not read, at this moment."""
+    retries: dict[str, int] = field(default_factory=dict)
+    """By model: attempts that followed a lost attempt."""
+    queue_waits: dict[str, Durations] = field(default_factory=dict)
+    """By model: seconds from the publication of a request to a worker's offer, for each attempt."""

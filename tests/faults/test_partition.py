@@ -56,7 +56,7 @@ async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     """Wait until the client knows that this worker has these requests, or any request if none is given."""
 
     def found() -> set[str]:
-        live = list(rb._registry._runtime.coordinator._calls.values())
+        live = list(rb._registry.runtime.coordinator._calls.values())
         return {call.request_id for call in live for child in call.children if child.worker == worker}
 
     await until_true(lambda: (have := found()) and have.issuperset(request_ids))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.client import links as client_links
-from rollbus.bus.client.coordinator import AttemptCoordinator, Losses
+from rollbus.bus.client.coordinator import AttemptCoordinator
 from rollbus.bus.client.links import ClientLinks
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.protocol.fleet import leases
@@ -114,9 +114,7 @@ def test_a_client_ignores_new_workers_beyond_a_limit(monkeypatch: pytest.MonkeyP
 def test_the_aborts_for_endless_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client stores a limited number of aborts for each worker that sends endless offers."""
     monkeypatch.setattr(client_links, "MAX_ABORTS", FEW)
-    links = ClientLinks(
-        cast(Connection, None), Subjects("f"), ("c", "c1"), cast(AttemptCoordinator, None), cast(Losses, None)
-    )
+    links = ClientLinks(cast(Connection, None), Subjects("f"), ("c", "c1"), cast(AttemptCoordinator, None))
     for i in range(100):
         links.abort("hostile", RequestKey(f"r{i}"))
     links.abort("other", RequestKey("r"))
