@@ -27,8 +27,8 @@ from ..nats.jetstream import (
     ApiError,
     Retries,
     Unanswered,
-    ask,
     create_stream,
+    find,
     put,
 )
 from ..protocol.fleet import desired
@@ -125,12 +125,9 @@ class DesiredStore:
         """
         if time.monotonic() < self._single_until:
             return 0.0
-        try:
-            info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                return 0.0
-            raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
+        info = await self._revisions.bucket_info()
+        if info is None:
+            return 0.0
         others = (info.get("cluster") or {}).get("replicas") or ()
         if not others:
             self._single_until = time.monotonic() + SINGLE_S
@@ -207,11 +204,8 @@ class DesiredStore:
 
     async def forget(self, model: str) -> None:
         """Delete the desired state of `model` with its history. The model is then unknown."""
-        try:
-            await ask(self._nats, f"STREAM.PURGE.{STREAM}", {"filter": self.subject(model)})
-        except ApiError as error:
-            if error.code != NO_STREAM:
-                raise BusBroken(f"the desired state of {model!r} cannot be deleted: {error}") from error
+        failing, body = f"the desired state of {model!r} cannot be deleted", {"filter": self.subject(model)}
+        await find(self._nats, f"STREAM.PURGE.{STREAM}", body, absent={NO_STREAM}, failing=failing)
 
     async def _first(self, model: str, found: Found) -> DesiredState:
         """Return an empty state after a lost state, or in place of none.
@@ -221,13 +215,8 @@ class DesiredStore:
         """
         sequence = found.sequence
         if not sequence and self._nats.signatures.are_demanded:
-            try:
-                info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
-            except ApiError as error:
-                if error.code != NO_STREAM:
-                    raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
-            else:
-                sequence = info["state"]["last_seq"]
+            info = await self._revisions.bucket_info()
+            sequence = 0 if info is None else info["state"]["last_seq"]
         return DesiredState(model=model, epoch=sequence)
 
     async def reset(self, model: str) -> bool:
@@ -294,14 +283,10 @@ class DesiredStore:
 
     async def _list_models(self) -> tuple[str, ...]:
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
-        try:
-            answer = await ask(self._nats, f"STREAM.INFO.{STREAM}", {"subjects_filter": f"{prefix}*"})
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                return ()
-            raise BusBroken(f"the desired states cannot be listed: {error}") from error
+        body, failing = {"subjects_filter": f"{prefix}*"}, "the desired states cannot be listed"
+        answer = await find(self._nats, f"STREAM.INFO.{STREAM}", body, absent={NO_STREAM}, failing=failing)
         found = []
-        for subject in answer["state"].get("subjects") or ():
+        for subject in () if answer is None else answer["state"].get("subjects") or ():
             try:
                 found.append(decode_token(subject.removeprefix(prefix)))
             except ValueError:
@@ -365,11 +350,7 @@ class DesiredStore:
         Call this before the first write. Without the bucket, the server delivers the write only to the workers that
         subscribe to its subject, and the writer receives no answer.
         """
-        try:
-            await ask(self._nats, f"STREAM.INFO.{STREAM}")
-        except ApiError as error:
-            if error.code != NO_STREAM:
-                raise
+        if await find(self._nats, f"STREAM.INFO.{STREAM}", absent={NO_STREAM}) is None:
             await create_stream(self._nats, _stream_config())
 
 

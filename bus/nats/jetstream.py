@@ -2,16 +2,18 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import time
+from collections.abc import Container, Iterator
 from typing import Any, Final
 
 import msgspec
 from nats import errors as nats_errors
 from nats.aio.client import Client
 
-from ...schemas.errors import BusBroken, PermissionDenied
+from ...schemas.errors import BusBroken, ControlCode, ControlError, PermissionDenied
 from .client import PatchedNatsClient
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,39 @@ async def ask(
             return await _request(nats, f"{API}.{operation}", payload, timeout_s)
     except nats_errors.NoRespondersError as error:
         raise BusBroken("the NATS server has no JetStream, which rollbus needs") from error
+
+
+async def find(
+    nats: Client,
+    operation: str,
+    body: dict[str, Any] | None = None,
+    *,
+    absent: Container[int],
+    failing: str = "",
+    timeout_s: float | None = None,
+) -> dict[str, Any] | None:
+    """Call JetStream's API as `ask` does. Return None if the server answers with an error code in `absent`.
+
+    Args:
+        failing: beginning of the message for other error codes, which then raise `BusBroken`; empty: raise `ApiError`.
+    """
+    try:
+        return await ask(nats, operation, body, timeout_s=timeout_s)
+    except ApiError as error:
+        if error.code in absent:
+            return None
+        if failing:
+            raise BusBroken(f"{failing}: {error}") from error
+        raise
+
+
+@contextlib.contextmanager
+def storage_errors(failing: str) -> Iterator[None]:
+    """Raise `ControlError` with `storage` and a message that begins with `failing` for each `ApiError` of the block."""
+    try:
+        yield
+    except ApiError as error:
+        raise ControlError(ControlCode.STORAGE, f"{failing}: {error}") from error
 
 
 async def put(

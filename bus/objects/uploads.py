@@ -20,7 +20,7 @@ from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, Ro
 from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, decode_manifest
 from ..auth.credentials import Role
 from ..nats.connection import Connection, connected
-from ..nats.jetstream import NO_MESSAGE, ApiError, ask
+from ..nats.jetstream import NO_MESSAGE, ApiError, ask, find
 from ..nats.server import Server
 from ..protocol.weights.chain import YOUNG_S, folder_of, is_weights, kept, needed_bytes
 from ..subjects import Subjects, encode_token, published_bucket, upload_bucket
@@ -169,12 +169,10 @@ class Cleaning:
 
     async def _is_old(self, subject: str, young_s: float) -> bool:
         """Return True if the last object chunk is older than `young_s`. An upload in progress has a younger one."""
-        try:
-            answer = await ask(self._nats, f"STREAM.MSG.GET.{stream_of(self._bucket)}", {"last_by_subj": subject})
-        except ApiError as error:
-            if error.code == NO_MESSAGE:
-                return False
-            raise
+        operation = f"STREAM.MSG.GET.{stream_of(self._bucket)}"
+        answer = await find(self._nats, operation, {"last_by_subj": subject}, absent={NO_MESSAGE})
+        if answer is None:
+            return False
         age_s = (self._now - datetime.fromisoformat(answer["message"]["time"])).total_seconds()
         return age_s >= young_s
 

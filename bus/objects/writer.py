@@ -26,9 +26,9 @@ from nats.nuid import NUID
 
 from ...schemas.errors import BusBroken, ControlCode, ControlError, LocalProtocolError, RollbusError
 from ..nats.connection import Connection, publish, subscribe
-from ..nats.jetstream import ApiError, ask, put
+from ..nats.jetstream import put, storage_errors
 from ..protocol.fleet.authority import check_unlimited
-from .catalog import BUCKET_BYTES, delete_objects, ensure_bucket, list_objects, list_prefix
+from .catalog import BUCKET_BYTES, bucket_state, delete_objects, ensure_bucket, list_objects, list_prefix
 from .layout import (
     FOLDER_DIGEST,
     MAX_FILES,
@@ -39,7 +39,6 @@ from .layout import (
     info_subject,
     parts_subject,
     split_objects,
-    stream_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -189,10 +188,8 @@ async def sign_folder(nats: Connection, objects: str) -> int:
     infos = describe_folder(objects, await list_prefix(nats, objects, is_signed=False))
     for info in infos:
         subject, data = info_subject(bucket, info.name), msgspec.json.encode(info)
-        try:
+        with storage_errors(f"objects:{objects} cannot be signed"):
             await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
-        except ApiError as error:
-            raise ControlError(ControlCode.STORAGE, f"objects:{objects} cannot be signed: {error}") from error
     return len(infos)
 
 
@@ -387,12 +384,9 @@ async def put_folder(
 
 async def _check_room(nats: Connection, bucket: str, folder: Path, needed: int) -> None:
     """Raise `storage` if the bucket has fewer than `needed` bytes left."""
-    try:
-        info = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
-    except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
-    used, limit = info["state"]["bytes"], info["config"].get("max_bytes", -1)
-    if 0 <= limit < used + needed:
+    with storage_errors(f"the bucket {bucket!r} cannot be read"):
+        used, limit, _ = await bucket_state(nats, bucket)
+    if limit < used + needed:
         raise ControlError(
             ControlCode.STORAGE,
             f"{folder} needs {needed} bytes, and of the {limit} bytes of the bucket {bucket!r} {used} are used; an "

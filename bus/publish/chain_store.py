@@ -27,7 +27,7 @@ from ...schemas.manifest import (
     decode_chain,
 )
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_STREAM, TRY_S, WRONG_LAST_SEQUENCE, ApiError, Unanswered, put
+from ..nats.jetstream import NO_STREAM, TRY_S, WRONG_LAST_SEQUENCE, ApiError, Unanswered, put, storage_errors
 from ..objects.catalog import BucketState, bucket_state, find_object, list_subjects
 from ..objects.layout import ObjectInfo, ObjectOptions, info_subject, stream_of
 from ..protocol.weights.chain import SIGN_S, SILENT_S, Silence
@@ -138,11 +138,9 @@ async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | 
         BusBroken: JetStream does not answer.
     """
     key = ChainKey(nats, fleet, model)
-    try:
+    with storage_errors(f"the bucket {key.bucket!r} cannot be read"):
         if not await list_subjects(nats, key.bucket, info_subject(key.bucket, CHAIN_OBJECT)):
             return None
-    except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {key.bucket!r} cannot be read: {error}") from error
     return (await key.read()).record
 
 

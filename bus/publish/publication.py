@@ -27,7 +27,7 @@ from ...schemas.manifest import (
     decode_rank_list,
 )
 from ..nats.connection import Connection
-from ..nats.jetstream import ApiError
+from ..nats.jetstream import ApiError, storage_errors
 from ..objects.catalog import delete_prefix, find_object
 from ..objects.layout import MAX_FILES, ObjectInfo, check_path, split_objects
 from ..objects.reader import open_reader
@@ -286,7 +286,7 @@ class Publication:
 
     async def _collect_from(self, rank: int, found: dict[int, RankList], watch: RankWatch) -> None:
         folder = f"{self._list_prefix}/{rank}"
-        try:
+        with storage_errors(f"the list of rank {rank} cannot be read"):
             failure = await find_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
             if failure is not None:
                 self._reason = f"rank {rank} failed: {failure}"
@@ -296,8 +296,6 @@ class Publication:
                     self._reason = silence
                     raise self._unpublished(ControlCode.TIMEOUT)
                 return
-        except ApiError as error:
-            raise ControlError(ControlCode.STORAGE, f"the list of rank {rank} cannot be read: {error}") from error
         async with open_reader(self._home.nats, f"{self._bucket}/{folder}", None) as reader:
             given = decode_rank_list(await reader.read(LIST, MAX_MANIFEST_BYTES))
         names = {info.name for info in self._infos}

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, PermissionDenied, RollbusError
 from ...schemas.manifest import ChainRecord, Holder, Link, OpenedVersion
 from ..nats.connection import Connection, connected
-from ..nats.jetstream import ApiError, Retries, Unanswered
+from ..nats.jetstream import ApiError, Retries, Unanswered, storage_errors
 from ..nats.server import Server
 from ..objects.catalog import ensure_bucket
 from ..objects.uploads import Cleaning
@@ -290,12 +290,10 @@ class VersionStore:
             ControlError: `storage`: JetStream refuses.
             BusBroken: JetStream or the connection failed.
         """
-        try:
+        with storage_errors(f"the bucket {key.bucket!r} cannot be cleaned"):
             cleaning = Cleaning(self._opened().nats, key.bucket, (await key.bucket_state()).now)
             await cleaning.list_folders()
             return await cleaning.delete_parts(tagged_young_s=young_s)
-        except ApiError as error:
-            raise ControlError(ControlCode.STORAGE, f"the bucket {key.bucket!r} cannot be cleaned: {error}") from error
 
     def _taken(self, record: ChainRecord) -> ChainRecord:
         if record.holder == self._holder:  # an unanswered write was stored

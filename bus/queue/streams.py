@@ -16,7 +16,7 @@ from nats.aio.client import Client
 from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied
 from ...schemas.request import Lane
 from ..nats.client import PatchedNatsClient
-from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds, parse_stream
+from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, find, nanoseconds, parse_stream
 from ..subjects import LANES, Subjects, encode_token
 
 RESUME_SHARE: Final = 4
@@ -199,11 +199,8 @@ async def delete_queue(nats: Client, subjects: Subjects, model: str) -> None:
         BusBroken: JetStream does not answer, or refuses; the message quotes it.
     """
     for lanes in STREAM_LANES:
-        try:
-            await ask(nats, f"STREAM.DELETE.{stream_name(subjects, model, lanes[0])}")
-        except ApiError as error:
-            if error.code != NO_STREAM:
-                raise BusBroken(f"the queue of {model!r} cannot be deleted: {error}") from error
+        operation = f"STREAM.DELETE.{stream_name(subjects, model, lanes[0])}"
+        await find(nats, operation, absent={NO_STREAM}, failing=f"the queue of {model!r} cannot be deleted")
 
 
 async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:
@@ -215,12 +212,9 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
     depths = []
     for model in models:
         for lane in LANES:
-            try:
-                info = await ask(nats, f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}")
-            except ApiError as error:
-                if error.code in {NO_STREAM, NO_CONSUMER}:
-                    continue
-                raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+            info = await _find_consumer(nats, subjects, model, lane)
+            if info is None:
+                continue
             cluster = parse_stream(info)
             depths.append(
                 QueueDepth(
@@ -246,12 +240,10 @@ async def queue_clients(nats: Client, subjects: Subjects, model: str) -> dict[tu
     found: dict[tuple[Lane, str], int] = {}
     for lanes in STREAM_LANES:
         operation = f"STREAM.INFO.{stream_name(subjects, model, lanes[0])}"
-        try:
-            info = await ask(nats, operation, {"subjects_filter": ">"})
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                continue
-            raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+        failing = f"the queue of {model!r} cannot be read"
+        info = await find(nats, operation, {"subjects_filter": ">"}, absent={NO_STREAM}, failing=failing)
+        if info is None:
+            continue
         for subject, count in (info["state"].get("subjects") or {}).items():
             *_, client, _model, lane = subject.split(".")
             if lane in lanes:
@@ -265,19 +257,21 @@ async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) ->
     Raises:
         BusBroken: JetStream does not answer.
     """
-    stream = stream_name(subjects, model, lane)
-    try:
-        consumer = await ask(nats, f"CONSUMER.INFO.{stream}.{lane}")
-    except ApiError as error:
-        if error.code in {NO_STREAM, NO_CONSUMER}:
-            return StoredRange()
-        raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+    consumer = await _find_consumer(nats, subjects, model, lane)
+    if consumer is None:
+        return StoredRange()
     return StoredRange(
         delivered_seq=consumer["delivered"]["stream_seq"],
         acked_seq=consumer["ack_floor"]["stream_seq"],
         has_waiting=consumer["num_pending"] > 0,
         age_s=_age_s(consumer),
     )
+
+
+async def _find_consumer(nats: Client, subjects: Subjects, model: str, lane: Lane) -> dict[str, Any] | None:
+    operation = f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}"
+    failing = f"the queue of {model!r} cannot be read"
+    return await find(nats, operation, absent={NO_STREAM, NO_CONSUMER}, failing=failing)
 
 
 def _age_s(consumer: dict[str, Any]) -> float:
