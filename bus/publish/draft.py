@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from ...schemas.checks import describe
 from ...schemas.errors import BusClosed, InvalidRequest
 from ...schemas.manifest import MAX_DELTA_OBJECTS, TensorDelta, TensorEntry, delta_name
 from ..protocol.weights.tensors import INDEX, Encoded, apply_delta, encode_delta, index_of, layouts, ordered, undo_delta
-from .tensors import FolderFile, Snapshot, SnapshotTensor, TensorKind, read_tensor
+from .tensors import FolderFile, Snapshot, SnapshotTensor, TensorKind, bad_tensor, read_tensor
 
 DELTA_BYTES: Final = 64 * 1024**2
 """Maximum size of a delta object, except for a single larger tensor. An interrupted reader loses at most one object."""
@@ -229,7 +228,7 @@ class Draft:
             raise InvalidRequest(field="named_tensors", problem="has no tensors", allowed="all tensors of the model")
         missing = next((name for name in self._kinds or () if name not in self._drafted), None)
         if missing is not None and not self._is_partial:
-            raise _bad(missing, "is missing", "all tensors of the last published version or the checkpoint")
+            raise bad_tensor(missing, "is missing", "all tensors of the last published version or the checkpoint")
         if self._plan.has_delta and (delta := self._packer.flush()) is not None:
             yield delta
         yield from self._close_shard(self._shards.flush())
@@ -279,15 +278,15 @@ class Draft:
 
     def _check(self, name: str, kind: TensorKind) -> None:
         if name in self._drafted:
-            raise _bad(name, "was given twice", "each tensor once")
+            raise bad_tensor(name, "was given twice", "each tensor once")
         if self._kinds is None:
             return
         expected = self._kinds.get(name)
         where = "of the last published version" if self._before else "of the checkpoint"
         if expected is None:
-            raise _bad(name, f"is an unexpected tensor, {kind}", f"the tensor names {where}")
+            raise bad_tensor(name, f"is an unexpected tensor, {kind}", f"the tensor names {where}")
         if kind != expected:
-            raise _bad(name, f"is {kind}", f"{expected}, the kind {where}")
+            raise bad_tensor(name, f"is {kind}", f"{expected}, the kind {where}")
 
     def _compare(self, name: str, kind: TensorKind, content: npt.NDArray[np.uint8]) -> Iterator[StoredObject]:
         before = self._before[name]
@@ -360,10 +359,6 @@ class Draft:
         return content
 
 
-def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:
-    return InvalidRequest(field=f"named_tensors[{name[:200]!r}]", problem=problem, allowed=allowed)
-
-
 class TensorFeed:
     """The tensors of one publication. `draw` runs on a thread; all other methods belong to the uploading event loop.
 
@@ -434,20 +429,27 @@ class TensorFeed:
         self._has_begun.wait()
         if not self._is_begun:
             return
-        with _EndHandover(self._end):
-            for item in self._items:
-                if self._is_stopped:
-                    return
-                if not isinstance(item, tuple | list) or len(item) != 2:
-                    allowed = "pairs of a name and a tensor"
-                    raise InvalidRequest(field="named_tensors", problem=f"has {describe(item)}", allowed=allowed)
-                self._pass_on(self._draft.add(*item))
-            self._pass_on(self._draft.finish())
+        # Overwritten at the end, unless an interrupt ends this thread, too.
+        self._failure = BusClosed("the thread that draws the tensors was interrupted")
+        try:
+            self._draw_all()
+            self._failure = None
+        except Exception as error:  # noqa: BLE001
+            # Boundary of the thread: `objects` raises the error.
+            self._failure = error
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
+                self._loop.call_soon_threadsafe(self._on_drawn)
 
-    def _end(self, failure: Exception | None) -> None:
-        self._failure = failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
-            self._loop.call_soon_threadsafe(self._on_drawn)
+    def _draw_all(self) -> None:
+        for item in self._items:
+            if self._is_stopped:
+                return
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                allowed = "pairs of a name and a tensor"
+                raise InvalidRequest(field="named_tensors", problem=f"has {describe(item)}", allowed=allowed)
+            self._pass_on(self._draft.add(*item))
+        self._pass_on(self._draft.finish())
 
     def _pass_on(self, found: Iterator[StoredObject]) -> None:
         started = time.perf_counter()
@@ -473,30 +475,6 @@ def _bytes_of(items: Iterable[object]) -> int:
     tensors = (item[1] for item in items if isinstance(item, tuple | list) and len(item) == 2)
     sizes = (getattr(tensor, "nbytes", 0) for tensor in tensors)
     return sum(size for size in sizes if isinstance(size, int))
-
-
-class _EndHandover:
-    """Reports the end of a block to another thread, which raises the error. Both threads raise an interrupt.
-
-    Args:
-        end: called with the error of the block, or None.
-    """
-
-    def __init__(self, end: Callable[[Exception | None], None]) -> None:
-        self._end = end
-
-    def __enter__(self) -> None:
-        """Do nothing on entry."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        """Report the error of the block. Suppress the error unless it is an interrupt."""
-        if error is None or isinstance(error, Exception):
-            self._end(error)
-            return True
-        self._end(BusClosed("the thread that draws the tensors was interrupted"))
-        return False
 
 
 def with_index(files: Mapping[str, FolderFile], entries: Sequence[TensorEntry]) -> dict[str, FolderFile]:

@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Generic, TypedDict
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ...schemas.limits import MAX_TIMEOUT_S
 from ...schemas.weights import Canary, WeightSource
 from ..auth.credentials import Credentials
 from ..control.controller import OnAck, check_command
+from ..control.updates import Load
 from ..protocol.fleet.command_result import CommandResult
 from ..protocol.html import as_html
 from .draft import NamedTensors, TensorFeed
@@ -31,10 +32,10 @@ Adapter = str | os.PathLike[str] | NamedTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishOptions:
-    """Options of one publication."""
+class PublishOptions(Generic[Load]):
+    """Options of the publication of a version, or of an adapter."""
 
-    command: UpdateWeights
+    command: Load
     """Command that is sent after the commit. Its source is set then."""
     updates: bool
     """True if the fleet loads the version. False: the version is only stored."""
@@ -42,17 +43,6 @@ class PublishOptions:
     ranks_timeout_s: float = 600.0
     """Seconds that rank 0 waits for the tensors of the other ranks, and that they wait for rank 0 to begin and to
     commit."""
-    on_ack: OnAck | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOptions:
-    """Options of the publication of an adapter."""
-
-    command: LoadLora
-    """Command that is sent after the commit. Its source is set then."""
-    updates: bool
-    """True if the fleet loads the adapter. False: the adapter is only stored."""
     on_ack: OnAck | None = None
 
 
@@ -106,7 +96,7 @@ class AdapterSettings(TypedDict, total=False):
     """Called with each ack of a worker, on the client's own thread. It must return immediately. Default: None."""
 
 
-def publish_options(model: str, version: int, settings: PublishSettings) -> PublishOptions:
+def publish_options(model: str, version: int, settings: PublishSettings) -> PublishOptions[UpdateWeights]:
     """Return the checked options of `publish`.
 
     Raises:
@@ -128,7 +118,7 @@ def publish_options(model: str, version: int, settings: PublishSettings) -> Publ
     )
 
 
-def adapter_options(model: str, name: str, version: int, settings: AdapterSettings) -> AdapterOptions:
+def adapter_options(model: str, name: str, version: int, settings: AdapterSettings) -> PublishOptions[LoadLora]:
     """Return the checked options of `publish_adapter`.
 
     Raises:
@@ -138,7 +128,7 @@ def adapter_options(model: str, name: str, version: int, settings: AdapterSettin
     fields.pop("config", None)
     with _as_arguments():
         command = LoadLora(model=model, name=name, version=version, source=PENDING, **fields)
-    return AdapterOptions(command=check_command(command), updates=updates, on_ack=on_ack)
+    return PublishOptions(command=check_command(command), updates=updates, on_ack=on_ack)
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | None]:

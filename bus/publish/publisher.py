@@ -5,10 +5,12 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Final, Self, TypeVar, Unpack
+from typing import Any, Final, Self, TypeVar, Unpack
 
 from ...schemas.checks import check_int, check_name
+from ...schemas.control import LoadLora
 from ...schemas.errors import BusClosed, InvalidRequest
 from ..client.call_registry import CallRegistry
 from ..client.client import Client, connect, registry_of
@@ -19,10 +21,10 @@ from ..nats.server import Server
 from .draft import NamedTensors, TensorFeed
 from .options import (
     Adapter,
-    AdapterOptions,
     AdapterSettings,
     ConnectOptions,
     PublishedWeights,
+    PublishOptions,
     PublishSettings,
     adapter_options,
     publish_options,
@@ -199,12 +201,7 @@ class WeightPublisher:
         """
         thread, options = self._connected, publish_options(self._model, version, settings)
         feed = TensorFeed(named_tensors)
-        drawing = threading.Thread(target=feed.draw, name="rollbus-tensors", daemon=True)
-        drawing.start()
-        try:
-            return await thread.run(self._publisher.publish(feed, options))
-        finally:
-            feed.halt()
+        return await _draw_beside(feed, thread, self._publisher.publish(feed, options))
 
     def publish_blocking(
         self, named_tensors: NamedTensors, *, version: int, **settings: Unpack[PublishSettings]
@@ -212,7 +209,7 @@ class WeightPublisher:
         """Publish a version as `publish` does, without an event loop. The caller's thread draws the tensors."""
         thread, options = self._connected, publish_options(self._model, version, settings)
         feed = TensorFeed(named_tensors)
-        return self._draw_here(feed, thread.submit(self._publisher.publish(feed, options)))
+        return _draw_here(feed, thread.submit(self._publisher.publish(feed, options)))
 
     async def publish_adapter(
         self, name: str, adapter: Adapter, *, version: int, **settings: Unpack[AdapterSettings]
@@ -229,12 +226,7 @@ class WeightPublisher:
         """
         thread, options = self._connected, self._adapter_options(name, version, settings)
         feed, files = await asyncio.to_thread(read_adapter, adapter, settings.get("config"))
-        drawing = threading.Thread(target=feed.draw, name="rollbus-tensors", daemon=True)
-        drawing.start()
-        try:
-            return await thread.run(self._publisher.publish_adapter(feed, files, options))
-        finally:
-            feed.halt()
+        return await _draw_beside(feed, thread, self._publisher.publish_adapter(feed, files, options))
 
     def publish_adapter_blocking(
         self, name: str, adapter: Adapter, *, version: int, **settings: Unpack[AdapterSettings]
@@ -242,18 +234,9 @@ class WeightPublisher:
         """Publish an adapter as `publish_adapter` does, without an event loop, on the caller's thread."""
         thread, options = self._connected, self._adapter_options(name, version, settings)
         feed, files = read_adapter(adapter, settings.get("config"))
-        return self._draw_here(feed, thread.submit(self._publisher.publish_adapter(feed, files, options)))
+        return _draw_here(feed, thread.submit(self._publisher.publish_adapter(feed, files, options)))
 
-    @staticmethod
-    def _draw_here(feed: TensorFeed, publishing: concurrent.futures.Future[R]) -> R:
-        publishing.add_done_callback(lambda _: feed.halt())
-        try:
-            feed.draw()
-            return _wait(publishing)
-        finally:
-            publishing.cancel()
-
-    def _adapter_options(self, name: str, version: int, settings: AdapterSettings) -> AdapterOptions:
+    def _adapter_options(self, name: str, version: int, settings: AdapterSettings) -> PublishOptions[LoadLora]:
         if self._rank:
             raise InvalidRequest(field="rank", problem=f"is {self._rank}", allowed="0: only rank 0 publishes adapters")
         return adapter_options(self._model, name, version, settings)
@@ -270,6 +253,25 @@ class WeightPublisher:
         if self._thread is None:
             raise BusClosed("this publisher is not open; use it inside `async with` or `with`")
         return self._thread
+
+
+async def _draw_beside(feed: TensorFeed, thread: LoopThread[Any], publishing: Coroutine[Any, Any, R]) -> R:
+    """Run a publication on the bus thread while another thread draws its tensors."""
+    threading.Thread(target=feed.draw, name="rollbus-tensors", daemon=True).start()
+    try:
+        return await thread.run(publishing)
+    finally:
+        feed.halt()
+
+
+def _draw_here(feed: TensorFeed, publishing: concurrent.futures.Future[R]) -> R:
+    """Draw the tensors of a publication on the thread of the caller."""
+    publishing.add_done_callback(lambda _: feed.halt())
+    try:
+        feed.draw()
+        return _wait(publishing)
+    finally:
+        publishing.cancel()
 
 
 def _wait(future: concurrent.futures.Future[R]) -> R:

@@ -122,9 +122,9 @@ def read_tensor(name: object, tensor: object) -> TensorContent:
     elif isinstance(tensor, RawTensor):
         found = _read_raw(name, tensor)
     else:
-        raise _bad(name, f"is {describe(tensor)}", "a torch tensor, a numpy array or a rollbus.RawTensor")
+        raise bad_tensor(name, f"is {describe(tensor)}", "a torch tensor, a numpy array or a rollbus.RawTensor")
     if len(found.kind.shape) > MAX_DIMS:
-        raise _bad(name, f"has {len(found.kind.shape)} dimensions", f"up to {MAX_DIMS}")
+        raise bad_tensor(name, f"has {len(found.kind.shape)} dimensions", f"up to {MAX_DIMS}")
     return found
 
 
@@ -142,7 +142,7 @@ def _read_torch(name: str, tensor: Any, torch: Any) -> TensorContent:
         raise _is_slice(name, tensor)
     dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise _bad(name, "is a sparse, quantized or meta tensor", "a dense tensor")
+        raise bad_tensor(name, "is a sparse, quantized or meta tensor", "a dense tensor")
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     shape = tuple(tensor.shape)
     if dtype == "F4":
@@ -164,31 +164,32 @@ def _read_numpy(name: str, array: npt.NDArray[Any]) -> TensorContent:
 
 def _read_raw(name: str, tensor: RawTensor) -> TensorContent:
     if tensor.dtype not in DTYPE_BITS:
-        raise _bad(name, f"has the dtype {describe(tensor.dtype)}", f"one of {', '.join(DTYPE_BITS)}")
+        raise bad_tensor(name, f"has the dtype {describe(tensor.dtype)}", f"one of {', '.join(DTYPE_BITS)}")
     shape: object = tensor.shape
     if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
-        raise _bad(name, f"has the shape {describe(shape)}", "a tuple of integers of at least 0")
+        raise bad_tensor(name, f"has the shape {describe(shape)}", "a tuple of integers of at least 0")
     kind = TensorKind(tensor.dtype, tensor.shape)
     try:
         content = np.frombuffer(tensor.data, np.uint8) if len(tensor.data) else np.empty(0, np.uint8)
     except (TypeError, ValueError, BufferError):
-        raise _bad(name, f"has data that is {describe(tensor.data)}", "a contiguous bytes-like object") from None
+        raise bad_tensor(name, f"has data that is {describe(tensor.data)}", "a contiguous bytes-like object") from None
     if math.prod(kind.shape) * DTYPE_BITS[kind.dtype] != 8 * len(content):
-        raise _bad(name, f"has {len(content)} bytes", f"the number of bytes of {kind}")
+        raise bad_tensor(name, f"has {len(content)} bytes", f"the number of bytes of {kind}")
     return TensorContent(kind, content)
 
 
 def _dtype(name: str, dtype: str) -> str:
     if dtype not in _DTYPES:
-        raise _bad(name, f"has the dtype {dtype[:80]}", f"one of {', '.join(_DTYPES)}")
+        raise bad_tensor(name, f"has the dtype {dtype[:80]}", f"one of {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
 
 
 def _is_slice(name: str, tensor: object) -> InvalidRequest:
-    return _bad(name, f"is a {type(tensor).__name__}, a slice on each rank", "a whole tensor; gather it first")
+    return bad_tensor(name, f"is a {type(tensor).__name__}, a slice on each rank", "a whole tensor; gather it first")
 
 
-def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:
+def bad_tensor(name: str, problem: str, allowed: str) -> InvalidRequest:
+    """Return the error for one of the given tensors."""
     return InvalidRequest(field=f"named_tensors[{name[:200]!r}]", problem=problem, allowed=allowed)
 
 

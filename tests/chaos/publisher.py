@@ -34,7 +34,7 @@ from rollbus.bus.publish import versions
 from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.bus.publish.publication import Publication
 from rollbus.bus.publish.tensors import folder_tensors
-from rollbus.bus.publish.version_publisher import FleetLoader
+from rollbus.bus.publish.version_publisher import VersionPublisher
 from rollbus.schemas.errors import ControlCode
 from tests.support.connections import opened
 
@@ -87,17 +87,17 @@ class Program:
 
     @contextlib.contextmanager
     def _damaging(self) -> Iterator[None]:
-        update = FleetLoader.update
+        load = VersionPublisher.load
 
-        async def damage_and_update(loader: FleetLoader, objects: str, options: Any) -> Any:
+        async def damage_and_load(publisher: VersionPublisher, objects: str, options: Any) -> Any:
             await self._damage(objects)
-            return await update(loader, objects, options)
+            return await load(publisher, objects, options)
 
-        FleetLoader.update = damage_and_update  # type: ignore[method-assign, assignment]
+        VersionPublisher.load = damage_and_load  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            FleetLoader.update = update  # type: ignore[method-assign]
+            VersionPublisher.load = load  # type: ignore[method-assign]
 
     async def _damage(self, objects: str) -> None:
         """Overwrite a version's delta with random bytes."""
