@@ -30,51 +30,55 @@ InexactGroups = Literal["refuse", "continue", "drop"]
 """Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
 
 
-class Drawing(Generic[T]):
-    """Draws items from one source. Use it from the caller's loop.
+class Source(Generic[T]):
+    """Draws items from the caller's iterable or async iterable, one at a time and only on demand. Use it in one loop.
 
     Args:
-        source: iterable or async iterable of the caller.
+        name: name of the source in errors.
+        items: iterable or async iterable of the caller.
+        convert: makes an item of the caller's, or raises an error.
         wake: called when an async iterable has returned an item, ended or raised an error.
+
+    Raises:
+        InvalidRequest: `items` is not iterable.
     """
 
-    def __init__(self, source: Iterable[T] | AsyncIterable[T], wake: Callable[[], None]) -> None:
-        self._source = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
+    def __init__(self, name: str, items: Any, convert: Callable[[Any], T], wake: Callable[[], None]) -> None:
+        if not isinstance(items, Iterable | AsyncIterable):
+            raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
+        self._items = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        self._convert = convert
         self._wake = wake
         # At most one task. It stays until `pop` reads its item: cancelling it would end an async generator.
-        self._next: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[Any] | None = None
 
     @property
     def is_ready(self) -> bool:
         """True if `pop` has an item or the end. If False, the next item is being drawn, and `wake` will be called."""
-        if isinstance(self._source, Iterator):
+        if isinstance(self._items, Iterator):
             return True
         if self._next is None:
-            self._next = self._start(self._source)
+            # Not in a task group: a failure would cancel the caller's task, also while it runs other code.
+            self._next = asyncio.get_running_loop().create_task(_anext(self._items), name="client.draw")
+            self._next.add_done_callback(lambda _: self._wake())
         return self._next.done()
 
-    def _start(self, source: AsyncIterator[T]) -> asyncio.Task[T]:
-        async def draw() -> T:
-            return await anext(source)
-
-        # Not in a task group: a failure would cancel the caller's task, also while it runs other code.
-        drawing = asyncio.get_running_loop().create_task(draw(), name="client.draw")
-        drawing.add_done_callback(lambda _: self._wake())
-        return drawing
-
-    def pop(self) -> T:
-        """Return the next item. Call this only if `is_ready`.
+    def pop(self) -> T | None:
+        """Return the next item, or None at the end. Call this only if `is_ready`.
 
         Raises:
-            StopIteration: the source has ended. An async source raises `StopAsyncIteration`.
+            InvalidRequest: the item is not valid. The next one may be valid.
             Exception: the source raised it.
         """
-        if isinstance(self._source, Iterator):
-            return next(self._source)
-        if self._next is None:
-            raise RuntimeError("no item is being drawn; check `is_ready` before `pop`")
-        drawing, self._next = self._next, None
-        return drawing.result()
+        try:
+            if isinstance(self._items, Iterator):
+                return self._convert(next(self._items))
+            if self._next is None:
+                raise RuntimeError("no item is being drawn; check `is_ready` before `pop`")
+            drawing, self._next = self._next, None
+            return self._convert(drawing.result())
+        except (StopIteration, StopAsyncIteration):
+            return None
 
     async def close(self) -> None:
         """Cancel the pending draw and wait until the source has cleaned up."""
@@ -84,6 +88,10 @@ class Drawing(Generic[T]):
             if not self._next.cancelled():
                 # Retrieve the error: asyncio warns about errors that no code has retrieved.
                 self._next.exception()
+
+
+async def _anext(items: AsyncIterator[Any]) -> Any:
+    return await anext(items)
 
 
 class Batch:
@@ -150,11 +158,15 @@ class Batch:
         self._ended.append(call)
         self.news.set()
 
+    async def wait_for_news(self) -> None:
+        """Wait until `news` is set again."""
+        self.news.clear()
+        await self.news.wait()
+
     async def next_result(self) -> Generation:
         """Wait until a request in flight has ended, and return its result."""
         while not self._ended:
-            self.news.clear()
-            await self.news.wait()
+            await self.wait_for_news()
         call = self._ended[0]
         generation = await self._registry.pop_result(call)
         self._ended.popleft()
@@ -165,57 +177,6 @@ class Batch:
         """Abort all requests in flight."""
         for call in self._in_flight:
             self._registry.remove(call)
-
-
-class RequestSource:
-    """Draws requests from the caller's source, one at a time and only on demand.
-
-    Args:
-        fields: fields of the requests for prompts that are token ids.
-
-    Raises:
-        InvalidRequest: `requests` is not iterable.
-    """
-
-    def __init__(self, requests: Requests | AsyncRequests, batch: Batch, fields: Mapping[str, Any]) -> None:
-        source = requests if isinstance(requests, AsyncIterable) else check_iterable(requests)
-        self._drawing = Drawing(source, batch.news.set)
-        self._batch = batch
-        self._fields = fields
-        self.is_over = False
-
-    async def draw(self) -> GenerateRequest | None:
-        """Return the next request. Return None if the source has ended, or if a request of the batch ended first.
-
-        Cancellation: the next call returns the request that is being drawn.
-
-        Raises:
-            InvalidRequest: the item is no request, or a field is wrong.
-            Exception: the source raised it.
-        """
-        try:
-            while not self._drawing.is_ready and not self._batch.has_result:
-                self._batch.news.clear()
-                await self._batch.news.wait()
-            return check_request(self._drawing.pop(), self._fields) if self._drawing.is_ready else None
-        except (StopIteration, StopAsyncIteration):
-            self.is_over = True
-            return None
-
-    async def close(self) -> None:
-        """Cancel the pending draw and wait until the source has cleaned up."""
-        await self._drawing.close()
-
-
-def check_iterable(requests: Requests) -> Requests:
-    """Return `requests` if it is iterable.
-
-    Raises:
-        InvalidRequest: `requests` is not iterable.
-    """
-    if not isinstance(requests, Iterable):
-        raise InvalidRequest(field="requests", problem=f"is {describe(requests)}", allowed="an iterable of requests")
-    return requests
 
 
 def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
@@ -255,14 +216,17 @@ class PromptForm:
     """Sampling parameters of prompts that are token ids."""
     inexact: InexactGroups
 
-    def request(self, prompt: "GenerateRequest | TokenIds") -> GenerateRequest:
-        """Return the request for a group of answers, with a group id.
+    def request(self, prompt: Prompt) -> tuple[GenerateRequest, object]:
+        """Return the request for a group of answers, with a group id, and the key of the prompt.
 
         Each request gets a new request id, because a data set can repeat a request while the first one runs.
 
         Raises:
             InvalidRequest: a field is wrong, or the sampler has state and `inexact` is `refuse`.
         """
+        key = None
+        if isinstance(prompt, GroupPrompt):
+            prompt, key = prompt.prompt, prompt.key
         if not isinstance(prompt, GenerateRequest):
             prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
         if prompt.sampling.n not in (1, self.n):
@@ -271,49 +235,4 @@ class PromptForm:
             check_continuable(prompt.sampling)
         group_id = prompt.group_id or uuid.uuid4().hex
         sampling = replace(prompt.sampling, n=self.n)
-        return replace(prompt, request_id=uuid.uuid4().hex, group_id=group_id, sampling=sampling)
-
-
-class GroupPrompts:
-    """Prompts from an iterable or an async iterable, one at a time.
-
-    Args:
-        prompts: the caller's prompts.
-        form: builds the requests.
-        wake: called when an async iterable has returned a prompt, ended or raised an error.
-
-    Raises:
-        InvalidRequest: `prompts` is not iterable.
-    """
-
-    def __init__(self, prompts: Prompts, form: PromptForm, wake: Callable[[], None]) -> None:
-        if not isinstance(prompts, Iterable | AsyncIterable):
-            raise InvalidRequest(
-                field="prompts", problem=f"is {describe(prompts)}", allowed="an iterable or an async iterable"
-            )
-        self._drawing: Drawing[Prompt] = Drawing(prompts, wake)
-        self._form = form
-
-    @property
-    def is_ready(self) -> bool:
-        """True if `pop` has a prompt or the end. If False, a prompt is being drawn, and `wake` will be called."""
-        return self._drawing.is_ready
-
-    def pop(self) -> tuple[GenerateRequest, object] | None:
-        """Return the next request and its key, or None if no prompts are left. Call this only if `is_ready`.
-
-        Raises:
-            InvalidRequest: the prompt is not valid. The next prompt may be valid.
-            Exception: the iterable raised it.
-        """
-        try:
-            prompt = self._drawing.pop()
-        except (StopIteration, StopAsyncIteration):
-            return None
-        if isinstance(prompt, GroupPrompt):
-            return self._form.request(prompt.prompt), prompt.key
-        return self._form.request(prompt), None
-
-    async def close(self) -> None:
-        """Cancel the pending draw and wait until the source has cleaned up."""
-        await self._drawing.close()
+        return replace(prompt, request_id=uuid.uuid4().hex, group_id=group_id, sampling=sampling), key

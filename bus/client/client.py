@@ -36,7 +36,7 @@ from ..protocol.telemetry.command_book import CommandLine
 from ..queue.streams import QueueDepth, queue_clients
 from ..subjects import Subjects
 from ..tracing.spans import Tracing, check_tracing
-from .batch import AsyncRequests, Batch, InexactGroups, PromptForm, Prompts, Requests, RequestSource
+from .batch import AsyncRequests, Batch, InexactGroups, PromptForm, Prompts, Requests, Source, check_request
 from .call_registry import CallRegistry, check_ids
 from .config import ClientConfig
 from .fleet import Fleet
@@ -220,11 +220,16 @@ class Client:
             Exception: `requests` raised it. The client has aborted all open requests.
         """
         batch = batch_of(self, max_in_flight=max_in_flight, times=times)
-        source = RequestSource(requests, batch, fields)
+        source = Source("requests", requests, lambda drawn: check_request(drawn, fields), batch.news.set)
+        is_over = False
         try:
             while True:
-                if batch.has_room and not source.is_over:
-                    request = await source.draw()
+                if batch.has_room and not is_over and not source.is_ready:
+                    # For the next request, or for the end of one.
+                    await batch.wait_for_news()
+                elif batch.has_room and not is_over:
+                    request = source.pop()
+                    is_over = request is None
                     refused = None if request is None else await batch.open(request)
                     if refused is not None:
                         yield refused

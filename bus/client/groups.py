@@ -21,7 +21,7 @@ from ...schemas.errors import BusClosed, NoWorkers, RequestError
 from ...schemas.request import GenerateRequest
 from ..protocol.groups.planner import GroupPlanner
 from ..protocol.groups.states import GroupState
-from .batch import GroupPrompts, PromptForm, Prompts
+from .batch import PromptForm, Prompts, Source
 from .call_registry import CallRegistry
 from .calls import Call
 from .generation import Generation, Group, GroupStats, GroupStep, join_samples, lengths_of
@@ -168,7 +168,7 @@ class GroupSampler:
         self._planner = planner
         self._recorder = recorder
         self._woken = asyncio.Event()
-        self._prompts = GroupPrompts(prompts, form, self._woken.set)
+        self._prompts = Source("prompts", prompts, form.request, self._woken.set)
         self._numbers = itertools.count()
         self._groups: dict[int, OpenGroup] = {}
         self._group_of: dict[Call, OpenGroup] = {}

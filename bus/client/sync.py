@@ -28,7 +28,7 @@ from ...schemas.request import GenerateRequest, TokenIds
 from ...schemas.sampling import SamplingParams
 from ..protocol.fleet.presence import WaitLimit
 from . import client as with_asyncio
-from .batch import Batch, InexactGroups, Prompt, Requests, check_iterable, check_request
+from .batch import Batch, InexactGroups, Prompt, Requests, check_request
 from .client import Client, batch_of, registry_of
 from .fleet import Fleet
 from .generation import Generation, GroupStep
@@ -331,7 +331,7 @@ class BlockingGroups:
         self._owner = owner
         self._awaited = sampler
         self._handed = handed
-        self._source = iter(check_prompts(prompts))
+        self._source = iter(_check_iterable("prompts", prompts))
         # Running steps, by the call that waits for the step. Only the owner's loop uses this. It has more than one step
         # only until the sampler has rejected the others.
         self._steps: dict[object, asyncio.Task[GroupStep]] = {}
@@ -394,18 +394,14 @@ class BlockingGroups:
         await self._awaited.__aexit__(None, None, None)
 
 
-def check_prompts(prompts: Iterable[Prompt]) -> Iterable[Prompt]:
-    """Return `prompts` if it is iterable.
-
-    Raises:
-        InvalidRequest: `prompts` is not iterable, or is an async iterable.
-    """
-    if isinstance(prompts, AsyncIterable):
+def _check_iterable(name: str, items: Iterable[T]) -> Iterable[T]:
+    """Return `items` if it is iterable without asyncio."""
+    if isinstance(items, AsyncIterable):
         allowed = "an iterable; `rollbus.connect` takes async iterables"
-        raise InvalidRequest(field="prompts", problem="is an async iterable", allowed=allowed)
-    if not isinstance(prompts, Iterable):
-        raise InvalidRequest(field="prompts", problem=f"is {describe(prompts)}", allowed="an iterable")
-    return prompts
+        raise InvalidRequest(field=name, problem="is an async iterable", allowed=allowed)
+    if not isinstance(items, Iterable):
+        raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
+    return items
 
 
 async def _result(step: asyncio.Task[GroupStep]) -> GroupStep:
@@ -642,10 +638,8 @@ class BlockingClient:
                 field is wrong.
             NoWorkers, ValueError, BusClosed, Exception: as `Client.complete_many`.
         """
-        if isinstance(requests, AsyncIterable):
-            allowed = "an iterable; `rollbus.connect` takes async iterables"
-            raise InvalidRequest(field="requests", problem="is an async iterable", allowed=allowed)
-        owner, source = self._connected, iter(check_iterable(requests))
+        requests = _check_iterable("requests", requests)
+        owner, source = self._connected, iter(requests)
         batch, is_over = batch_of(self._awaited, max_in_flight=max_in_flight, times=times), False
         try:
             while True:
