@@ -29,17 +29,22 @@ MAX_SETTLE_S: Final = 60.0
 """Upper bound of the wait for workers in `Fleet.state`; progress of longer commands is in their acks."""
 
 
-class DrainOptions(TypedDict, total=False):
+class LoadOptions(TypedDict, total=False):
+    """Options that every command and every publication accepts."""
+
+    timeout_s: float
+    """Seconds that each worker has to execute the command. Default: 60, or 600 for commands that load weights."""
+    on_ack: OnAck | None
+    """Called with each new ack, on the client's own thread. It must return immediately. Default: None."""
+
+
+class DrainOptions(LoadOptions, total=False):
     """Options that every command accepts."""
 
     model: str | None
     """Model whose workers execute the command. None (default): workers of all models. Some commands need one model."""
-    timeout_s: float
-    """Seconds that each worker has to execute the command. Default: 60, or 600 for commands that load weights."""
     by: str | None
     """User of a service for whom it sends the command: `http:` and a name. None (default): the client itself."""
-    on_ack: OnAck | None
-    """Called with each new ack, on the client's own thread. It must return immediately. Default: None."""
 
 
 class SendOptions(DrainOptions, total=False):
@@ -59,8 +64,8 @@ class SourceOptions(SendOptions, total=False):
     False (default): the path is on the workers' machines."""
 
 
-class UpdateOptions(SourceOptions, total=False):
-    """Options of `update_weights`."""
+class VersionOptions(LoadOptions, total=False):
+    """Options of a new version of the weights."""
 
     mode: PauseMode
     """Handling of requests in flight during the update. `keep` (default): they continue with the new weights. `wait`:
@@ -78,6 +83,10 @@ class UpdateOptions(SourceOptions, total=False):
     """Number of workers that must stage the weights within `timeout_s` before the fleet switches. The command does not
     wait for the others, which serve no requests until they have the weights. None (default): all workers must stage
     them."""
+
+
+class UpdateOptions(SourceOptions, VersionOptions, total=False):
+    """Options of `update_weights`."""
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:

@@ -10,11 +10,12 @@ from typing import Any, Final, Generic, TypedDict
 import msgspec
 
 from ...schemas.checks import check_bool, check_float, check_int, describe
-from ...schemas.control import LoadLora, PauseMode, UpdateWeights
+from ...schemas.control import LoadLora, UpdateWeights
 from ...schemas.errors import InvalidRequest
 from ...schemas.limits import MAX_TIMEOUT_S
-from ...schemas.weights import Canary, WeightSource
+from ...schemas.weights import WeightSource
 from ..auth.credentials import Credentials
+from ..client.fleet import LoadOptions, VersionOptions, split_options
 from ..control.controller import OnAck, check_command
 from ..control.updates import Load
 from ..protocol.fleet.command_result import CommandResult
@@ -55,45 +56,23 @@ class ConnectOptions(TypedDict, total=False):
     """Credentials of the NATS user, as in `rollbus.connect`. Default: None."""
 
 
-class PublishSettings(TypedDict, total=False):
+class PublishSettings(VersionOptions, total=False):
     """Options of `publish`."""
 
     update: bool
     """True (default): the fleet loads the version after it is stored. False: the version is only stored."""
-    mode: PauseMode
-    """Handling of requests in flight, as in `Fleet.update_weights`. Default: `keep`."""
-    clear_cache: bool | None
-    """True if workers reset the prefix cache. None (default): they reset it unless `mode` is `keep`."""
-    allow_rollback: bool
-    """Allow a version that is not newer than the present one. Default: False."""
-    expected_canary: Canary | None
-    """Output of the trainer's own copy of the weights for `rollbus.canary_request`. Workers compare their output with
-    it. Default: None."""
-    label: str | None
-    """The trainer's name for this version, for example `step-42`. Default: None."""
-    min_staged: int | None
-    """Number of workers that must stage the version before the fleet switches. None (default): all workers must stage
-    it."""
-    timeout_s: float
-    """Seconds that each worker has to load the version. Default: 600."""
     ranks_timeout_s: float
     """Seconds that rank 0 waits for the other ranks, and that the other ranks wait for rank 0 to begin and to commit.
     Default: 600."""
-    on_ack: OnAck | None
-    """Called with each ack of a worker, on the client's own thread. It must return immediately. Default: None."""
 
 
-class AdapterSettings(TypedDict, total=False):
+class AdapterSettings(LoadOptions, total=False):
     """Options of `publish_adapter`."""
 
     config: Mapping[str, Any] | None
     """Content of `adapter_config.json`. Required if the adapter is given as tensors, else None (default)."""
     update: bool
     """True (default): the fleet loads the adapter after it is stored. False: the adapter is only stored."""
-    timeout_s: float
-    """Seconds that each worker has to load the version. Default: 600."""
-    on_ack: OnAck | None
-    """Called with each ack of a worker, on the client's own thread. It must return immediately. Default: None."""
 
 
 def publish_options(model: str, version: int, settings: PublishSettings) -> PublishOptions[UpdateWeights]:
@@ -133,12 +112,8 @@ def adapter_options(model: str, name: str, version: int, settings: AdapterSettin
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | None]:
     """Return the command fields, True if the fleet loads the version, and the callback for acks."""
-    fields = dict(settings)
-    updates = check_bool("update", fields.pop("update", True))
-    on_ack = fields.pop("on_ack", None)
-    if on_ack is not None and not callable(on_ack):
-        raise InvalidRequest(field="on_ack", problem=f"is {describe(on_ack)}", allowed="a function, or None")
-    return fields, updates, on_ack
+    fields, on_ack = split_options(settings)
+    return fields, check_bool("update", fields.pop("update", True)), on_ack
 
 
 @contextlib.contextmanager

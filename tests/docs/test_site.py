@@ -34,7 +34,7 @@ ASSETS = {
 
 
 OPTIONS = (
-    *(fleet.DrainOptions, fleet.SendOptions, fleet.SourceOptions, fleet.UpdateOptions),
+    *(fleet.LoadOptions, fleet.DrainOptions, fleet.SendOptions, fleet.SourceOptions, fleet.VersionOptions),
     *(arguments.ConnectOptions, arguments.PublishSettings, arguments.AdapterSettings),
 )
 """Types with the keyword options of the fleet's and the publisher's methods."""
