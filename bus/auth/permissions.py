@@ -284,39 +284,25 @@ def _hub_account(fleet: str, models: tuple[str, ...]) -> dict[str, Any]:
     for rule in of_jetstream:
         if rule.publish - {Role.ADMIN}:
             is_streamed = any(verb in rule.subject for verb in _STREAMED)
-            for service in _services(rule, fleet, models):
+            for service in _all("service", [rule], fleet, models):
                 export = service | ({"response_type": "stream"} if is_streamed else {})
                 # Some roles use the service on all subjects, others only on their own: it is one service.
                 if export not in exports:
                     exports.append(export)
         if rule.subscribe:
-            exports += _streams(rule, fleet, models)
-    workers = _workers(fleet)
-    imports = [
-        _from(workers, stream)
-        for rule in by_workers
-        if Role.ADMIN in rule.subscribe
-        for stream in _streams(rule, fleet, models)
-    ]
-    imports += [
-        _from(workers, service)
-        for rule in to_workers
-        if Role.ADMIN in rule.publish
-        for service in _services(rule, fleet, models)
-    ]
+            exports += _all("stream", [rule], fleet, models)
+    used = _all("stream", [rule for rule in by_workers if Role.ADMIN in rule.subscribe], fleet, models)
+    used += _all("service", [rule for rule in to_workers if Role.ADMIN in rule.publish], fleet, models)
+    imports = [_from(_workers(fleet), export) for export in used]
     return {"jetstream": "enabled", "exports": exports, "imports": imports, "users": []}
 
 
 def _workers_account(fleet: str, models: tuple[str, ...]) -> dict[str, Any]:
     by_workers, to_workers, of_jetstream = _tables()
-    exports = [stream for rule in by_workers for stream in _streams(rule, fleet, models)]
-    exports += [service for rule in to_workers for service in _services(rule, fleet, models)]
-    imports = []
-    for rule in of_jetstream:
-        if Role.WORKER in rule.publish:
-            imports += [_from(fleet, service) for service in _services(rule, fleet, models)]
-        if Role.WORKER in rule.subscribe:
-            imports += [_from(fleet, stream) for stream in _streams(rule, fleet, models)]
+    exports = _all("stream", by_workers, fleet, models) + _all("service", to_workers, fleet, models)
+    used = _all("service", [rule for rule in of_jetstream if Role.WORKER in rule.publish], fleet, models)
+    used += _all("stream", [rule for rule in of_jetstream if Role.WORKER in rule.subscribe], fleet, models)
+    imports = [_from(fleet, export) for export in used]
     return {"exports": exports, "imports": imports, "users": []}
 
 
@@ -339,12 +325,9 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
     return imports
 
 
-def _services(rule: Rule, fleet: str, models: tuple[str, ...]) -> list[dict[str, Any]]:
-    return [{"service": subject} for subject in any_subjects(rule, fleet, models)]
-
-
-def _streams(rule: Rule, fleet: str, models: tuple[str, ...]) -> list[dict[str, Any]]:
-    return [{"stream": subject} for subject in any_subjects(rule, fleet, models)]
+def _all(kind: str, used: Iterable[Rule], fleet: str, models: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return exports of a kind, `stream` or `service`, for the subjects of these rules."""
+    return [{kind: subject} for rule in used for subject in any_subjects(rule, fleet, models)]
 
 
 def _from(account: str, export: dict[str, Any]) -> dict[str, Any]:

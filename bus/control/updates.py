@@ -146,12 +146,12 @@ class Updates:
         if command.for_base and is_next_version:
             raise InvalidRequest(field="version", problem="is missing", allowed="a number with for_base")
         if command.for_base:
-            check_started(await self._state(model), roster[model], command)
+            check_started(await self.state(model), roster[model], command)
         revise: Revise | None = None
         if is_next_version:
             # For the upload's name. The compare-and-set decides the recorded version, because it differs for each
             # controller.
-            command = _at_next_version(await self._state(model), command)
+            command = _at_next_version(await self.state(model), command)
             revise = _revise_version
         async with self._source(model, command, upload) as ready:
             pinned, warnings, lost = await self._pin_adapter(model, ready, roster, on_ack)
@@ -231,7 +231,7 @@ class Updates:
 
     async def _delete_source(self, model: str, command: LoadLora) -> None:
         try:
-            keep = sources_in(await self._state(model))
+            keep = sources_in(await self.state(model))
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", command.source.objects, exc)
             return
@@ -256,13 +256,10 @@ class Updates:
         if roster and isinstance(command, UpdateWeights):
             await self._check_update(model, command, roster, min_staged)
         else:
-            desired.check_recordable(await self._state(model), command)
+            desired.check_recordable(await self.state(model), command)
 
     async def state(self, model: str) -> DesiredState:
         """Return the desired state of the workers of `model`."""
-        return await self._state(model)
-
-    async def _state(self, model: str) -> DesiredState:
         return await self._controller.store.current(model)
 
     async def _check_update(self, model: str, command: UpdateWeights, roster: Roster, min_staged: int | None) -> None:
@@ -273,7 +270,7 @@ class Updates:
             for worker in roster[model]:
                 if worker.capabilities is not None:
                     check_expected(command.expected_canary, worker.capabilities)
-        state = await self._state(model)
+        state = await self.state(model)
         desired.check_recordable(state, command)
         if not command.allow_rollback:
             check_started(state, roster[model], command)
@@ -298,7 +295,7 @@ class Updates:
 
     async def _delete_unneeded(self, model: str, command: Load, objects: str) -> None:
         try:
-            state = await self._state(model)
+            state = await self.state(model)
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
             return
@@ -309,7 +306,7 @@ class Updates:
         """Delete uploads that are older than that of `command`. Keep those that are recorded or were before it."""
         befores = [recording.before for recording in outcome.recordings]
         try:
-            keep = sources_in(await self._state(model), *befores)
+            keep = sources_in(await self.state(model), *befores)
             # The failure of another controller's command brings back what was recorded before it.
             recorded = keep | sources_in(*await self._controller.store.history(model))
         except RollbusError as exc:
