@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import force_setattr
 
@@ -122,17 +122,8 @@ class CallSpans:
         }
         if not child.is_placed:
             attributes[names.LANE] = str(child.lane)
-        self._add(
-            Span(
-                name=f"queue {self._request.model or ''}".rstrip(),
-                kind="producer",
-                context=context,
-                parent=parent,
-                start_ns=self._clock.unix_ns(child.since - waited_s),
-                end_ns=self._clock.unix_ns(child.since),
-                attributes=attributes,
-            )
-        )
+        name, times = f"queue {self._request.model or ''}".rstrip(), (child.since - waited_s, child.since)
+        self._add(self._span(name, *times, kind="producer", context=context, parent=parent, attributes=attributes))
 
     def _begin_resume(self, child: AttemptMachine) -> None:
         """Record that the previous attempt was lost and that another attempt follows."""
@@ -150,18 +141,12 @@ class CallSpans:
         """End the resume in progress, if there is one."""
         resume = self._resumes.pop(index, None)
         if resume is not None:
-            self._add(
-                Span(
-                    name="resume",
-                    kind="internal",
-                    context=resume.context,
-                    parent=self._context,
-                    start_ns=self._clock.unix_ns(resume.began_at),
-                    end_ns=self._clock.unix_ns(now),
-                    attributes=resume.attributes,
-                    links=resume.links,
-                )
-            )
+            fields = {"context": resume.context, "attributes": resume.attributes, "links": resume.links}
+            self._add(self._span("resume", resume.began_at, now, kind="internal", parent=self._context, **fields))
+
+    def _span(self, name: str, start: float, end: float, **fields: Any) -> Span:
+        """Return a span. `start` and `end` are times of `time.monotonic()`."""
+        return Span(name=name, start_ns=self._clock.unix_ns(start), end_ns=self._clock.unix_ns(end), **fields)
 
     def _add(self, span: Span) -> None:
         if len(self._spans) < MAX_SPANS:
@@ -206,16 +191,8 @@ class CallSpans:
             names.ERROR_TYPE: error,
         }
         given = {name: value for name, value in attributes.items() if value is not None}
-        call = Span(
-            name=f"{OPERATION} {model}",
-            kind="client",
-            context=self._context,
-            parent=self._parent,
-            start_ns=self._clock.unix_ns(self._began_at),
-            end_ns=self._clock.unix_ns(now),
-            attributes=given,
-            error=error,
-        )
+        fields = {"kind": "client", "context": self._context, "parent": self._parent, "error": error}
+        call = self._span(f"{OPERATION} {model}", self._began_at, now, attributes=given, **fields)
         self._tracer.export([call, *self._spans])
 
     def _attributes(self, child: AttemptMachine) -> dict[str, Attribute]:

@@ -7,7 +7,8 @@ it. The stored desired states name the models of a fleet, also models whose work
 import asyncio
 import math
 import time
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, Generic, TypeVar
 
 from ...schemas.checks import check_name
 from ...schemas.control import DesiredState
@@ -21,6 +22,7 @@ from .calls import Call
 from .config import ClientConfig
 from .presence import PING_WAIT_S, PresenceWatcher
 
+T = TypeVar("T")
 READ_S: Final = 1.0
 """Seconds between two reads of all stored states for names that no worker has, because any user may send such names."""
 LOADED_S: Final = 1.0
@@ -42,13 +44,8 @@ class ModelNames:
         self._wait_s = config.wait_for_workers_s
         self._watcher = watcher
         self._store = store
-        self._reading = asyncio.Lock()
-        self._read_at = -math.inf
-        self._recorded: tuple[str, ...] = ()
-        self._reading_states = asyncio.Lock()
-        self._states_read_at = -math.inf
-        self._may_read_at = -math.inf
-        self._states: dict[str, DesiredState] = {}
+        self._recorded_models: _SharedRead[tuple[str, ...]] = _SharedRead()
+        self._recorded_states: _SharedRead[dict[str, DesiredState]] = _SharedRead()
 
     async def known(self) -> tuple[str, ...]:
         """Return the models that live workers or stored desired states name, sorted.
@@ -57,7 +54,7 @@ class ModelNames:
             BusBroken: the stored states cannot be listed or read.
         """
         await self._watcher.known_workers()
-        recorded = await self._recorded_models()
+        recorded = await self._recorded_models.get(self._store.models)
         served = {worker.model for worker in self._watcher.table.workers()}
         return await self._store.known_models(served, recorded)
 
@@ -67,7 +64,7 @@ class ModelNames:
         Raises:
             BusBroken: the stored states cannot be read.
         """
-        states = await self._recorded_states()
+        states = await self._recorded_states.get(self._store.read_all, every_s=READ_S)
         found = tuple(sorted(model for model, state in states.items() if name in desired_loras(state)))
         if found:
             await self._watcher.wait_until(lambda: self._is_announced(name, found), LOADED_S)
@@ -101,7 +98,7 @@ class ModelNames:
         if held:
             problem = f"{model!r} has {held} requests in its queue"
             raise InvalidRequest(field="model", problem=problem, allowed="a model with an empty queue")
-        was_known = bool(depths) or model in await self._recorded_models()
+        was_known = bool(depths) or model in await self._recorded_models.get(self._store.models)
         # The state is deleted last. Until then the model is known, and the command can be repeated.
         await delete_queue(self._nats, self._subjects, model)
         await self._store.forget(model)
@@ -134,7 +131,7 @@ class ModelNames:
         known: tuple[str, ...] = (model,)
         if all(worker.model != model for worker in self._watcher.snapshot.workers):
             try:
-                known = await self._recorded_models()
+                known = await self._recorded_models.get(self._store.models)
             except BusBroken:
                 # The model may be known. A request that fails as `no_workers` may be sent again.
                 known = (model,)
@@ -168,24 +165,22 @@ class ModelNames:
             self.fixed = self._watcher.snapshot.choose_model(known)
         return self.fixed
 
-    async def _recorded_models(self) -> tuple[str, ...]:
-        """List the stored states. Calls that wait at the same time share one list."""
+
+class _SharedRead(Generic[T]):
+    """A read whose result calls share that wait at the same time."""
+
+    def __init__(self) -> None:
+        self._reading = asyncio.Lock()
+        self._tried_at = self._read_at = -math.inf
+        self._found: T
+
+    async def get(self, read: Callable[[], Awaitable[T]], *, every_s: float = 0.0) -> T:
+        """Return what a read finds that begins after this call, and `every_s` seconds after the last one."""
         asked_at = time.monotonic()
         async with self._reading:
             if self._read_at < asked_at:
-                began_at = time.monotonic()
-                self._recorded = await self._store.models()
+                await asyncio.sleep(max(self._tried_at + every_s - time.monotonic(), 0.0))
+                self._tried_at = began_at = time.monotonic()
+                self._found = await read()
                 self._read_at = began_at
-            return self._recorded
-
-    async def _recorded_states(self) -> dict[str, DesiredState]:
-        """Read the stored states. Calls that wait at the same time share one read."""
-        asked_at = time.monotonic()
-        async with self._reading_states:
-            if self._states_read_at < asked_at:
-                await asyncio.sleep(max(self._may_read_at - time.monotonic(), 0.0))
-                began_at = time.monotonic()
-                self._may_read_at = began_at + READ_S
-                self._states = await self._store.read_all()
-                self._states_read_at = began_at
-            return self._states
+            return self._found

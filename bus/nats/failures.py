@@ -6,6 +6,7 @@ import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import nats.aio.client
@@ -34,14 +35,14 @@ _NO_CERTIFICATE: Final = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "BAD_CERT
 """Alerts for a client without a certificate, or with one that the server does not trust; TLS 1.2 has no better ones."""
 
 
+@dataclass(eq=False, slots=True)
 class _Waiter:
     """A call that waits for a possible denial."""
 
-    def __init__(self, action: str, subject: str, scope: asyncio.Timeout) -> None:
-        self.action = action
-        self.subject = subject
-        self.scope = scope
-        self.denial: PermissionDenied | None = None
+    action: str
+    subject: str
+    scope: asyncio.Timeout
+    denial: PermissionDenied | None = None
 
 
 class Denials:
