@@ -226,7 +226,7 @@ class PromptForm:
         """
         key = None
         if isinstance(prompt, GroupPrompt):
-            prompt, key = prompt.prompt, prompt.key
+            key, prompt = prompt.key, prompt.prompt
         if not isinstance(prompt, GenerateRequest):
             prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
         if prompt.sampling.n not in (1, self.n):

@@ -240,11 +240,11 @@ async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bo
 def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> bool:
     try:
         signed = nats.signatures.check(info_subject(bucket, name), data, headers)
-        by = None if signed is None else signed.by
-        # A limited user may replace only the weights of its models.
-        own = () if by is None else (published_bucket(by.fleet, model) for model in by.models or ())
-        if by is not None and by.is_limited and bucket not in own:
-            raise BadSignature(f"{by.role} {by.name} may not upload there")
+        if signed is not None and signed.by.is_limited:
+            by = signed.by
+            # It may replace only the weights of its models.
+            if bucket not in {published_bucket(by.fleet, model) for model in by.models or ()}:
+                raise BadSignature(f"{by.role} {by.name} may not upload there")
     except BadSignature as error:
         if so_far := _rejected.add():
             logger.warning("objects.rejected bucket=%s object=%s so_far=%s error=%s", bucket, name, so_far, error)

@@ -21,7 +21,7 @@ from rollbus.frontend.http.server import listen, serving
 from rollbus.frontend.http.service import Settings
 from rollbus.workers import __main__
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 
 async def run(url, fleet):
