@@ -188,7 +188,11 @@ class CommandListener:
             check_age(signed.age_s)
             if not signed.by.covers_command(command.command):
                 raise RemoteProtocolError(f"{signed.by.role} {signed.by.name} may not give {command.command}")
-        live = [worker for worker in self._table.workers(command.model) if signed is None or _may(signed, worker.model)]
+        live = [
+            worker
+            for worker in self._table.workers(command.model)
+            if signed is None or signed.by.covers_model(worker.model)
+        ]
         named = None if command.workers is None else frozenset(command.workers)
         concerned = [worker.worker for worker in live if named is None or worker.worker in named]
         self._book.add_command(command, controller, concerned, time.time())
@@ -213,10 +217,6 @@ class CommandListener:
     def _note_bad(self, message: Msg, error: Exception) -> None:
         if so_far := self.rejected.add():
             logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, error)
-
-
-def _may(signed: Signed, model: str) -> bool:
-    return signed.by.covers_model(model)
 
 
 class HeardLoads(NamedTuple):

@@ -27,7 +27,7 @@ from ..nats.jetstream import API, ApiError
 from ..nats.server import Server
 from ..thread_calls import call_to_end
 from .catalog import BucketState, bucket_state, list_prefix
-from .layout import ObjectInfo, check_path, decode_digest, parts_subject, split_objects, stream_of
+from .layout import ObjectInfo, check_path, decode_digest, parts_subject, shown, split_objects, stream_of
 from .writer import check_folder, folder_digest
 
 logger = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ class FolderReader:
         info = self._info(name)
         if info.size > max_bytes:
             raise ControlError(
-                ControlCode.BAD_SOURCE, f"{_shown(info)} has {info.size} bytes; allowed: at most {max_bytes}"
+                ControlCode.BAD_SOURCE, f"{shown(info)} has {info.size} bytes; allowed: at most {max_bytes}"
             )
         expected = decode_digest(info)
         content = bytearray()
@@ -429,7 +429,7 @@ class FolderReader:
                     yield parts
                     await self._pace(sum(map(len, parts)))
         except (BusBroken, BusClosed) as error:
-            raise ControlError(ControlCode.STORAGE, f"{_shown(info)} cannot be fetched: {error}") from error
+            raise ControlError(ControlCode.STORAGE, f"{shown(info)} cannot be fetched: {error}") from error
 
     def _info(self, name: str) -> ObjectInfo:
         info = self.names.get(name)
@@ -479,7 +479,7 @@ def _disk_errors(info: ObjectInfo, into: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ControlError(
-            ControlCode.STORAGE, f"{_shown(info)} cannot be written to {into}: {reason(error)}"
+            ControlCode.STORAGE, f"{shown(info)} cannot be written to {into}: {reason(error)}"
         ) from error
 
 
@@ -487,13 +487,9 @@ def _check_digest(info: ObjectInfo, sha: "hashlib._Hash", expected: bytes) -> No
     if sha.digest() != expected:
         raise ControlError(
             ControlCode.BAD_SOURCE,
-            f"{_shown(info)} is damaged: its SHA-256 is {sha.hexdigest()}, the store's description says "
+            f"{shown(info)} is damaged: its SHA-256 is {sha.hexdigest()}, the store's description says "
             f"{expected.hex()}",
         )
-
-
-def _shown(info: ObjectInfo) -> str:
-    return f"objects:{info.bucket}/{info.name}"
 
 
 class ObjectReader:

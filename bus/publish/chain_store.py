@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
@@ -197,37 +196,22 @@ async def find_failure(nats: Connection, bucket: str, name: str) -> str | None:
     return found.info.metadata.get(REASON, "")[:MAX_REASON_CHARS]
 
 
-class RankWatch:
-    """The signs of life of the other ranks, as rank 0 receives them.
+async def silence_of(nats: Connection, bucket: str, prefix: str, rank: int, silences: dict[int, Silence]) -> str | None:
+    """Check for a new sign of life of a rank without a list. Return the problem if the rank was silent for too long.
 
     Args:
-        bucket: bucket of the publication.
-        prefix: prefix of the lists of its ranks.
+        prefix: prefix of the lists of the ranks.
+        silences: the silences of all ranks that have sent a sign of life.
+
+    Raises:
+        ApiError: the server refuses.
+        BusBroken: JetStream does not answer.
     """
-
-    def __init__(self, nats: Connection, bucket: str, prefix: str) -> None:
-        self._nats = nats
-        self._bucket = bucket
-        self._prefix = prefix
-        self._silences: defaultdict[int, Silence] = defaultdict(Silence)
-
-    @property
-    def joined(self) -> frozenset[int]:
-        """Ranks that have sent a sign of life."""
-        return frozenset(self._silences)
-
-    async def silence_of(self, rank: int) -> str | None:
-        """Check for a new sign of a rank without a list. Return the problem if the rank was silent for too long.
-
-        Raises:
-            ApiError: the server refuses.
-            BusBroken: JetStream does not answer.
-        """
-        found = await find_object(self._nats, self._bucket, _sign(self._prefix, rank), is_signed=True)
-        if found is None:
-            return None
-        silent_s = self._silences[rank].record(found.sequence, time.monotonic())
-        return None if silent_s < SILENT_S else f"rank {rank} joined, but {_has_been_silent()}"
+    found = await find_object(nats, bucket, _sign(prefix, rank), is_signed=True)
+    if found is None:
+        return None
+    silent_s = silences.setdefault(rank, Silence()).record(found.sequence, time.monotonic())
+    return None if silent_s < SILENT_S else f"rank {rank} joined, but {_has_been_silent()}"
 
 
 @contextlib.asynccontextmanager

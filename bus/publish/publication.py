@@ -43,7 +43,7 @@ from ..objects.writer import (
     store_descriptions,
 )
 from ..protocol.weights import chain
-from .chain_store import ChainKey, RankWatch, as_info, as_rank_object, find_failure, sending_signs, store_failure
+from .chain_store import ChainKey, as_info, as_rank_object, find_failure, sending_signs, silence_of, store_failure
 
 logger = logging.getLogger(__name__)
 
@@ -268,23 +268,23 @@ class Publication:
         self._check_open()
         self._has_ranks = True
         found: dict[int, RankList] = {}
-        watch = RankWatch(self._home.nats, self._bucket, self._list_prefix)
+        silences: dict[int, chain.Silence] = {}
         async with self._or_discarded():
             try:
                 async with asyncio.timeout(timeout_s):
                     while missing := [rank for rank in range(1, num_ranks) if rank not in found]:
                         for rank in missing:
-                            await self._collect_from(rank, found, watch)
+                            await self._collect_from(rank, found, silences)
                         if len(found) < num_ranks - 1:
                             await asyncio.sleep(RANK_POLL_S)
             except TimeoutError:
                 missing = [rank for rank in range(1, num_ranks) if rank not in found]
-                shown = ", ".join(f"{rank}{'' if rank in watch.joined else ' (did not join)'}" for rank in missing)
+                shown = ", ".join(f"{rank}{'' if rank in silences else ' (did not join)'}" for rank in missing)
                 self._reason = f"of {num_ranks} ranks, these stored no list within {timeout_s:g} s: {shown}"
                 raise self._unpublished(ControlCode.TIMEOUT) from None
         return tuple(given for _, given in sorted(found.items()))
 
-    async def _collect_from(self, rank: int, found: dict[int, RankList], watch: RankWatch) -> None:
+    async def _collect_from(self, rank: int, found: dict[int, RankList], silences: dict[int, chain.Silence]) -> None:
         folder = f"{self._list_prefix}/{rank}"
         with storage_errors(f"the list of rank {rank} cannot be read"):
             failure = await find_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
@@ -292,7 +292,7 @@ class Publication:
                 self._reason = f"rank {rank} failed: {failure}"
                 raise self._unpublished(ControlCode.BAD_SOURCE)
             if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
-                if (silence := await watch.silence_of(rank)) is not None:
+                if silence := await silence_of(self._home.nats, self._bucket, self._list_prefix, rank, silences):
                     self._reason = silence
                     raise self._unpublished(ControlCode.TIMEOUT)
                 return

@@ -132,7 +132,7 @@ class VersionStore:
         if self._lost is not None:
             raise self._lost
         if self._epoch is None:
-            raise LocalProtocolError(f"the versions of {self._model} are open without a lease")
+            raise LocalProtocolError(f"the publisher of {self._model} has no lease: open it first")
         return self._epoch
 
     async def used_and_limit(self) -> tuple[int, int]:

@@ -239,7 +239,7 @@ def _set_up_logs(args: argparse.Namespace) -> None:
         log_notes()
     elif not args.verbose:
         # The error of the command has the denial.
-        logging.getLogger(f"{__name__.partition('.')[0]}.bus.nats.denials").setLevel(logging.ERROR)
+        logging.getLogger(f"{__name__.partition('.')[0]}.bus.nats.failures").setLevel(logging.ERROR)
 
 
 def _apply_login(args: argparse.Namespace) -> None:
