@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 import msgspec
 import pytest
@@ -160,9 +161,10 @@ async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
         await publication.announce()
         joined = await stores[2].join(7, SOON_S)
         async with joined.alive(2):
-            watch = chain_store.RankWatch(nats, bucket, publication._list_prefix)
-            assert [await watch.silence_of(rank) for rank in (1, 2)] == [None, None]
-            assert watch.joined == {2}
+            silences: dict[int, Any] = {}
+            where = nats, bucket, publication._list_prefix
+            assert [await chain_store.silence_of(*where, rank, silences) for rank in (1, 2)] == [None, None]
+            assert set(silences) == {2}
             refused = await refusal(publication.collect(3, 1.0))
         assert refused.code is ControlCode.TIMEOUT
         assert "of 3 ranks, these stored no list within 1 s: 1 (did not join)" in refused.message
