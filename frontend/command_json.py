@@ -1,7 +1,4 @@
-"""The JSON form of a command result: each worker's ack, for `--json` of the command line and for HTTP answers.
-
-TODO request_traces: Recorded histories and lists of requests, as the command line prints them and the HTTP service answers them.
-"""
+"""What the command line prints as JSON and the HTTP service answers: results of commands, and histories of requests."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""The last presence of each worker, and rates from the differences between two presences.
+"""The state of a fleet for displays: presence, rates from two presences of a worker, queues and desired states.
 
-TODO recorded: Reads from NATS, while there are viewers: the queues, the clients of the queued requests, and the desired states.
+Queues and desired states are read from NATS only while a display is open.
 """
 
 import logging

@@ -1,10 +1,8 @@
 """Conversion between text and token ids with the model's own tokenizer.
 
-TODO fast_tokenizer: Loads a tokenizer with the package tokenizers alone, where that is proven to give the ids of transformers.
-
 transformers takes seconds to import, because it imports torch. It also rebuilds the tokenizers of many models from
-their vocabulary. The rules here accept only a `tokenizer.json` that transformers uses unchanged. A test compares the
-ids.
+their vocabulary. So a model's tokenizer is loaded with the package tokenizers alone where that is proven to give the
+same ids: the rules accept only a `tokenizer.json` that transformers uses unchanged. A test compares the ids.
 """
 
 import json

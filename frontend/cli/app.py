@@ -2,8 +2,6 @@
 
 Each module in `frontend/cli/commands` is a subcommand, so a new file adds a subcommand. These modules import no heavy
 package at module level. Thus `rollbus --help` is fast and works without the extras.
-
-TODO parser: The parser of the command line, whose errors have one line, and the sections of a help text.
 """
 
 import argparse

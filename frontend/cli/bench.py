@@ -1,12 +1,6 @@
 """`rollbus bench`: measures the throughput and latency of a fleet as a trainer sees them.
 
-TODO load: Creates the requests of a bench. They have the same size, and their prompts are in no prefix cache.
-
-TODO rounds: Measures one round of requests, and combines the rounds of one concurrency.
-
-TODO bench: Runs all rounds of a bench in their order.
-
-TODO report: Formats the result of a bench: command, machine, fleet and figures.
+All requests have the same size, and their prompts are in no prefix cache.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """Prints the output of commands: results on stdout, everything else on stderr.
 
 On a terminal, long work shows a progress bar.
-
-TODO byte_counts: Formats numbers of bytes.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""Shared parts of the subcommands that send commands to workers: options, progress and printed command results.
-
-TODO ledger: Formats a command result: the ack of each worker.
-"""
+"""Shared parts of the subcommands that send commands to workers: options, progress and printed command results."""
 
 import argparse
 import functools

@@ -1,15 +1,7 @@
-"""Options and values that several commands have.
+"""Options that several commands have, the file of settings of `rollbus up`, and the arguments of child processes.
 
-TODO config_file: Files of settings for `rollbus up`: TOML whose keys are the options of the command.
-
-TODO hub: Distinguishes model folders from Hugging Face model ids, and downloads a model id into a folder.
-
-Workers, tokenizers and weight roots accept only folders. So a command resolves a model id once, before it starts a
-worker.
-
-TODO package: The folder from which this process imported rollbus.
-
-TODO worker_options: The command line and the environment of processes that a command starts.
+Workers, tokenizers and weight roots accept only folders. So a command downloads a Hugging Face model id into a folder
+once, before it starts a worker.
 """
 
 import argparse

@@ -2,9 +2,7 @@
 
 A table fits its width, and nothing is cut or shortened. Columns whose cells are all zero or empty are left out. Cells
 that do not fit stand on lines below their row, with the title of their column. Only a word that is longer than the
-width makes a longer line.
-
-TODO figures: Figures measured in several rounds, and their format in tables and JSON. All benchmarks use them.
+width makes a longer line. Figures that were measured in several rounds have one format in tables and JSON.
 """
 
 import os

@@ -1,14 +1,7 @@
-"""The steps of `rollbus demo`.
+"""The tour of `rollbus demo`: creates its models, starts its fleet and runs its steps in order.
 
-TODO expert_counts: Counts how often the router chose each expert.
-
-TODO guide: State and functions that the steps of the tour share.
-
-TODO requests: Steps of the tour with requests: one answer token by token, then many at once with their routed experts.
-
-TODO control: Steps of the tour with commands: pause and resume, new weights during an answer, a flush, and a killed worker.
-
-TODO tour: The tour: creates its models, starts its fleet and runs its steps in order.
+The first steps have requests: one answer token by token, then many at once with their routed experts. Then come
+commands: pause and resume, new weights during an answer, a flush, and a killed worker.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""Access control by bearer token. The comparison takes constant time.
-
-TODO origins: Protection against requests from web pages of other origins, for services without a token.
+"""Access control: bearer tokens, compared in constant time, and the origin of requests to a service without a token.
 
 A browser that can reach the service sends requests for any page that it shows. Headers identify these requests.
 `Origin` and `Sec-Fetch-Site` show that the page is from another site. `Host` is the name of the page's own site if that

@@ -1,9 +1,7 @@
 """Reading and decoding of request bodies, with a size limit and with the name of the invalid field.
 
-TODO lax: Values of another JSON type than a field has, read as vLLM's server reads them: `"2"` and `true` for an integer, ...
-
-vLLM's server reads bodies in the lax mode of pydantic. The rules here are the same, except that a number is always
-finite. The bus stays strict.
+A value of another JSON type than its field is read as vLLM's server reads it, in the lax mode of pydantic: `"2"` and
+`true` are integers. The rules here are the same, except that a number is always finite. The bus stays strict.
 """
 
 import asyncio

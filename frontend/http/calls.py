@@ -1,7 +1,4 @@
-"""Execution of HTTP requests: a limit on open requests, cancellation after a disconnect, and answers in pieces.
-
-TODO merge: Merging of several chunk streams into one.
-"""
+"""Execution of HTTP requests: a limit on open requests, cancellation after a disconnect, and answers in pieces."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping, Sequence

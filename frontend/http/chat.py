@@ -1,7 +1,4 @@
-"""Conversion of a chat into token ids, with the same result as vLLM for the same messages.
-
-TODO tokenize: `/tokenize` and `/detokenize`, with vLLM's fields and defaults.
-"""
+"""Conversion of a chat into token ids, with vLLM's result for the same messages, and the routes that only tokenize."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

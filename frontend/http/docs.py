@@ -1,7 +1,4 @@
-"""The OpenAPI document, generated from the route tables and from the structs that decode the bodies.
-
-TODO reference_page: `/docs`: the OpenAPI document as an HTML page, without scripts and without content from other sites.
-"""
+"""The OpenAPI document, from the route tables and the structs that decode bodies, and `/docs`, its page."""
 
 import base64
 import hashlib

@@ -1,9 +1,8 @@
-"""The outermost ASGI layer: it adds a request id to every answer, and deadlines for clients that read slowly.
+"""The outermost layer of the service: limits and deadlines of connections, and a request id for every answer.
 
-TODO connections: The HTTP service's connections: the limit on their number, and the deadlines for their clients.
-
-uvicorn has a deadline for idle connections only. `HttpConnection` adds a deadline and a size limit for request heads.
-`ConnectionTable` selects the connection to close when the limit is reached.
+uvicorn has a deadline for idle connections only. `HttpConnection` adds a deadline and a size limit for request heads,
+`ResponseSender` a deadline for clients that read slowly. `ConnectionTable` selects the connection to close when the
+limit is reached.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM 0.30.
 
-TODO generate_answer: The answers of `POST /inference/v1/generate`, as in vLLM 0.30. By default, routed experts are a JSON object.
-
-TODO generate_body: The body of `POST /inference/v1/generate`, as in vLLM 0.30, and its conversion to a request of the bus.
+By default, routed experts are a JSON object.
 """
 
 import time

@@ -1,12 +1,10 @@
-"""Prometheus metrics: the counters and timers of the service, and the metrics of its workers.
+"""Prometheus metrics of the service, of its workers by their presence, of the queues and of the link to the bus.
 
 The number of labels is bounded. Routes come from the route tables, and models and workers from the fleet. Only the
 models that were used last have series, and of each only the newest weight versions.
 
-TODO fleet_metrics: Prometheus metrics of the fleet: the workers by their presence, the queues, and this service's link to the bus.
-
-Nothing is stored between scrapes. A lost worker has no series. The counters of a restarted worker begin at 0, as
-Prometheus expects of counters.
+Nothing of the fleet is stored between scrapes. A lost worker has no series. The counters of a restarted worker begin at
+0, as Prometheus expects of counters.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""The trace that a client's HTTP request belongs to: W3C Trace Context, section 3.
+"""Conversion of an HTTP request to a token request of the bus, with its trace and the service's span of it.
 
-TODO request_target: Conversion of an HTTP request to a token request, shared by all routes that generate tokens.
-
-TODO server_spans: The service's span of an HTTP request. All other spans of the request are below it.
+The trace that a client's request belongs to follows W3C Trace Context, section 3. All other spans of the request are
+below the service's span.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Sampling fields that all token routes share, and their conversion to sampling parameters of the bus.
 
-TODO bad_words: Conversion of `bad_words` into token ids, because the bus carries only token ids.
+The bus carries only token ids, so `bad_words` is converted into token ids here.
 """
 
 from collections.abc import Sequence

@@ -1,17 +1,8 @@
-"""State and types that the routes share.
+"""State and types that the routes share: settings, open requests, and the users' turns.
 
-TODO fair_line: Fair scheduling of token requests: users share the fleet's capacity equally.
-
-This module has no asyncio. `turns.py` waits and wakes requests.
-
-TODO preparation: HTTP requests whose token requests are not open yet, and the answer to those that are aborted meanwhile.
-
-TODO settings: Settings of the HTTP service.
-
-TODO turns: Token requests wait here for their users' turns while the fleet's capacity is used.
-
-Workers pull requests from the queue in the order of their arrival. So this service puts only a few more requests into
-the queue than the workers can run. Otherwise a flood from one user would delay all later requests of other users.
+Users share the fleet's capacity equally. Workers pull requests from the queue in the order of their arrival. So this
+service puts only a few more requests into the queue than the workers can run, and the others wait here for their
+users' turns. Otherwise a flood from one user would delay all later requests of other users.
 """
 
 import asyncio

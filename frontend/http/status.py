@@ -1,7 +1,4 @@
-"""Routes that only read: health of the service, the served models, and the state of the fleet.
-
-TODO about: Routes that describe the service and its engines under vLLM's names: versions, settings and load.
-"""
+"""Routes that describe the service and its fleet: health, models, state, and versions and settings in vLLM's names."""
 
 import platform
 import re

@@ -1,8 +1,7 @@
-"""Incremental conversion of tokens to text.
+"""Conversion of tokens to text while they arrive, with stop strings, and the loading of tokenizers for it.
 
-TODO stops: Stop strings. The bus transports token ids, so the service searches the text for them.
-
-TODO tokenizer_loads: Loads models' tokenizers for the service. A load that fails or hangs does not affect other requests.
+The bus transports token ids, so the service searches the text for stop strings. A load of a tokenizer that fails or
+hangs does not affect other requests.
 """
 
 import asyncio

@@ -1,13 +1,8 @@
-"""Tokens with their logprobs, weight versions and routed experts: all tokens of an answer, or those of one chunk.
+"""Tokens with their logprobs, weight versions and routed experts as JSON: all of an answer, or those of one chunk.
 
-TODO answer_types: Answer types of the token routes, for the OpenAPI document.
-
-The code builds small parts of answers from these structs. It writes long answers piece by piece. Tests compare these
-answers with the structs.
-
-TODO logprobs_json: Log probabilities as JSON, in pieces, so that the many objects of a long answer never exist at the same time.
-
-TODO routing_json: Routed experts as JSON in pieces, because those of a long answer have many megabytes.
+Logprobs and routed experts are written in pieces, because those of a long answer have many megabytes as text and
+millions of objects. The answer types are structs for the OpenAPI document; the code builds only small parts of answers
+from them. Tests compare the answers with the structs.
 """
 
 import itertools

@@ -1,7 +1,4 @@
-"""Findings of the checks, with remedies.
-
-TODO host_probe: Checks of this process and its machine: versions, memory, shared memory and open files.
-"""
+"""Findings of the checks of `rollbus doctor`, and the checks of this process and its machine."""
 
 import enum
 import importlib.metadata

@@ -1,12 +1,7 @@
-"""Finds out what answers at an address if a connection to NATS failed.
+"""Checks of the NATS server, of the permissions of this user, and of the fleet.
 
-TODO door: Check of the connection to the NATS server: what answers, TLS, and whether the server accepts this user.
-
-TODO published: Checks that the buckets of published weights have room for two anchors and the deltas between them.
-
-TODO streams: Checks that only admins can run, of a fleet's streams: leaders, current replicas and per-client limits.
-
-TODO bus: Checks of the NATS server, the permissions of this user, and the fleet.
+If a connection fails, the first check finds out what answers at the address. Only admins can check streams: leaders,
+current replicas and limits for each client.
 """
 
 import asyncio

@@ -1,19 +1,14 @@
-"""Writes the results of `rollbus generate` as parquet.
-
-A parquet file is readable only after its end is written. So during the run the results are lines of JSON in a file
-beside it (`NAME.parquet.part.jsonl`). At the end, even after an error, all lines become a new `.parquet`, which
-replaces the old one as a whole. The lines are removed after a run in which each prompt has its result.
-
-TODO rows_file: Writes the routed experts of many results into one `.npz`. A crash loses no array that was added.
-
-An `.npz` is readable only after the directory at its end is written. So during the run each array is a separate file in
-a folder beside the `.npz` (`NAME.npz.partial/KEY.npy`). At the end, even after an error, all arrays move into a new
-`.npz`, which replaces the old one as a whole. After a crash, the next run uses the files in the folder.
-
-TODO results: Writes the results of `rollbus generate`: JSONL, one line for each prompt, in the order in which requests end.
+"""Writes the results of `rollbus generate`: JSONL, one line for each prompt, in the order in which requests end.
 
 A second run uses every complete line. It cuts off an incomplete last line, which a crash may leave, and removes the
 lines of prompts that failed or whose rows are missing. Then it appends to the other lines.
+
+The routed experts of many results go into one `.npz`, and results may go into one parquet file. Both are readable only
+after their end is written. So during the run each array is a file in a folder beside the `.npz`
+(`NAME.npz.partial/KEY.npy`), and the results of a parquet file are lines of JSON beside it
+(`NAME.parquet.part.jsonl`). At the end, even after an error, all of them become a new file, which replaces the old one
+as a whole. After a crash, the next run uses what is there. The lines are removed after a run in which each prompt has
+its result.
 """
 
 import base64

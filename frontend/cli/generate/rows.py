@@ -1,6 +1,4 @@
-"""Finds the prompt, the options and the data in one row of the input of `rollbus generate`.
-
-TODO prompts: Reads the prompts of `rollbus generate` from the rows of its input.
+"""Reads the prompts of `rollbus generate` from the rows of its input.
 
 A row holds one prompt: `prompt` (text, token ids or messages), `prompt_token_ids` or `messages`, or the field that
 `--prompt-field` names. A row whose other fields are all known sets fields of `GenerateRequest` and `SamplingParams`,

@@ -1,10 +1,7 @@
-"""The options of the first run of a `rollbus generate`, in a file beside its output.
+"""One run of `rollbus generate`: sends the requests, shows the progress and writes the results.
 
-A later run of the same output names the options that have changed, and reads the same commit of a data set.
-
-TODO generate_bar: The progress bar of `rollbus generate`: first the current step, then finished prompts, tokens/s and time left.
-
-TODO job: One run of `rollbus generate`: sends the requests and writes their results.
+The options of the first run are in a file beside the output. A later run of the same output names the options that have
+changed, and reads the same commit of a data set.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""The log file of a fleet on this machine. Its size is bounded, and only the newest files are kept.
+"""Shows the states of the workers of a fleet on this machine, and writes their logs.
 
-TODO fleet_display: Shows the states of the workers of a fleet on this machine, and writes their logs.
+The size of the log file is bounded: only the newest files are kept.
 """
 
 import contextlib

@@ -1,13 +1,7 @@
-"""Watches the presence of the workers of a local fleet, from before their start until after their end.
+"""Runs a whole fleet on this machine: NATS, its users, workers and, if the user has no model, a tiny model.
 
-TODO gpus: Divides the GPUs of this machine among the workers.
-
-CUDA shows a process the GPUs that `CUDA_VISIBLE_DEVICES` lists, in that order. vLLM computes on the first of them.
-So each worker gets a different list.
-
-TODO local_users: Creates the NATS users of a fleet that one command runs on this machine. Each user has its own credentials.
-
-TODO local_fleet: Runs a whole fleet on this machine: NATS, workers and, if the user has no model, a tiny model.
+The GPUs of the machine are divided among the workers. CUDA shows a process the GPUs that `CUDA_VISIBLE_DEVICES` lists,
+in that order, and vLLM computes on the first of them. So each worker gets a different list.
 """
 
 import argparse

@@ -1,15 +1,8 @@
-"""Decides when a process that has ended is started again. Callers pass the current time, and no function waits.
+"""Runs worker processes that end at the latest when the command that started them ends.
 
-TODO start_announcer: Publishes presence of workers whose processes cannot yet: they start, or wait for their restart.
-
-Requests wait for a worker that is announced. Its process has the announced incarnation and publishes presence as soon
-as it is connected. Then the announcement ends.
-
-TODO processes: Runs worker processes that end at the latest when the command that started them ends.
-
-A worker that exits unexpectedly may be started again (`restarts`). At the end, every worker gets SIGTERM. After a
-time limit, the workers and all processes that they started are killed. If this process is killed, a pipe closes that
-every worker has (`--parent-pipe`), and each worker then stops by itself.
+A worker that exits unexpectedly may be started again (`Restarts`). At the end, every worker gets SIGTERM. After a time
+limit, the workers and all processes that they started are killed. If this process is killed, a pipe closes that every
+worker has (`--parent-pipe`), and each worker then stops by itself.
 """
 
 import asyncio
@@ -55,7 +48,7 @@ class RestartRule:
 
 
 class Restarts:
-    """The restarts of one process."""
+    """The restarts of one process. Callers pass the current time, and no method waits."""
 
     def __init__(self, rule: RestartRule) -> None:
         self._rule = rule
@@ -112,7 +105,10 @@ class _Start:
 
 
 class StartAnnouncer:
-    """The workers of one command that start.
+    """Publishes presence of workers whose processes cannot yet: they start, or wait for their restart.
+
+    Requests wait for a worker that is announced. Its process has the announced incarnation and publishes presence as
+    soon as it is connected. Then the announcement ends.
 
     Args:
         tasks: group in which the announcements run.

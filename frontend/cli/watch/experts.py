@@ -1,10 +1,7 @@
-"""Builds the JSON object that `rollbus experts --json` prints.
+"""The load of experts as text, as JSON and as a PNG.
 
-TODO expert_map: Draws the load of experts as text, with a line for each layer and a column for each expert.
-
-The character of an expert shows the ratio of its share of the choices to an even share.
-
-TODO expert_png: Draws the load of experts into a PNG. This needs matplotlib, which the extra `rl` installs.
+The text has a line for each layer and a column for each expert. The character of an expert shows the ratio of its share
+of the choices to an even share. A PNG needs matplotlib, which the extra `rl` installs.
 """
 
 import math

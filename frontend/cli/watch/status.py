@@ -1,8 +1,6 @@
-"""Formats the state of a fleet as tables and as JSON.
+"""The state of a fleet as tables and as JSON, shown once or every second by `rollbus status`.
 
-TODO serving: Finds the workers that serve, for commands that need at least one serving worker.
-
-TODO status_display: Shows the state of a fleet for `rollbus status`, once or every second.
+Commands that need at least one serving worker find it here.
 """
 
 import asyncio

@@ -1,10 +1,6 @@
-"""Follows a fleet for `rollbus top`: receives presence, and reads the queues and desired states from NATS.
+"""Shows text that changes on the whole terminal, until the user quits: `rollbus top`, and pages with keys that scroll.
 
-TODO full_screen: The terminal while `rollbus top` runs: the alternate screen, and keys without Enter. The end restores everything.
-
-TODO top: `rollbus top`: shows the fleet on a terminal until the user quits, or once.
-
-TODO pages: Shows text that changes and is longer than the screen, with keys that scroll it.
+The terminal shows the alternate screen and gives keys without Enter. The end restores everything.
 """
 
 import asyncio

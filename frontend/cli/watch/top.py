@@ -1,12 +1,6 @@
-"""The choices of the user of `rollbus top`, and their changes by keys. This module reads no terminal.
+"""The screen of `rollbus top` as text, for a terminal of any size, and the keys that change it.
 
-TODO workers_table: The table of workers in `rollbus top`: its columns and its order.
-
-TODO sections: The tables of `rollbus top` below the workers: queues, models with their desired states, and commands.
-
-TODO screen: The screen of `rollbus top` as text, for a terminal of any size.
-
-TODO plain: Output of `rollbus top` where lines cannot change in place: the same tables once, or JSON.
+This module reads no terminal.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
-"""Prints the history of a request as tables: two lines for each attempt, and a line for each event.
+"""The history of a request as tables, and lists of requests as a table, as JSON and in a terminal.
 
-TODO request_tables: Formats a list of requests as a table and as JSON.
-
-TODO request_browser: Shows a list of requests in the terminal, and the trace of the request that the user opens.
+A history has two lines for each attempt, and a line for each event. In a terminal, the user opens the trace of a
+request of the list.
 """
 
 import asyncio

@@ -3,9 +3,8 @@
 Routes that change the fleet need the admin token. Routes that only read also accept the data token. A command is
 recorded before the workers receive it, so the workers execute it even if its client disconnects.
 
-TODO not_served: Routes of vLLM, prime-rl and OpenAI that this service does not serve. Each answer names the alternative.
-
-The status is 501 instead of 404. For example, prime-rl treats 404 as a server that does not need this route.
+Known routes that this service does not serve answer 501 and name the alternative. They do not answer 404: for example,
+prime-rl treats 404 as a server that does not need the route.
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,9 +1,8 @@
 """Fields of the control routes: rollbus's own names, and those of vLLM and prime-rl, which the same routes accept.
 
-The fields have the names of the options of `rollbus.Fleet`. Each route has one struct with all its fields. The code
-that uses the fields checks which of them exclude each other.
-
-TODO reading: Decoding of the fields of a control route, from a JSON body or from query parameters as vLLM's clients send them.
+The fields have the names of the options of `rollbus.Fleet`. They come from a JSON body or, as vLLM's clients send them,
+from query parameters. Each route has one struct with all its fields. The code that uses the fields checks which of them
+exclude each other.
 """
 
 from typing import Annotated, Any, Literal, TypeVar

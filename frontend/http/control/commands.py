@@ -1,9 +1,4 @@
-"""Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo.
-
-TODO versions: The version of new weights: the client's number or one more than the newest version, and the client's label.
-
-TODO loras: `/v1/loras`: LoRA adapters, with the routes of Dynamo's workers.
-"""
+"""Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass

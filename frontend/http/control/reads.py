@@ -1,14 +1,9 @@
-"""Routes that orchestrators read before they send commands: health, pause, sleep and weights of the fleet.
+"""Routes that read the fleet: health, pauses, weights, the ranks of transfers, and the histories of requests.
 
-TODO operations: Pauses that run after the answer 202: clients read the state of a pause later under the id of the command.
-
-No service stores these operations. The desired state in NATS has the pause and its workers, and the presence of each
-worker has its progress. Any service of the fleet can therefore answer, also a service that started later. An id is
-valid while it is among the last recorded commands of its model. A later pause, resume or drain supersedes the pause.
-
-TODO ranks: Ranks in a transfer of weights: the number of processes with a model's weights, and the ranks of each worker.
-
-TODO timelines: Routes that return the recorded history of a request, and lists of requests, from the workers that had them.
+A pause may go on after its answer 202. Clients read its state later under the id of the command. No service stores
+these operations: the desired state in NATS has the pause and its workers, and the presence of each worker has its
+progress. Any service of the fleet can therefore answer, also a service that started later. An id is valid while it is
+among the last recorded commands of its model. A later pause, resume or drain supersedes the pause.
 """
 
 import asyncio

@@ -1,11 +1,4 @@
-"""JSON types of the events that viewers receive.
-
-TODO day: The last day of the fleet, for viewers: commands from the store of desired states, and restarts from presence.
-
-TODO points: One point of the history, from the state of the fleet.
-
-TODO fleet_event: Parts of the `fleet` event, from presence, queues and desired states.
-"""
+"""The events that viewers receive, made from presence, queues and desired states."""
 
 import logging
 import math

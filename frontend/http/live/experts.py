@@ -1,6 +1,6 @@
 """The `experts` event: how often the routers chose each expert in the last minute, and how uneven the load is.
 
-TODO expert_feeds: Asks workers for the load of their experts while there are viewers. All viewers of a model share the answers.
+Workers are asked only while there are viewers. All viewers of a model share the answers.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""The viewers, and the events that wait to be sent to each of them: only the newest event of each name.
-
-TODO boundary: Error boundary of the live view: an error in one part stops neither the service nor another part of the view.
-"""
+"""The viewers, and the events that wait to be sent to each of them: only the newest event of each name."""
 
 import asyncio
 import logging

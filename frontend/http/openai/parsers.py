@@ -1,11 +1,8 @@
-"""Reasoning and tool calls in the text of an answer, found by parsers for the formats of models.
+"""Reasoning and tool calls in the text of an answer, found by vLLM's parsers for the formats of models.
 
-This module limits how often a parser runs and how much text it gets; `vllm_parsers.py` has the parsers. The parsers do
-not change the token ids, logprobs and routed experts of an answer.
-
-TODO vllm_parsers: vLLM's parsers of tool calls and reasoning, through the interface of vLLM's own server (`vllm.parser`).
-
-The import of the parsers imports torch. It happens once, at the start of the service, and only if a parser is named.
+The parsers run through the interface of vLLM's own server (`vllm.parser`). Importing them imports torch. That happens
+once, at the start of the service, and only if a parser is named. `AnswerReader` limits how often a parser runs and how
+much text it gets. The parsers do not change the token ids, logprobs and routed experts of an answer.
 """
 
 import asyncio

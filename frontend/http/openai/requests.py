@@ -1,11 +1,4 @@
-"""The prompts of a body as token ids: the body has token ids, texts or messages.
-
-TODO options: Conversion of a body to the fields of the bus request and to the contents of the answer.
-
-TODO echo: `echo` of /v1/completions: the prompt before its answer, in the format of vLLM and OpenAI.
-
-TODO tools: The tools of a chat: validation of the request, and the plan for parsing the answers.
-"""
+"""Conversion of a body to token requests: prompts as token ids, options, tools, and the prompt that `echo` returns."""
 
 import asyncio
 import re

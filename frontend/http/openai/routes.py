@@ -1,7 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`.
-
-TODO job: Execution of completion requests, as whole answers and as streams.
-"""
+"""`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
 import dataclasses
 import time

@@ -1,9 +1,4 @@
-"""The answer formats of the two routes: messages of a chat, or plain text.
-
-TODO nvext: The `nvext` object of an answer, in Dynamo's format.
-
-TODO reading: The parsed parts of a chat's answers, selected by the request and written in OpenAI's format.
-"""
+"""The answer formats of the two routes: messages of a chat or plain text, each with Dynamo's `nvext` object."""
 
 import itertools
 import math
