@@ -118,10 +118,6 @@ print([name for name in {HEAVY!r} if name in sys.modules])
     [
         ("auth remove --dir {0} --trainer bob --listen 0.0.0.0:4333", "--listen"),
         ("auth certify --dir {0} a.creds --worker w0", "--worker"),
-        ("nats init --dir {0} --nodes a,b,c --objects 3", "--objects"),
-        ("nats init 3 --dir {0} --nodes a,b,c", "an argument N"),
-        ("nats leaf --dir {0} --hub a --user trainer-x --store-dir {0}", "--store-dir"),
-        ("nats replicas 3 --listen 0.0.0.0:4333", "--listen"),
         ("auth certify --dir {0} a.creds --fleet f", "--fleet"),
         ("auth init --dir {0} --nats nats://h:1", "--nats"),
         ("nats init --dir {0} --nodes a,b,c --nats nats://h:1", "--nats"),

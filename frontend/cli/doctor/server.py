@@ -21,13 +21,13 @@ from ....bus.auth.credentials import CLIENT_ROLES, Credentials, Role, Tls, User,
 from ....bus.auth.permissions import permissions
 from ....bus.auth.users import is_private
 from ....bus.client.presence import PresenceWatcher
-from ....bus.control.replicas import describe_stream, is_of_fleet
 from ....bus.control.store import DesiredStore
 from ....bus.nats.connection import Connection, check_permitted, connected, subscribe
 from ....bus.nats.failures import describe_reachable
 from ....bus.nats.jetstream import DEFAULT_REPLICAS, ApiError, StreamInfo, Unanswered, ask, free_storage, list_streams
 from ....bus.nats.server import Server, parse_url, redact
 from ....bus.nats.transport import NatsTransport, Peer
+from ....bus.objects.layout import stream_of
 from ....bus.protocol.weights.chain import needed_for_chain
 from ....bus.publish.chain_store import ChainKey, read_chain
 from ....bus.subjects import BUCKET, Subjects
@@ -322,12 +322,34 @@ async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding
         yield warn(
             "replicas",
             f"fewer than {DEFAULT_REPLICAS} in a cluster of {len(nats.servers)} servers ({names})",
-            "rollbus nats replicas 3; until then, the loss of one server can lose these streams",
+            "nats stream edit NAME --replicas 3, for each of them; until then, the loss of one server can lose it",
         )
     if nats.is_in_cluster and own:
         leaders = Counter(stream.leader for stream in own if stream.leader)
         shown = ", ".join(f"{leader} leads {count}" for leader, count in sorted(leaders.items()))
         yield ok("streams", f"{len(own)} have a leader: {shown}")
+
+
+def is_of_fleet(stream: str, subjects: Subjects) -> bool:
+    """Return True if rollbus created the stream of this name for the fleet, or for all fleets."""
+    return stream.startswith(f"rb~{subjects.fleet}~") or stream in {
+        f"KV_{BUCKET}",
+        stream_of(f"{BUCKET}-{subjects.fleet}"),
+    }
+
+
+def describe_stream(name: str, config: dict[str, Any]) -> str:
+    """Return the content of a stream for which `is_of_fleet` is true.
+
+    Args:
+        config: configuration of the stream. Empty: unknown; a queue is then described by the name of its stream.
+    """
+    model = (config.get("metadata") or {}).get("model", name)
+    if name == f"KV_{BUCKET}":
+        return "desired states"
+    if name.startswith("OBJ_"):
+        return "objects"
+    return f"queue of {model}" + (" (resumed requests)" if name.endswith("~resume") else "")
 
 
 def _stream(stream: StreamInfo) -> list[Finding]:
