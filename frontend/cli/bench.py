@@ -428,8 +428,6 @@ class Report:
     target: BenchTarget
     options: BenchOptions
     outcomes: Sequence[ConcurrencyResult]
-    is_synthetic: bool
-    """True if the bench started the server and a worker with a synthetic engine."""
 
     @property
     def failures(self) -> Counter[str]:
@@ -485,7 +483,6 @@ class Report:
             "model": self.target.model,
             "engines": self._engines(),
             "workers": [worker.worker for worker in self.target.workers],
-            "transport_only": self.is_synthetic,
             "input_tokens": load.input_tokens,
             "output_tokens": load.output_tokens,
             "logprobs": load.logprobs,
@@ -500,11 +497,6 @@ class Report:
         return sorted({f"{engine.engine} {engine.engine_version}" for engine in self.target.engines})
 
     def _fleet_line(self) -> str:
-        if self.is_synthetic:
-            return (
-                "TRANSPORT ONLY: the bench ran its own NATS server and a worker with a synthetic engine; "
-                "no model was run"
-            )
         num_workers = len(self.target.workers)
         workers = f"{num_workers} worker{'s' * (num_workers > 1)}"
         return f"fleet {self.fleet}: {self.target.model} on {workers}, {', '.join(self._engines())}"

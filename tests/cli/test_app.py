@@ -124,7 +124,6 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         ("demo --rl --max-tokens 8", "--max-tokens"),
         ("demo --rl --json", "--json"),
         ("demo --nats nats://h:1", "--nats"),
-        ("bench --synthetic --nats nats://h:1", "--nats"),
         ("worker --engine synthetic --json", "--json"),
         ("top --once --interval 2", "--interval"),
         ("top --json --interval 2", "--interval"),

@@ -11,9 +11,7 @@ def report(*outcomes: ConcurrencyResult) -> Report:
     """Return a report of these outcomes."""
     options = BenchOptions(load=BenchLoad(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
     target = BenchTarget("m", [])
-    return Report(
-        command="rollbus bench", fleet="f", target=target, options=options, outcomes=outcomes, is_synthetic=False
-    )
+    return Report(command="rollbus bench", fleet="f", target=target, options=options, outcomes=outcomes)
 
 
 def test_a_figure_is_a_median_with_its_range() -> None:
