@@ -121,8 +121,6 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         ("auth certify --dir {0} a.creds --fleet f", "--fleet"),
         ("auth init --dir {0} --nats nats://h:1", "--nats"),
         ("nats init --dir {0} --nodes a,b,c --nats nats://h:1", "--nats"),
-        ("demo --rl --max-tokens 8", "--max-tokens"),
-        ("demo --rl --json", "--json"),
         ("demo --nats nats://h:1", "--nats"),
         ("worker --engine synthetic --json", "--json"),
         ("top --once --interval 2", "--interval"),

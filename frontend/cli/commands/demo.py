@@ -5,13 +5,10 @@ its text is noise. All else is the same as with a trained model.
 """
 
 import argparse
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 
-from ....schemas.options import check_writable, pip_install, positive_int
+from ....schemas.options import check_writable, positive_int
 from ..exits import CommandFailed, ExitCode
 from ..options import EXAMPLES_DIR, refuse_options
 
@@ -19,13 +16,9 @@ HELP = "tour: answer real questions with a real engine"
 EXAMPLES = (
     "rollbus demo",
     "rollbus demo --max-tokens 16",
-    "rollbus demo --rl",
 )
 
 QUESTIONS = EXAMPLES_DIR / "questions.jsonl"
-RL_LOOP = EXAMPLES_DIR / "rl_loop.py"
-"""A separate program, run as a process."""
-RL_LOOP_NEEDS = ("matplotlib", "torch", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", metavar="N", type=positive_int, default=64, help="maximum tokens per prompt (default: 64)"
     )
     parser.add_argument(
-        "--rl",
-        action="store_true",
-        help="train three tiny policies with RL instead of the tour; takes a few minutes and writes rl-output/",
-    )
-    parser.add_argument(
         "--state-dir", metavar="DIR", type=Path, help="folder of the tiny MoE (default: ~/.cache/rollbus)"
     )
 
 
-def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
+def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     """Run the tour."""
     from ..generate.inputs import open_input
     from ..generate.rows import Defaults, read_prompts
@@ -57,9 +45,6 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
     from ..tour import Tour
 
     refuse_options(args, ["nats"], "here: this command starts its own server")
-    if args.rl:
-        refuse_options(args, ("input", "max_tokens", "state_dir", "json"), "with --rl")
-        return _learn()
     path: Path = (args.input or QUESTIONS).resolve()
     if not path.is_file():
         raise CommandFailed(f"no file {path}; name a file of questions with --input FILE", ExitCode.USAGE)
@@ -78,15 +63,3 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
         is_verbose=args.verbose,
     )
     return tour.run()
-
-
-def _learn() -> int:
-    """Run the RL loop and return its exit code."""
-    from ..local.fleet import check_vllm
-    from ..options import python_env
-
-    check_vllm()
-    missing = [name for name in RL_LOOP_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CommandFailed(f"{', '.join(missing)} not installed: {pip_install('rl')}")
-    return subprocess.run([sys.executable, "-P", str(RL_LOOP)], env=python_env(), check=False).returncode
