@@ -1,15 +1,12 @@
 """Parses the command line, runs the subcommand and maps errors to exit codes.
 
-Each module in `frontend/cli/commands` is a subcommand, so a new file adds a subcommand. These modules import no heavy
-package at module level. Thus `rollbus --help` is fast and works without the extras.
+`frontend/cli/commands` declares the subcommands. `COMMANDS` has them after its modules are imported.
 """
 
 import argparse
-import importlib
 import itertools
 import logging
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -17,7 +14,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 from ... import __version__
 from ...schemas.decoding import nearest
@@ -29,8 +26,9 @@ from ...schemas.errors import (
     RollbusError,
     is_disk_full,
 )
-from . import commands
-from .console import log_notes, note
+from .arguments import COMMANDS, CliCommand, add_options
+from .commands import fleet, machine, views  # noqa: F401 - they declare the subcommands
+from .console import log_notes, note, write
 from .exits import INTERRUPTED, CommandFailed, ExitCode, cause_of, exit_code_of
 from .options import START_SOME, no_workers
 
@@ -180,24 +178,6 @@ EXAMPLES = (
 )
 
 
-class CliCommand(Protocol):
-    """The attributes of a module in `frontend/cli/commands`."""
-
-    HELP: str
-    """The line for `rollbus --help`."""
-    EXAMPLES: Sequence[str]
-    """Two to four command lines at the end of the help of the subcommand. Each works without changes."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the subcommand.
-
-        If the module sets `READS_NO_CREDENTIALS`, `run` reads `--creds` and `--fleet` itself.
-        """
-
-    def run(self, args: argparse.Namespace) -> int | Coroutine[object, object, int]:
-        """Run the subcommand and return the exit code, or return a coroutine that returns the exit code."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rollbus` with `argv` (default: the arguments of the process) and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -252,7 +232,7 @@ def _apply_login(args: argparse.Namespace) -> None:
             os.environ[variable] = str(Path(path).absolute())
     if args.replicas is not None:
         os.environ["ROLLBUS_REPLICAS"] = str(args.replicas)
-    if args.fleet is None and not getattr(args.command, "READS_NO_CREDENTIALS", False):
+    if args.fleet is None and not args.command.reads_no_credentials:
         args.fleet = _fleet_of(os.environ.get(CREDENTIALS_VARIABLE))
 
 
@@ -302,7 +282,7 @@ def until_signalled(on_signal: Callable[[], None] = lambda: None) -> Iterator[No
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `rollbus` with all subcommands. `args.command` is the module of the chosen subcommand."""
+    """Return the parser of `rollbus` with all subcommands. `args.command` is the chosen subcommand."""
     common = common_options()
     parser = CliParser(
         prog="rollbus",
@@ -315,17 +295,16 @@ def build_parser() -> argparse.ArgumentParser:
     named = as_section("options of every command (rollbus --help describes them)", [" ".join(option_names(common))])
     for action in common._actions:
         action.help = argparse.SUPPRESS
-    for module in pkgutil.iter_modules(commands.__path__):
-        command = cast(CliCommand, importlib.import_module(f"{commands.__name__}.{module.name}"))
+    for name, command in sorted(COMMANDS.items()):
         subparser = subcommands.add_parser(
-            module.name.replace("_", "-"),
-            help=command.HELP,
-            description=sys.modules[f"{commands.__name__}.{module.name}"].__doc__,
-            epilog=f"{named}\n\n{as_section('examples', command.EXAMPLES)}",
+            name,
+            help=command.summary,
+            description=command.text,
+            epilog=f"{named}\n\n{as_section('examples', command.examples)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=[common],
         )
-        command.add_arguments(subparser)
+        add_options(subparser, command.options)
         subparser.set_defaults(
             command=command, default_of=subparser.get_default, with_option_names=subparser.with_option_names
         )
@@ -426,3 +405,25 @@ def _report_bug(kind: type[BaseException], error: BaseException, trace: Tracebac
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     note(f"rollbus: internal error, run again with -v for the traceback: {error!r}", logging.ERROR)
+
+
+def print_completion(args: argparse.Namespace) -> int:
+    """Print the completion script of a shell."""
+    import shtab
+
+    parser = build_parser()
+    complete_files(parser)
+    write(shtab.complete(parser, args.shell))
+    return ExitCode.OK
+
+
+def complete_files(parser: argparse.ArgumentParser) -> None:
+    """Mark the options whose values are paths, so that the shell completes them."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                complete_files(command)
+        elif isinstance(action.metavar, str) and ("FILE" in action.metavar or "DIR" in action.metavar):
+            action.complete = shtab.DIRECTORY if "DIR" in action.metavar else shtab.FILE  # type: ignore[attr-defined]

@@ -3,14 +3,17 @@
 All requests have the same size, and their prompts are in no prefix cache.
 """
 
+import argparse
 import asyncio
 import os
 import platform
+import shlex
+import sys
 import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,8 +23,9 @@ from ... import __version__, bus
 from ...bus import FinishReason, GenerateRequest, Generation, NoWorkers, RequestError, SamplingParams
 from ...bus.protocol.fleet.presence import FleetSnapshot
 from ...schemas.presence import Capabilities, WorkerPresence
-from .console import progress, write
+from .console import print_json, progress, write
 from .exits import CommandFailed, ExitCode
+from .options import without_password
 from .tables import as_json, cell, in_turns, machine, percentile, print_table, spreads
 from .watch.status import serving_workers
 
@@ -528,3 +532,45 @@ def _outcome_as_json(outcome: ConcurrencyResult) -> dict[str, object]:
 
 def _counted(failures: Counter[str]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in failures.most_common())
+
+
+def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
+    """Measure and print the result."""
+    load = BenchLoad(
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        logprobs=args.logprobs,
+        routing=args.routing,
+    )
+    options = BenchOptions(
+        load=load,
+        concurrencies=list(dict.fromkeys(args.concurrency)),
+        rounds=args.rounds,
+        num_requests=args.requests,
+        streams=args.stream,
+        seed=args.seed,
+    )
+    return _bench(args, options)
+
+
+async def _bench(args: argparse.Namespace, options: BenchOptions) -> int:
+
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        workers = (await rb.fleet.state()).workers
+        target = target_of(workers, args.model, nats_url=args.nats, fleet=args.fleet)
+        outcomes = await Bench(rb, target, options, shows_progress=not args.json).run()
+    report = Report(
+        command=shlex.join(["rollbus", *map(without_password, sys.argv[1:])]),
+        fleet=args.fleet,
+        target=target,
+        options=options,
+        outcomes=outcomes,
+    )
+    if args.json:
+        print_json(report.as_json())
+    else:
+        report.show()
+    failure = report.failure()
+    if failure is not None:
+        raise CommandFailed(failure)
+    return ExitCode.OK

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...schemas.decoding import nearest
-from ...schemas.options import add_engine_options, flags_of, is_hub_id, pip_install
+from ...schemas.options import add_engine_options, add_process_options, flags_of, is_hub_id, pip_install
 from .console import note
 from .exits import CommandFailed, ExitCode
 
@@ -43,23 +43,6 @@ def check_known_model(state: "FleetState", model: str) -> None:
     if model not in known:
         allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
         raise CommandFailed(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}", ExitCode.USAGE)
-
-
-def host_name(text: str) -> str:
-    """Parse a host name without a port and return it in lower case."""
-    if not re.fullmatch(r"[A-Za-z0-9_]([\w.-]*[A-Za-z0-9_])?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a host name such as fleet.example.com")
-    return text.lower()
-
-
-def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """Add the option --tokenizer."""
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        type=Path,
-        help="folder of the tokenizer (default: model folder of a worker on this machine)",
-    )
 
 
 def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
@@ -262,6 +245,16 @@ def _failure(hub_id: str, reason: str) -> CommandFailed:
 PACKAGE: Final = Path(str(files(__name__.partition(".")[0])))
 """The folder `rollbus`. Its links are not resolved: in a checkout its entries link to folders outside of `rollbus`."""
 EXAMPLES_DIR: Final = PACKAGE / "examples"
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    """Replace this process by the worker."""
+    refuse_options(args, ["json"], "here: a worker prints no result; --log-format json has logs as JSON")
+    use_model(args)
+    model = () if args.model is None else ("--model", args.model)
+    own = ["--nats", args.nats, "--fleet", args.fleet, *model, *flags_of(args, add_process_options)]
+    command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
+    os.execve(command[0], command, python_env())
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:

@@ -1,11 +1,15 @@
 """Draws the picture of a run from its record as SVG. This needs matplotlib, which the extra `rl` installs."""
 
+import argparse
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ...bus import RunRecord
+from ...bus import RunRecord, read_record
+from ...schemas.options import pip_install
+from .console import note, print_json, write
+from .exits import CommandFailed, ExitCode
 
 MAX_BINS = 200
 """Most points of a line, so that the picture of a long run stays small."""
@@ -60,3 +64,40 @@ def _updates(times: Numbers, versions: Numbers) -> Numbers:
     order = np.argsort(times, kind="stable")
     newest = np.fmax.accumulate(versions[order]) if len(order) else versions
     return times[order][1:][np.diff(newest) > 0]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the counts and problems of the record, and draw its picture."""
+    if args.svg is not None:
+        _check_drawable()
+    record = read_record(args.directory)
+    lengths, opened_at, ended_at = (record.column(name) for name in ("num_tokens", "opened_at", "ended_at"))
+    seconds = float(ended_at.max() - opened_at.min()) if len(lengths) else 0.0
+    report = {
+        "samples": record.num_samples,
+        "tokens": int(lengths.sum()),
+        "seconds": round(seconds, 3),
+        "scored": int(np.isfinite(record.column("reward")).sum()),
+        "torn_bytes": record.torn_bytes,
+        "problems": record.problems,
+        "svg": None if args.svg is None else str(args.svg),
+    }
+    if args.svg is not None:
+        draw(args.svg, record)
+    if args.json:
+        print_json(report)
+        return ExitCode.OK
+    scored = f", {report['scored']:,} with a reward" if report["scored"] else ""
+    write(f"{record.num_samples:,} samples{scored}; {report['tokens']:,} tokens in {seconds:.1f} s")
+    for problem in record.problems:
+        write(f"problem: {problem}")
+    if args.svg is not None:
+        note(f"rollbus: the picture is in {args.svg}")
+    return ExitCode.OK
+
+
+def _check_drawable() -> None:
+    try:
+        import matplotlib  # noqa: F401 - checks that it is installed
+    except ImportError as exc:
+        raise CommandFailed(f"--svg requires {exc.name}, which is not installed: {pip_install('rl')}") from exc

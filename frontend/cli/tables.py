@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Final, NamedTuple, TypeVar
 
 import numpy as np
+from rich.cells import cell_len
 
 from .console import write
 
@@ -69,8 +70,6 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 def wrapped(text: str, width: int) -> list[str]:
     """Return text in lines of at most `width` columns, broken only between words."""
-    from rich.cells import cell_len
-
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
@@ -106,8 +105,6 @@ class _Table:
 
     def _widest(self, i: int, limit: int | None) -> int:
         """Return the width of a column, without the cells that exceed `limit`; 0 if no cell is left."""
-        from rich.cells import cell_len
-
         cells = [size for row in self._rows if (size := cell_len(row[i])) <= (limit or size)]
         return max([cell_len(self._titles[i]), *cells]) if cells or not self._rows else 0
 
@@ -138,8 +135,6 @@ class _Table:
 
     def _joined(self, cells: Sequence[str]) -> str:
         """Return cells in their columns, numbers on the right."""
-        from rich.cells import cell_len
-
         line = []
         for (i, size), cell in zip(self._widths.items(), cells, strict=True):
             blanks = " " * (size - cell_len(cell))
@@ -147,8 +142,6 @@ class _Table:
         return (" " * GAP).join(line).rstrip()
 
     def _lines(self, row: Sequence[str]) -> Iterator[str]:
-        from rich.cells import cell_len
-
         inside, below = {}, [i for i in self._shown if i not in self._widths]
         for i, size in self._widths.items():
             lines = wrapped(row[i], size) if i == self._shown[-1] else [row[i]]
@@ -167,8 +160,6 @@ class _Table:
 
     def _below(self, row: Sequence[str], below: Sequence[int]) -> Iterator[str]:
         """Yield the texts below a row: each wide cell by itself, and the others together."""
-        from rich.cells import cell_len
-
         pairs = []
         for i in below:
             if not _NOTHING.fullmatch(row[i]):

@@ -4,6 +4,7 @@ The first steps have requests: one answer token by token, then many at once with
 commands: pause and resume, new weights during an answer, a flush, and a killed worker.
 """
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +25,19 @@ from msgspec.structs import replace
 from ... import bus
 from ...bus import GenerateRequest, Generation
 from ...bus.client.client import registry_of
+from ...schemas.options import check_writable
 from ...schemas.presence import RoutedExpertsInfo
 from ...schemas.rows import Rows, expected_rows
 from ..tokenization import Tokenizer, load_tokenizer
 from .console import print_json, program, progress, waiting, write
 from .exits import CommandFailed, ExitCode
+from .generate.inputs import open_input
 from .generate.results import first_error
-from .generate.rows import PromptLine
+from .generate.rows import Defaults, PromptLine, read_prompts
 from .local.display import FleetObserver
-from .local.fleet import TINY_MOE, LocalFleet, make_tiny_moe, run_fleet
+from .local.fleet import TINY_MOE, LocalFleet, check_vllm, default_state_dir, make_tiny_moe, run_fleet
 from .local.processes import RestartRule
+from .options import EXAMPLES_DIR, refuse_options
 from .tables import print_table
 
 NUM_EXPERTS_SHOWN = 3
@@ -532,3 +536,29 @@ def _described(routing: RoutedExpertsInfo) -> str:
 def _short_path(path: Path) -> str:
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+QUESTIONS = EXAMPLES_DIR / "questions.jsonl"
+
+
+def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
+    """Run the tour."""
+    refuse_options(args, ["nats"], "here: this command starts its own server")
+    path: Path = (args.input or QUESTIONS).resolve()
+    if not path.is_file():
+        raise CommandFailed(f"no file {path}; name a file of questions with --input FILE", ExitCode.USAGE)
+    prompts = list(read_prompts(open_input(str(path)), Defaults(sampling={"max_tokens": args.max_tokens})))
+    if not prompts:
+        raise CommandFailed(f"{path} contains no prompts", ExitCode.USAGE)
+    check_vllm()
+    state_dir = args.state_dir or default_state_dir()
+    check_writable("--state-dir", state_dir)
+    tour = Tour(
+        prompts=prompts,
+        source=path,
+        fleet=args.fleet,
+        state_dir=state_dir,
+        as_json=args.json,
+        is_verbose=args.verbose,
+    )
+    return tour.run()

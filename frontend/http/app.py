@@ -27,7 +27,8 @@ from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import server_span
-from .service import Handler, RouteTable, Service, Settings
+from .service import Handler, RouteTable, Service
+from .settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from ... import __version__
-from .service import HttpRoute, RouteTable, Service, Settings
+from .service import HttpRoute, RouteTable, Service
+from .settings import Settings
 
 Key: TypeAlias = tuple[str, str]
 REF: Final = "#/components/schemas/{name}"

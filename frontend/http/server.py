@@ -12,7 +12,7 @@ from ... import bus
 from .app import make_app
 from .edge import EXPENDABLE, KEEP_ALIVE_S, Edge, HttpConnection, OpenConnections, max_connections
 from .openai.parsers import load_parsers
-from .service import Settings
+from .settings import Settings
 from .status import OPEN_ROUTES
 
 STOP_TIMEOUT_S = 5

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 from selenium.webdriver import Chrome
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.page import Page, each, opened

@@ -9,7 +9,7 @@ from selenium.webdriver import Chrome
 import rollbus
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.http.server import listen, serving
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.browser.fleet_view import rows
 from tests.browser.page import Page, opened
 from tests.http.support import http_before

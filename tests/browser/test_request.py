@@ -7,7 +7,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 
 import rollbus
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestRejected
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.page import PHONE, Size, each, opened

@@ -4,7 +4,7 @@ import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.browser.page import Page, opened
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker

@@ -318,9 +318,9 @@ def test_an_unexpected_error_is_reported_in_one_line() -> None:
     code = """
 import sys
 from rollbus.frontend.cli import app
-from rollbus.frontend.cli.commands import status
+from rollbus.frontend.cli.arguments import COMMANDS
 def run(args): raise ExceptionGroup("", [ExceptionGroup("", [ZeroDivisionError("of mine")])])
-status.run = run
+COMMANDS["status"] = COMMANDS["status"]._replace(run=run)
 sys.exit(app.main(["status"]))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from rollbus import FleetState, QueueDepth, RequestList, RequestTrace
 from rollbus.bus.protocol.telemetry.rates import FleetRates
-from rollbus.frontend.cli.commands.doctor import _show
 from rollbus.frontend.cli.console import write
 from rollbus.frontend.cli.control import show_ledger
+from rollbus.frontend.cli.doctor.command import show_findings
 from rollbus.frontend.cli.doctor.host import fail, ok
 from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
 from rollbus.frontend.cli.tour import COLUMNS as EXPERT_COLUMNS
@@ -82,7 +82,7 @@ def show_requests(worker: str, model: str) -> None:
 
 def show_doctor(worker: str, model: str) -> None:
     """Print the table of `doctor`."""
-    _show(
+    show_findings(
         AS_TEXT, [ok("python", "3.11"), fail("fleet", f"{worker} is late", f"stop {worker} of {model}")], is_well=False
     )
 

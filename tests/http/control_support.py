@@ -11,7 +11,7 @@ from unittest import mock
 import httpx
 
 from rollbus import Chunk
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service

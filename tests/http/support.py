@@ -16,7 +16,7 @@ import rollbus
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.server import listen, serving
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.fleet import synthetic_worker

@@ -9,7 +9,7 @@ import pytest
 
 import rollbus
 from rollbus.frontend.http.docs import STYLE
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.status import parallel_config
 from tests.http.control_support import control_http
 from tests.http.openai_support import client_of

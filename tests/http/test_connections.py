@@ -14,7 +14,7 @@ import pytest
 
 from rollbus.frontend.http import edge, server
 from rollbus.frontend.http.edge import EXPENDABLE, MAX_HEAD_BYTES, ConnectionTable, Stage, max_connections
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.cli.support import ENV, command
 from tests.http.support import http_service
 from tests.http.test_metrics import parse

@@ -10,7 +10,8 @@ import pytest
 
 import rollbus
 from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
-from rollbus.frontend.http.service import Service, Settings
+from rollbus.frontend.http.service import Service
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.control_support import control_http

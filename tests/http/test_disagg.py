@@ -12,7 +12,7 @@ import rollbus
 from rollbus.frontend.cli.app import build_parser
 from rollbus.frontend.cli.local.http import serve_http, settings_from_environment
 from rollbus.frontend.http.server import listen
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import CHAT, CONFIG
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before

@@ -13,7 +13,8 @@ import rollbus
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.metrics import Metrics
-from rollbus.frontend.http.service import MIN_AHEAD, FairLine, Settings, Ticket, Turns, room_of
+from rollbus.frontend.http.service import MIN_AHEAD, FairLine, Ticket, Turns, room_of
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.metrics_doc import NoClient
 from tests.http.support import Http, http_before

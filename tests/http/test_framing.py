@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import client_of
 from tests.http.support import http_service
 from tests.http.test_connections import BODY, PATH, connected, rest_of

@@ -17,7 +17,7 @@ from rollbus.frontend.http.body import decode_body
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.generate import GenerateBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
 from tests.http.support import http_service, noted_requests
 

@@ -13,7 +13,7 @@ from rollbus.frontend.http import server
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live import viewers
 from rollbus.frontend.http.live.viewers import Viewer
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.http.live_support import PATH, watching
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker

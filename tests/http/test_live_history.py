@@ -8,7 +8,7 @@ from rollbus.bus.client.times import Durations
 from rollbus.bus.protocol.telemetry.rates import FIELDS
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live.events import QueueWaits
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import watching
 from tests.http.support import http_before, http_service

@@ -15,7 +15,8 @@ import rollbus
 from rollbus.frontend.http import metrics
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.metrics import MAX_VERSIONS, FleetCollector, GenerationTimer, Metrics
-from rollbus.frontend.http.service import Service, Settings
+from rollbus.frontend.http.service import Service
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

@@ -6,7 +6,7 @@ import httpx
 
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker

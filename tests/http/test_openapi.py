@@ -19,7 +19,7 @@ from starlette.routing import Route
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN, make_app
 from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
 from rollbus.frontend.http.docs import document
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before, http_service

@@ -12,7 +12,7 @@ from rollbus.frontend.cli.options import host_name
 from rollbus.frontend.http.access import check_media_type, check_origin
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from tests.http.support import Http, http_service
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.http import tokens as routing_json
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.tokens import rows_json
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking

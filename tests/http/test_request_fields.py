@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollbus.frontend.http import text as loads_module
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import Tokenizer
 from rollbus.schemas.decoding import nearest
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S

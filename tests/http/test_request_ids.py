@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_service
 from tests.support.fleet_states import until_state

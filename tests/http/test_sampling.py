@@ -15,7 +15,7 @@ import rollbus
 from rollbus.frontend.http.generate import SamplingBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody
 from rollbus.frontend.http.sampling import SamplingFields
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.http.small_tokenizers import make_byte_level, save

@@ -2,7 +2,7 @@
 
 import httpx
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from tests.http.support import http_before, http_service
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestRejected
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service

@@ -12,7 +12,7 @@ import pytest
 
 from rollbus.frontend.http.chat import SHORT_TEXT, Chat, encode_chat, encode_text
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import Tokenizer, load_tokenizer
 from rollbus.schemas.errors import InvalidRequest
 from tests.http.small_tokenizers import SPECIAL, byte_level, make_byte_level, save

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollbus.frontend.http import text as loads_module
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.text import TokenizerLoads
 from rollbus.frontend.tokenization import Tokenizer, TokenizerUnavailable
 from tests.cli.support import ENV

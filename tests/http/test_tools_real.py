@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import load_tokenizer
 from tests.http.openai_support import client_of
 from tests.http.support import http_before

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 import rollbus
 from rollbus.bus.nats.connection import subscribe
 from rollbus.frontend.http.requests import given_trace
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.messages import KvTransfer, decode_frame
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker

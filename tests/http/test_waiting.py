@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rollbus.frontend.http.errors import without_paths
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.tokens import ChatAnswer, CompletionAnswer, GenerateAnswer
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ....bus.nats.embedded import find_binary
+from ....schemas.errors import BusBroken
 from ....schemas.options import pip_install
 from ..console import gib
 
@@ -198,9 +200,6 @@ def _shm_bytes() -> int | None:
 
 
 def _nats_server() -> str | None:
-    from ....bus.nats.embedded import find_binary
-    from ....schemas.errors import BusBroken
-
     try:
         binary = find_binary()
         done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False)

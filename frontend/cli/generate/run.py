@@ -13,10 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import msgspec
 from msgspec.structs import replace
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from .... import bus
 from ....bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
@@ -33,10 +38,6 @@ from ..watch.status import warn_of_wait
 from .inputs import Input
 from .results import ResultsFile, error_line, first_error, result_line
 from .rows import Defaults, InputSummary, PromptLine, check_unchanged, parse_prompt
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.live import Live
 
 
 class FirstRun(msgspec.Struct, frozen=True):
@@ -120,9 +121,6 @@ class GenerateBar:
     def __enter__(self) -> Self:
         """Show the bar."""
         if self._is_shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
             console = Console(stderr=True, markup=False, highlight=False)
             self._live = Live(
                 get_renderable=self._line, console=console, refresh_per_second=REFRESH_PER_S, transient=True
@@ -162,12 +160,7 @@ class GenerateBar:
         """Set the number of prompts that ended in this run, and the number of their tokens."""
         self._ended, self._tokens = self._before + ended, tokens
 
-    def _line(self) -> "Group":
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
+    def _line(self) -> Group:
         now = time.monotonic()
         seconds = now - self._since
         if self._what != "generating":

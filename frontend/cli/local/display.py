@@ -15,17 +15,16 @@ from datetime import datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from ....bus.logs import TEXT, TextFormatter, adopted, is_json, write_line
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..console import note
 from .processes import STOP_S
-
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.table import Table
-
 
 MAX_BYTES: Final = 8 * 1024**2
 """Maximum bytes of the file, and of the previous file `NAME.1`. This is days of logs, or an hour with -v."""
@@ -219,9 +218,6 @@ class FleetDisplay(FleetObserver):
     def _show_in_place(self) -> None:
         # Logs and lines that change in place would overwrite each other.
         if self._live is None and sys.stderr.isatty() and not self._shows_logs:
-            from rich.console import Console
-            from rich.live import Live
-
             console = Console(stderr=True, markup=False, highlight=False)
             self._live = Live(get_renderable=self._table, console=console, refresh_per_second=REFRESH_PER_S)
             self._live.start()
@@ -285,9 +281,7 @@ class FleetDisplay(FleetObserver):
         else:
             self._live.console.print(text)
 
-    def _table(self) -> "Table":
-        from rich.table import Table
-
+    def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_column()
         table.add_column()

@@ -1,86 +1,21 @@
 """Runs the HTTP service for commands: its options, its address and its settings from the environment."""
 
 import argparse
+import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from ....schemas.limits import MAX_TIMEOUT_S
-from ....schemas.options import duration, pip_install, positive_int
-from ...http.service import LOOPBACK, Settings
+from .... import bus
+from ....bus import Server
+from ....schemas.options import pip_install
+from ...http.settings import LOOPBACK, Settings
+from ..app import until_signalled
+from ..commands.machine import DEFAULT_ADDRESS
+from ..console import note, print_json
 from ..exits import CommandFailed, ExitCode
-from ..options import add_tokenizer, host_name
-
-if TYPE_CHECKING:
-    from ....bus import Server
-
-
-DEFAULT_ADDRESS = "127.0.0.1:8080"
-
-
-def add_http_options(parser: argparse.ArgumentParser, http: str | None, default: str) -> None:
-    """Add the options of the HTTP service.
-
-    Args:
-        http: default address, for the option's value.
-        default: default address, for its help text.
-    """
-    settings = Settings()
-    parser.add_argument(
-        "--http", metavar="HOST:PORT", default=http, help=f"address of the HTTP service (default: {default})"
-    )
-    parser.add_argument(
-        "--allowed-host",
-        metavar="NAME",
-        type=host_name,
-        action="append",
-        default=[],
-        help="name by which clients reach the HTTP service, such as that of a proxy in front of it; may be repeated "
-        "(default: the host of --http; always: localhost and addresses)",
-    )
-    add_tokenizer(parser)
-    _add_parsers(parser)
-    _add_request_options(parser)
-    parser.add_argument(
-        "--max-in-flight",
-        metavar="N",
-        type=positive_int,
-        default=settings.max_in_flight,
-        help="maximum concurrent HTTP requests for tokens; further requests get status 429 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--client-timeout",
-        metavar="TIME",
-        type=duration,
-        default=settings.client_timeout_s,
-        help="time for a client to send its request, and to read each part of the answer (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--prefill-min-tokens",
-        metavar="N",
-        type=positive_int,
-        default=settings.prefill_min_tokens,
-        help="minimum tokens of a prompt for a prefill worker, if the fleet has prefill workers (default: %(default)s)",
-    )
-
-
-def _add_parsers(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select vLLM's parsers. vLLM has the same names for these options."""
-    parser.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help="vLLM's parser of the model's tool calls, such as hermes or qwen3_coder; vLLM must be installed where the "
-        "HTTP service runs (default: none; requests with tools are rejected)",
-    )
-    parser.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help="vLLM's parser of the model's reasoning, such as qwen3 or deepseek_r1 (default: none; reasoning stays in "
-        "the content)",
-    )
 
 
 def check_parsers(args: argparse.Namespace) -> None:
@@ -97,56 +32,6 @@ def check_parsers(args: argparse.Namespace) -> None:
         load_parsers(args.tool_call_parser, args.reasoning_parser)
     except ParserUnavailable as exc:
         raise CommandFailed(str(exc), ExitCode.USAGE) from exc
-
-
-def _add_request_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that apply to every request."""
-    parser.add_argument(
-        "--default-model",
-        metavar="NAME",
-        help="model or adapter of HTTP requests that name none (default: the only known model; with several, such "
-        "requests are rejected)",
-    )
-    parser.add_argument(
-        "--request-timeout",
-        metavar="TIME",
-        type=request_timeout,
-        default=Settings().timeout_s,
-        help="timeout of requests for tokens without timeout_s and without the header X-Request-Timeout "
-        "(default: %(default)g)",
-    )
-    parser.add_argument(
-        "--max-wait",
-        metavar="TIME",
-        type=request_timeout,
-        default=Settings().max_wait_s,
-        help="how long an HTTP request waits while no worker serves its model and one starts, updates or is "
-        "paused; then the answer is 503 (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--return-tokens",
-        action="store_true",
-        help="return token ids and log probabilities in every answer, even if the request does not ask for them",
-    )
-    parser.add_argument(
-        "--routed-experts-npy",
-        action="store_true",
-        help="return routed experts as vLLM's base64 .npy string in every choice "
-        "(default: as an object, and on OpenAI's routes only on request)",
-    )
-    parser.add_argument(
-        "--trust-traceparent",
-        action="store_true",
-        help="let the flags of a client's traceparent decide whether its request is sampled (default: clear the flags)",
-    )
-
-
-def request_timeout(text: str) -> float:
-    """Parse the timeout of a request."""
-    value = duration(text)
-    if value > MAX_TIMEOUT_S:
-        raise argparse.ArgumentTypeError(f"{text} is above {MAX_TIMEOUT_S:g}")
-    return value
 
 
 def settings_of(args: argparse.Namespace, host: str) -> Settings:
@@ -204,7 +89,6 @@ def bind_address(host: str, port: int) -> socket.socket:
     """
     from ...http.edge import raise_descriptor_limit
     from ...http.server import listen
-    from ..console import note
 
     try:
         listening = listen(host, port)
@@ -229,17 +113,32 @@ def settings_from_environment() -> Settings:
 
 @asynccontextmanager
 async def serve_http(
-    nats: "str | Server", fleet: str, settings: Settings, listening: socket.socket
+    nats: str | Server, fleet: str, settings: Settings, listening: socket.socket
 ) -> AsyncIterator[str]:
     """Run the HTTP service of a fleet on a listening socket while the body runs. Yield its URL.
 
     Raises:
         BusBroken: no NATS server answers.
     """
-    from .... import bus
     from ...http.server import serving
 
     host, port = listening.getsockname()[:2]
     client = bus.connect(nats, fleet=fleet, prefill_min_tokens=settings.prefill_min_tokens, tracing=settings.otel)
     async with client as rb, serving(rb, settings, listening):
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Serve until a signal arrives."""
+    host, port = address(args.http)
+    check_installed()
+    check_parsers(args)
+    settings = settings_of(args, host)
+    with until_signalled(), closing(bind_address(host, port)) as listening:
+        async with serve_http(args.nats, args.fleet, settings, listening) as url:
+            note(f"HTTP: {url}")
+            note(f"Page: {url}/")
+            if args.json:
+                print_json({"http": url})
+            await asyncio.Event().wait()
+    return ExitCode.OK

@@ -4,18 +4,23 @@ The text has a line for each layer and a column for each expert. The character o
 of the choices to an even share. A PNG needs matplotlib, which the extra `rl` installs.
 """
 
+import argparse
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
+from .... import bus
 from ....bus import ExpertAnswers
-from ....bus.protocol.telemetry.experts import Counts, ExpertWindow, PlaneLoad, imbalance
-
-if TYPE_CHECKING:
-    from ....bus.protocol.telemetry.experts import PlaneLoad, VersionLoad
+from ....bus.protocol.telemetry.experts import Counts, ExpertWindow, PlaneLoad, VersionLoad, imbalance
+from ....schemas.options import pip_install
+from ..console import note, print_json, write
+from ..exits import CommandFailed, ExitCode
+from ..options import refuse_options
+from ..tables import print_table, print_text
 
 
 def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
@@ -108,12 +113,12 @@ def _shade(ratio: float) -> str:
     return SHADES[min(max(EVEN + round(math.log2(ratio)), 1), len(SHADES) - 1)]
 
 
-def share_text(plane: "PlaneLoad") -> str:
+def share_text(plane: PlaneLoad) -> str:
     """Return the share of the computed positions whose routed experts were seen, or a dash if it is unknown."""
     return "-" if plane.share_seen is None else f"{plane.share_seen:.0%}"
 
 
-def version_rows(versions: "Sequence[VersionLoad]", top_k: int) -> list[list[str]]:
+def version_rows(versions: Sequence[VersionLoad], top_k: int) -> list[list[str]]:
     """Return the cells of `VERSION_COLUMNS` for each plane with tokens, the highest version first."""
     rows = []
     for version in versions:
@@ -152,3 +157,78 @@ def draw(path: Path, window: ExpertWindow, plane: PlaneLoad, title: str) -> None
     bars.barh(np.arange(num_layers), imbalance(plane.counts, top_k).max_over_mean, color="0.4")
     bars.set(xlabel="max / mean")
     figure.savefig(path, format="png", dpi=100)
+
+
+MAX_NAMED = 8
+"""Maximum number of workers without counts that are listed with their reasons. --json lists all of them."""
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Ask the workers and print their counts."""
+    if args.png is not None:
+        _check_drawable()
+    elif args.json:
+        refuse_options(args, ["plane"], "with --json, which has both")
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        answers = await rb.fleet.experts(
+            args.model,
+            workers=args.only_workers,
+            last_s=None if args.versions else args.last_s,
+            timeout_s=args.timeout_s,
+        )
+    if args.png is not None and answers.window is not None:
+        _draw(args, answers, answers.window)
+    if args.json:
+        print_json(answers_as_json(answers))
+    elif answers.window is not None:
+        _show(args, answers, answers.window)
+    left_out = [f"{worker}: {why}" for worker, why in sorted(answers.left_out.items())]
+    if len(left_out) > MAX_NAMED:
+        left_out[MAX_NAMED:] = [f"and {len(left_out) - MAX_NAMED} more"]
+    if answers.window is None:
+        raise CommandFailed(f"no worker of {answers.model} has counted experts: {'; '.join(left_out)}")
+    if left_out:
+        note(f"rollbus: not counted: {'; '.join(left_out)}")
+        return ExitCode.PARTIAL
+    return ExitCode.OK
+
+
+def _check_drawable() -> None:
+    try:
+        import matplotlib  # noqa: F401 - checks that it is installed
+    except ImportError as exc:
+        raise CommandFailed(f"--png requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
+
+
+def _draw(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> None:
+
+    draw(args.png, window, _chosen_plane(window, args.plane), _title(args, answers, window))
+    note(f"rollbus: the map is in {args.png}")
+
+
+def _show(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> None:
+
+    plane = _chosen_plane(window, args.plane)
+    print_text(_title(args, answers, window))
+    for name, one in (("prompt", window.prompt), ("generated", window.generated)):
+        write(f"{name}: {one.computed:,} tokens computed, {share_text(one)} of them seen")
+    if not plane.seen:
+        write("no routed experts were seen in that time")
+        return
+    if args.versions:
+        print_table(VERSION_COLUMNS, version_rows(window.versions, window.shape.top_k))
+    for line in (*map_lines(plane.counts, window.shape.top_k, shutil.get_terminal_size().columns), LEGEND):
+        write(line)
+
+
+def _chosen_plane(window: ExpertWindow, name: str) -> PlaneLoad:
+    if name == "both":
+        return window.prompt + window.generated
+    return window.prompt if name == "prompt" else window.generated
+
+
+def _title(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> str:
+    what = "all tokens" if args.plane == "both" else f"{args.plane} tokens"
+    when = "of the last versions" if args.versions else f"of {window.seconds:.0f} s"
+    workers = f"{len(window.workers)} of {answers.num_workers} workers"
+    return f"{answers.model}: {what} {when}, {workers}; {window.shape}"

@@ -3,6 +3,7 @@
 Commands that need at least one serving worker find it here.
 """
 
+import argparse
 import asyncio
 import contextlib
 import math
@@ -16,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 from nats.aio.msg import Msg
 
+from .... import bus
 from ....bus import BusBroken, Client, FleetState, InvalidRequest, NoWorkers, QueueDepth
 from ....bus.nats.connection import connected, subscribe
 from ....bus.nats.server import Server
@@ -37,9 +39,10 @@ from ....schemas.control import (
 )
 from ....schemas.presence import Capabilities, WorkerPresence, WorkerState
 from ....schemas.weights import PublishedVersion
+from ..app import run_async
 from ..console import note, print_json, program, size, staging_text, write
 from ..exits import CommandFailed, ExitCode
-from ..options import without_password
+from ..options import START_SOME, no_workers, without_password
 from ..tables import NONE, lay_out
 
 WORKER_COLUMNS = (
@@ -488,3 +491,33 @@ async def fleet_states(rb: Client) -> AsyncIterator[FleetState | BusBroken]:
         except BusBroken as exc:
             yield exc
         await asyncio.sleep(began + INTERVAL_S - time.monotonic())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the fleet's state, once or each second."""
+    if not args.watch:
+        return run_async(_print(args))
+    try:
+        return run_async(_watch(args))
+    except KeyboardInterrupt:
+        return ExitCode.OK
+
+
+async def _print(args: argparse.Namespace) -> int:
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        state = await rb.fleet.state()
+        state = replace(state, queue_problems=await rb.fleet.check_queues() | state.queue_problems)
+    if args.json:
+        print_json(state_as_json(state))
+    elif state.workers:
+        print_state(state)
+    if not state.workers:
+        raise bus.NoWorkers(message="no worker is live")
+    return ExitCode.OK
+
+
+async def _watch(args: argparse.Namespace) -> int:
+
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        await watch_state(rb, nothing=f"{no_workers(args.nats, args.fleet)}; {START_SOME}", as_json=args.json)
+    return ExitCode.OK

@@ -3,6 +3,7 @@
 The terminal shows the alternate screen and gives keys without Enter. The end restores everything.
 """
 
+import argparse
 import asyncio
 import logging
 import math
@@ -23,13 +24,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from .... import bus
 from ....bus import BusBroken, Client, FleetState, QueueDepth
 from ....bus.client.client import FleetWatch, watch_fleet
 from ....bus.protocol.telemetry.rates import FleetRates
 from ....schemas.control import DesiredState
 from ....schemas.errors import RollbusError
-from ..console import write
-from .top import Key, KeyReader, Screen, TopOptions, TopView, draw, folded, press
+from ..console import print_json, write
+from ..exits import ExitCode
+from ..options import refuse_options
+from .top import Key, KeyReader, Screen, TopOptions, TopView, draw, folded, press, print_top, top_as_json
 
 FIRST_READ_S: Final = 0.5
 """Seconds for NATS to answer before the first display. A healthy server answers in milliseconds."""
@@ -390,3 +394,22 @@ def draw_page(lines: Sequence[str], options: TopOptions, width: int, height: int
     page = pieces[first : first + room]
     blank = [Text()] * (room - len(page))
     return Text("\n").join([*page, *blank, keys][:height]), TopOptions(first=first), room
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Show the fleet until the user quits, or print it once."""
+    if args.once or args.json:
+        refuse_options(args, ["interval"], "with --once or --json")
+    options = TopOptions(sort=args.sort, model=args.model)
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        if is_capable() and not (args.once or args.json):
+            await run_top(rb, options, args.interval)
+            return ExitCode.OK
+        view = await read_view(rb)
+    if args.json:
+        print_json(top_as_json(view, options))
+    elif view.state.workers:
+        print_top(view, options)
+    if not view.state.workers:
+        raise bus.NoWorkers(message="no worker is live")
+    return ExitCode.OK

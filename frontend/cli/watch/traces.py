@@ -4,7 +4,9 @@ A history has two lines for each attempt, and a line for each event. In a termin
 request of the list.
 """
 
+import argparse
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.text import Text
 
+from .... import bus
 from ....bus import Client
 from ....bus.protocol.telemetry.requests import (
     Phases,
@@ -26,9 +29,11 @@ from ....bus.protocol.telemetry.requests import (
 )
 from ....schemas.errors import RollbusError
 from ....schemas.telemetry import RequestKind, TimelineEvent
-from ...command_json import RequestQuery
+from ...command_json import RequestQuery, answer_of, find_timelines, unknown_request
+from ..console import print_json, write
+from ..exits import CommandFailed, ExitCode
 from ..tables import NONE, TableLines, lay_out, printable, wrapped
-from .terminal import Events, FullScreen, draw_page, held_logs
+from .terminal import Events, FullScreen, draw_page, held_logs, is_capable
 from .top import Key, TopOptions, press
 
 ATTEMPTS = ("attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end")
@@ -358,3 +363,33 @@ async def _read(rb: Client, browser: Browser) -> None:
         browser.problem = ""
     except RollbusError as exc:
         browser.problem = str(exc)
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Ask the workers and print the history."""
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        trace = await find_timelines(rb.fleet, args.request_id, model=args.model, timeout_s=args.timeout_s)
+    if not trace.timelines:
+        raise CommandFailed(unknown_request(trace), ExitCode.FAILED if trace.workers_answered else ExitCode.TIMEOUT)
+    if args.json:
+        print_json(answer_of(trace))
+    else:
+        write("\n".join(trace_lines(trace, shutil.get_terminal_size().columns)))
+    return ExitCode.PARTIAL if trace.silent else ExitCode.OK
+
+
+async def run_list(args: argparse.Namespace) -> int:
+    """Show the list until the user quits, or print it once."""
+    query = RequestQuery(args.show, args.client, args.model, args.only_workers, args.limit)
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        if is_capable() and not (args.once or args.json):
+            await browse(rb, query)
+            return ExitCode.OK
+        found = await query.read(rb.fleet)
+    if args.json:
+        print_json(list_as_json(args.show, found))
+    else:
+        width = shutil.get_terminal_size().columns
+        lines = list_notes(args.show, found, width)
+        write("\n".join([*lines, "", *list_table(found, width).lines] if found.timelines else lines))
+    return ExitCode.PARTIAL if found.silent else ExitCode.OK

@@ -1,19 +1,26 @@
 """Finds what keeps requests from making tokens, from the state of a fleet and the requests in flight. No I/O."""
 
+import argparse
 import shlex
+import shutil
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
+from .... import bus
 from ....bus import FleetState, RequestList
 from ....bus.protocol.fleet.authority import open_transfers, recorded_stops
 from ....bus.protocol.fleet.desired import why_behind
 from ....bus.protocol.fleet.presence import slots_of
 from ....schemas.control import DesiredState
+from ....schemas.errors import ControlCode, ControlError, NoWorkers
 from ....schemas.presence import WorkerState
-from ..options import check_known_model
+from ..console import print_json, write
+from ..exits import CommandFailed, ExitCode
+from ..options import START_SOME, check_known_model, no_workers
 from ..tables import wrapped
 from .traces import id_of, state_of
 
@@ -131,3 +138,50 @@ def _requests(running: RequestList) -> Iterator[Cause]:
             cause = f"no token ({state_of(timeline)} at {timeline.worker})"
             trace = f"rollbus trace {shlex.quote(id_of(timeline))}"
             yield Cause(cause, id_of(timeline), timeline.progress.idle_s, timeline.client, trace)
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Read the fleet and print the causes."""
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        state = await rb.fleet.state()
+        running, unknown = None, ""
+        if args.model is not None and state.workers:
+            state = of_model(state, args.model)
+        try:
+            if state.workers or args.model is None:
+                workers = None if args.model is None else [each.worker for each in state.workers]
+                running = await rb.fleet.requests(model=args.model, workers=workers)
+        except NoWorkers as exc:
+            unknown = str(exc)
+        except ControlError as exc:
+            if exc.code is not ControlCode.NOT_ALLOWED:
+                raise
+            unknown = f"requests are not shown: {exc}"
+    causes = find_causes(state, running, time.time())
+    if args.json:
+        print_json({"fleet": args.fleet, "causes": [asdict(cause) for cause in causes], "unknown": unknown})
+    else:
+        width = shutil.get_terminal_size().columns
+        lines = [*_summary(state, running, is_blocked=bool(causes)), *([unknown] if unknown and state.workers else [])]
+        parts = [part for line in lines for part in wrapped(line, width)]
+        write("\n".join([*parts, *([""] if causes else []), *cause_lines(causes, width)]))
+    if not state.workers:
+        if args.model is None:
+            raise NoWorkers(message="no worker is live")
+        where = f"{no_workers(args.nats, args.fleet)} for model {args.model}"
+        raise CommandFailed(f"{where}; {START_SOME}", ExitCode.NO_WORKERS)
+    return ExitCode.OK
+
+
+def _summary(state: FleetState, running: RequestList | None, *, is_blocked: bool) -> list[str]:
+    serving = sum(worker.state == "serving" for worker in state.workers)
+    in_flight, waiting = sum(worker.in_flight for worker in state.workers), sum(depth.waiting for depth in state.queues)
+    requests = "1 request" if in_flight == 1 else f"{in_flight:,} requests"
+    line = f"{serving} of {len(state.workers)} workers serve; {requests} in flight, {waiting:,} wait"
+    if is_blocked or not state.workers:
+        return [line]
+    idle_s = (
+        max((each.progress.idle_s for each in running.timelines if each.progress), default=None) if running else None
+    )
+    tokens = "" if idle_s is None else f" Each request has made a token in the last {idle_s:.1f} s."
+    return [line, f"Nothing stops them.{tokens} If a step is slow: rollbus requests slowest"]

@@ -18,7 +18,7 @@ from ..chat import Chat, encode_chat, encode_text
 from ..errors import invalid, unsupported
 from ..requests import RequestTarget
 from ..sampling import bus_sampling, check_stream_options, sampling_names
-from ..service import Settings
+from ..settings import Settings
 from ..text import stop_strings
 from ..tokens import RowsJson, Scored, Scores, rows_json
 from .body import ChatBody, CommonBody, CompletionBody, NvExt

@@ -1,79 +1,29 @@
-"""Manage the users of a NATS server with their roles and permissions.
-
-`rollbus auth init --dir DIR --trainer alice --worker w0` creates a key for each user and a configuration for
-nats-server. Each key is in a file that only its owner can read. The server then accepts only these users. Run `init`
-again to add users; existing keys stay. `rollbus auth remove` removes users. Both commands take effect after the server
-reloads its configuration: `nats-server --signal reload`.
-
-Commands, desired states and uploads are signed. `init` creates the root key of the fleet, DIR/<fleet>/root.seed. The
-root key certifies which user may sign which data. No running program needs it. `rollbus auth certify --dir DIR FILE...`
-renews the certificates in credentials files that were moved out of DIR.
-
-A program connects as a user with `--creds FILE` or $ROLLBUS_CREDS. Each trainer, worker and frontend needs its own
-user, because the user's name is part of its subjects.
-"""
+"""`rollbus auth`: the users of a NATS server, their files and certificates."""
 
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..exits import CommandFailed, ExitCode
-from ..options import refuse_options
-
-if TYPE_CHECKING:
-    from ....bus.auth.users import UserFile, WantedUser
-
-
-HELP = "users of a NATS server: keys and permissions"
-EXAMPLES = (
-    "rollbus auth init --dir auth --trainer alice --worker w0",
-    "rollbus auth init --dir auth --publisher bob:my-model",
-    "rollbus auth remove --dir auth --trainer alice",
+from ...bus.auth.credentials import DEFAULT_FLEET, Role, Tls
+from ...bus.auth.users import (
+    CONFIG_FILE,
+    SERVER_FILE,
+    UserFile,
+    WantedUser,
+    certify,
+    ensure_users,
+    remove_user,
+    write_server_config,
 )
-READS_NO_CREDENTIALS = True
+from .commands.machine import DEFAULT_LISTEN, ROLES, SINGLE
+from .console import print_json, program, write
+from .exits import CommandFailed, ExitCode
+from .options import refuse_options
+from .tables import print_table
 
-DEFAULT_LISTEN = "127.0.0.1:4222"
-SINGLE = ("admin", "frontend", "viewer")
-"""Roles for which `init` creates one user by default, with the name of the role."""
 SETTINGS = {"listen": "listen", "server_cert": "cert_file", "server_key": "key_file", "client_ca": "ca_file"}
 """The name in the server's configuration, by option."""
-ROLES = ("trainer", "worker", *SINGLE)
-"""Roles of users that have only a name; publishers also have models."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument(
-        "action", choices=("init", "remove", "certify"), help="create or add users; remove users; renew certificates"
-    )
-    parser.add_argument(
-        "files", metavar="FILE", type=Path, nargs="*", help="credentials files (for the action certify)"
-    )
-    parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="folder of the users")
-    group = parser.add_argument_group("users; each option may be repeated")
-    for role in ROLES:
-        default = f" (init always creates one with the name {role})" if role in SINGLE else ""
-        text = f"name of a user with the role {role}{default}"
-        group.add_argument(f"--{role}", metavar="NAME", action="append", default=[], help=text)
-    group.add_argument(
-        "--publisher",
-        metavar="NAME:MODEL",
-        action="append",
-        default=[],
-        help="trainer that may also replace the weights of MODEL; repeat for more models (for remove, only NAME)",
-    )
-    group = parser.add_argument_group("configuration of the server, which init creates and never changes")
-    group.add_argument("--listen", metavar="HOST:PORT", help=f"address of the server (default: {DEFAULT_LISTEN})")
-    group.add_argument("--server-cert", metavar="FILE", default="", help="certificate for TLS (default: no TLS)")
-    group.add_argument("--server-key", metavar="FILE", default="", help="key of the TLS certificate (default: no TLS)")
-    group.add_argument(
-        "--client-ca",
-        metavar="FILE",
-        default="",
-        help="CA that must have signed the certificates of clients (default: none)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return _init(args, users, models) if args.action == "init" else _remove(args, users)
 
 
-def _users_of(args: argparse.Namespace) -> Iterator["WantedUser"]:
-    from ....bus.auth.credentials import DEFAULT_FLEET, Role
+def _users_of(args: argparse.Namespace) -> Iterator[WantedUser]:
 
     fleet = args.fleet or DEFAULT_FLEET
     for role in ROLES:
@@ -103,10 +52,8 @@ def _users_of(args: argparse.Namespace) -> Iterator["WantedUser"]:
         yield from ((fleet, Role(role), name) for name in names)
 
 
-def _models_of(args: argparse.Namespace) -> "dict[WantedUser, tuple[str, ...]]":
+def _models_of(args: argparse.Namespace) -> dict[WantedUser, tuple[str, ...]]:
     """Return the publishers, each with its models."""
-    from ....bus.auth.credentials import DEFAULT_FLEET, Role
-
     found: dict[WantedUser, tuple[str, ...]] = {}
     for text in args.publisher:
         name, _, model = text.partition(":")
@@ -115,12 +62,7 @@ def _models_of(args: argparse.Namespace) -> "dict[WantedUser, tuple[str, ...]]":
     return found
 
 
-def _init(
-    args: argparse.Namespace, users: "tuple[WantedUser, ...]", models: "dict[WantedUser, tuple[str, ...]]"
-) -> int:
-    from ....bus.auth.credentials import Tls
-    from ....bus.auth.users import CONFIG_FILE, SERVER_FILE, ensure_users, write_server_config
-    from ..console import print_json
+def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[WantedUser, tuple[str, ...]]) -> int:
 
     if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
         raise CommandFailed(
@@ -176,8 +118,6 @@ def _options(names: Iterable[str]) -> str:
 
 
 def _certify(args: argparse.Namespace) -> int:
-    from ....bus.auth.users import certify
-    from ..console import print_json, write
 
     users = [certify(args.dir, path) for path in args.files]
     if args.json:
@@ -189,9 +129,7 @@ def _certify(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _remove(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
-    from ....bus.auth.users import remove_user
-    from ..console import print_json, write
+def _remove(args: argparse.Namespace, users: tuple[WantedUser, ...]) -> int:
 
     if not users:
         raise CommandFailed("remove requires users, for example --trainer NAME", ExitCode.USAGE)
@@ -206,15 +144,12 @@ def _remove(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
     return ExitCode.OK
 
 
-def _as_json(entry: "UserFile") -> dict[str, object]:
+def _as_json(entry: UserFile) -> dict[str, object]:
     user = entry.user
     return {"role": user.role, "name": user.name, "fleet": user.fleet, "creds": str(entry.path), "new": entry.is_new}
 
 
-def _show(server: Path, entries: "tuple[UserFile, ...]", *, has_cluster: bool) -> None:
-    from ....bus.auth.users import CONFIG_FILE
-    from ..console import program, write
-    from ..tables import print_table
+def _show(server: Path, entries: tuple[UserFile, ...], *, has_cluster: bool) -> None:
 
     rows = [
         (entry.user.role, entry.user.name, entry.user.fleet, "new" if entry.is_new else "as before", str(entry.path))

@@ -1,9 +1,4 @@
-"""Write a commented file of settings for `rollbus up --config`.
-
-The file has every option of `rollbus up`, with its help and its default. --systemd also writes a unit that runs the
-fleet, and --env a file of environment variables with new tokens for the HTTP service. The unit reads that file, and so
-does `docker compose`. Existing files are not overwritten.
-"""
+"""`rollbus init`: a commented file of settings for `rollbus up`, a unit of systemd and a file of variables."""
 
 import argparse
 import secrets
@@ -12,14 +7,12 @@ import sys
 from pathlib import Path
 
 from ....schemas.options import check_writable
+from ..app import CliParser, common_options
+from ..arguments import COMMANDS, add_options
+from ..console import write
 from ..exits import CommandFailed, ExitCode
 from ..options import config_template
 
-HELP = "write a file of settings for `rollbus up`"
-EXAMPLES = (
-    "rollbus init",
-    "rollbus init fleet.toml --systemd fleet.service --env fleet.env",
-)
 UNIT = """\
 # Copy this file to /etc/systemd/system, then run: systemctl enable --now {name}
 [Unit]
@@ -47,28 +40,10 @@ ROLLBUS_ADMIN_TOKEN={admin}
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        type=Path,
-        nargs="?",
-        default=Path("fleet.toml"),
-        help="file to write (default: fleet.toml)",
-    )
-    parser.add_argument("--systemd", metavar="FILE", type=Path, help="also write a unit of systemd (default: none)")
-    parser.add_argument("--env", metavar="FILE", type=Path, help="also write a file of variables (default: none)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Write the files."""
-    from ..app import CliParser, common_options
-    from ..console import write
-    from . import up
-
     options = CliParser(add_help=False)
-    up.add_arguments(options)
+    add_options(options, COMMANDS["up"].options)
     config, env = args.file.absolute(), (args.env or args.file.with_suffix(".env")).absolute()
     files = {args.file: config_template((common_options(), options), args.file.name)}
     if args.systemd is not None:

@@ -1,21 +1,4 @@
-"""Run everything on this machine until Ctrl-C: a NATS server, workers and the HTTP service.
-
-Without --model, the workers serve a tiny mixture-of-experts model that the command creates. The NATS server listens at
---nats. The default is port 4222, or a free port if that port is in use. The HTTP service listens at --http. The default
-is port 8080, or a free port. The service reads bearer tokens from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN.
-
-stderr shows the state and the start time in seconds of each worker: starting (the process runs), loading (the engine
-loads) or serving. On a terminal, logs go to a file that the command names at the start; with -v also to stderr. If
-stderr is not a terminal, or with --log-format json, logs go to stderr and there is no file.
-
-With --secure, the server accepts only users with credentials. Each user has the permissions of its role. The command
-creates the users of workers, HTTP service and other roles in --auth-dir, and uses them again in the next run.
-
-If a worker exits unexpectedly, the command restarts it after 1 s, then 2, 4 ... 60 s, up to five times in ten minutes.
-After that the worker is not restarted, and the other workers continue. A worker is also not restarted if it exited on
-request, got a wrong option, or its id is in use. If the last worker or the NATS server exits, the command stops
-everything and exits with 1.
-"""
+"""`rollbus up`: NATS, workers and the HTTP service on this machine, until a signal."""
 
 import argparse
 import asyncio
@@ -27,94 +10,36 @@ from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ....schemas.options import (
-    add_engine_options,
-    check_start,
-    check_writable,
-    is_hub_id,
-    non_negative_int,
-    positive_int,
-)
+from ....bus.logs import LOG_VARIABLE
+from ....schemas.options import check_start, check_writable, is_hub_id
+from ..app import run_async, until_signalled
+from ..commands.machine import DEFAULT_ADDRESS
+from ..console import note, print_json, program, waiting, write
 from ..exits import CommandFailed, ExitCode
-from ..local.http import (
-    DEFAULT_ADDRESS,
-    add_http_options,
-    address,
-    bind_address,
-    check_installed,
-    check_parsers,
-    serve_http,
-    settings_of,
-)
 from ..options import use_model, without_password, worker_flags
-
-if TYPE_CHECKING:
-    from ..local.display import LogFile
-    from ..local.fleet import LocalFleet
-
-
-HELP = "run NATS, workers and the HTTP service on this machine"
-EXAMPLES = (
-    "rollbus up",
-    "rollbus up --engine synthetic --workers 4",
-    "rollbus up --model Qwen/Qwen3-0.6B --workers 2 --engine-args '{\"max_model_len\": 8192}'",
-    "rollbus up --secure --auth-dir auth",
+from .display import FleetDisplay, LogFile
+from .fleet import (
+    TINY_MOE,
+    LocalFleet,
+    check_vllm,
+    default_state_dir,
+    divide_gpus,
+    local_users,
+    make_tiny_moe,
+    run_fleet,
+    worker_names,
 )
+from .http import address, bind_address, check_installed, check_parsers, serve_http, settings_of
+from .processes import RestartRule
 
 DEFAULT_PORT = 4222
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="settings as TOML, in which each key is an option; `rollbus init` writes one (default: none)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR|ID",
-        help="folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B (default: a tiny MoE)",
-    )
-    parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="number of workers (default: 1)")
-    parser.add_argument(
-        "--prefill-workers",
-        metavar="N",
-        type=non_negative_int,
-        default=0,
-        help="number of prefill workers, which compute prompts for decode workers; they share KV through a temporary "
-        "folder, or as set by --kv-transfer-config (default: 0)",
-    )
-    parser.add_argument(
-        "--gpus-per-worker",
-        metavar="K",
-        type=non_negative_int,
-        help="number of GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)",
-    )
-    add_http_options(parser, None, f"{DEFAULT_ADDRESS}, or a free port if that port is in use")
-    add_engine_options(parser)
-    parser.add_argument(
-        "--state-dir", metavar="DIR", type=Path, help="folder of the tiny MoE (default: ~/.cache/rollbus)"
-    )
-    parser.add_argument("--secure", action="store_true", help="accept only connections with credentials")
-    parser.add_argument(
-        "--auth-dir",
-        metavar="DIR",
-        type=Path,
-        help="folder of the credentials (default: the folder auth in --state-dir)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Run until a signal arrives."""
-    from ..app import run_async
-    from ..local.fleet import check_vllm, default_state_dir, divide_gpus, worker_names
-
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
         raise CommandFailed("--auth-dir requires --secure", ExitCode.USAGE)
@@ -151,8 +76,6 @@ def through_folder(folder: str) -> str:
 
 def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
     """Return the socket of the HTTP service, or None if its packages are not installed and --http is not set."""
-    from ..console import note
-
     try:
         check_installed()
     except CommandFailed as exc:
@@ -177,11 +100,6 @@ async def _up(
     listening: socket.socket | None,
     worker_env: Mapping[str, Mapping[str, str]],
 ) -> int:
-    from ....bus.logs import LOG_VARIABLE
-    from ..app import until_signalled
-    from ..console import note
-    from ..local.display import FleetDisplay
-    from ..local.fleet import run_fleet, worker_names
 
     names = worker_names(args.workers + args.prefill_workers)
     with ExitStack() as stack:
@@ -209,15 +127,11 @@ async def _up(
     return ExitCode.OK
 
 
-def _log_file(args: argparse.Namespace, stack: ExitStack) -> "tuple[LogFile | None, bool]":
+def _log_file(args: argparse.Namespace, stack: ExitStack) -> tuple[LogFile | None, bool]:
     """Return the log file, and True if logs go to stderr.
 
     On a terminal, logs go to a file. A program that reads stderr gets the logs there, and there is no file.
     """
-    from ..console import note
-    from ..local.display import LogFile
-    from ..local.fleet import default_state_dir
-
     if args.log_format == "json" or not sys.stderr.isatty():
         return None, True
     try:
@@ -229,10 +143,7 @@ def _log_file(args: argparse.Namespace, stack: ExitStack) -> "tuple[LogFile | No
     return log, args.verbose
 
 
-async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
-    from ..console import note, waiting
-    from ..local.fleet import TINY_MOE, LocalFleet, default_state_dir, local_users, make_tiny_moe, worker_names
-    from ..local.processes import RestartRule
+async def _prepare(args: argparse.Namespace, port: int) -> LocalFleet:
 
     users = None
     if args.secure:
@@ -261,8 +172,7 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     )
 
 
-def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str | None) -> None:
-    from ..console import print_json, program, write
+def _announce(args: argparse.Namespace, fleet: LocalFleet, url: str, http: str | None) -> None:
 
     if args.json:
         print_json({"nats": url, "http": http, "workers": fleet.worker_ids})
@@ -280,7 +190,7 @@ def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str
     write("Ctrl-C stops everything.")
 
 
-def _as_user(fleet: "LocalFleet", role: str) -> str:
+def _as_user(fleet: LocalFleet, role: str) -> str:
     """Return the options with which another command connects as a user of the fleet."""
     if fleet.users is not None:
         return f" --creds {fleet.users.others[role]}"
@@ -297,8 +207,6 @@ def nats_port(url: str, *, is_named: bool) -> int:
     Raises:
         CommandFailed: the address is not on this machine, or its port is in use.
     """
-    from ..console import note
-
     shown = without_password(url)
     parts = urlsplit(url if "://" in url else f"nats://{url}")
     try:

@@ -1,17 +1,4 @@
-"""Generate a result for every prompt of a data set and write the results to a file.
-
-The input is JSONL (a file, or - for stdin), parquet, or a data set of Hugging Face by name or directory. A row holds
-"prompt" (text, token ids or messages), "prompt_token_ids" or "messages"; --prompt-field names another field. Lines of
-OpenAI's batch API work too. A row may set any field of SamplingParams ("max_tokens", "temperature", "seed", ...) and
-GenerateRequest. The options below set the fields that a row does not set. A row with any other field is data: it stands
-under "row" in its result, and known options in it need --row-options.
-
-The output is JSONL, or parquet if its name ends with .parquet. It has one object for each prompt, in the order in which
-the prompts end. "index" is the position of the prompt in the input, counted from 0. The command checks the input (of a
-stream the first 1,000 rows) before it sends the first request. The object of a prompt that fails has an "error", and
-the command exits with 1. Run the same command again to continue after an interruption, or to retry failed prompts.
-Without a model, the model that answered the first prompt answers all.
-"""
+"""`rollbus generate`: checks the files, runs the requests and prints a report."""
 
 import argparse
 import os
@@ -20,27 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....schemas.errors import is_disk_full
-from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT
-from ....schemas.options import check_writable, duration, non_negative_int, positive_int
-from ..console import size
+from ....schemas.options import check_writable
+from ..app import run_async
+from ..console import note, print_json, size, write
 from ..exits import CommandFailed, ExitCode, cause_of
-from ..options import add_tokenizer
-
-if TYPE_CHECKING:
-    from ..generate.results import ResultsFile
-    from ..generate.run import GenerateRun
-
-
-HELP = "generate results for the prompts of a file or data set"
-EXAMPLES = (
-    "echo '{\"prompt_token_ids\": [1, 2, 3]}' > prompts.jsonl",
-    "rollbus generate --input prompts.jsonl --output results.jsonl --max-tokens 32",
-    "rollbus generate --input prompts.jsonl --output four.jsonl -n 4 --temperature 0.8 --routed-experts npz",
-    "rollbus generate --input openai/gsm8k --subset main --split test --prompt-field question --output gsm8k.parquet",
-)
+from .inputs import open_input
+from .results import ResultsFile, open_results, parquet_results
+from .rows import Defaults, check_input
+from .run import FirstRun, GenerateBar, GenerateRun, read_first_run, write_first_run
 
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n")
 READ_OPTIONS = ("input", "subset", "split", "prompt_field", "row_options", "messages")
@@ -49,71 +26,8 @@ MIN_RESULT_BYTES = 400
 """Bytes of the shortest result."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument(
-        "--input",
-        metavar="FILE",
-        required=True,
-        help="JSONL or parquet file, -, directory of a data set, or its name on the Hugging Face Hub",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, required=True, help="file of results: JSONL, or .parquet"
-    )
-    parser.add_argument("--subset", metavar="NAME", help="subset of the data set (default: its only one)")
-    parser.add_argument("--split", metavar="NAME", help="split of the data set (default: its only one)")
-    parser.add_argument(
-        "--stream", action="store_true", help="read a data set of the Hub row by row, without a copy on this machine"
-    )
-    parser.add_argument("--prompt-field", metavar="NAME", help="field of the prompt (default: the one that a row has)")
-    parser.add_argument(
-        "--row-options",
-        choices=("read", "keep"),
-        help="known options in a row of data: use them, or keep them as data (default: they are an error)",
-    )
-    parser.add_argument(
-        "--messages",
-        choices=("drop-last", "continue"),
-        help="messages that end with the assistant: drop this turn or continue it (default: they are an error)",
-    )
-    parser.add_argument("--with-prompt", action="store_true", help="add the prompts and their token ids to the results")
-    parser.add_argument(
-        "--routed-experts",
-        choices=("inline", "npz", "none"),
-        default="inline",
-        help="routed experts: base64 in each line, arrays in an .npz beside the output, or none (default: %(default)s)",
-    )
-    add_tokenizer(parser)
-    parser.add_argument(
-        "--max-in-flight",
-        metavar="N",
-        type=positive_int,
-        default=DEFAULT_MAX_IN_FLIGHT,
-        help="maximum number of requests in flight (default: %(default)s)",
-    )
-    parser.add_argument("--record", metavar="DIR", type=Path, help="directory for a record of the run (default: none)")
-    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
-    parser.add_argument("--max-tokens", metavar="N", type=positive_int, help="maximum tokens per sample (default: 16)")
-    parser.add_argument("--temperature", metavar="T", type=float, help="temperature, 0 (greedy) to 2 (default: 1)")
-    parser.add_argument("--top-p", metavar="P", type=float, help="nucleus sampling, above 0 up to 1 (default: 1)")
-    parser.add_argument(
-        "--top-k", metavar="K", type=int, help="number of most likely tokens to sample from; 0: all (default: 0)"
-    )
-    parser.add_argument("--seed", metavar="N", type=non_negative_int, help="seed of every prompt (default: none)")
-    parser.add_argument("-n", metavar="N", type=positive_int, help="samples per prompt (default: 1)")
-    parser.add_argument(
-        "--timeout-s", metavar="TIME", type=duration, help="timeout of each request in seconds (default: 3600)"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Check the files, generate, and print a report."""
-    from ..app import run_async
-    from ..console import note, print_json, write
-    from ..generate.inputs import open_input
-    from ..generate.rows import Defaults, check_input
-    from ..generate.run import FirstRun, GenerateBar, GenerateRun, read_first_run, write_first_run
-
     rows_path = _check_paths(args)
     fields, sampling = _default_fields(args)
     defaults = Defaults(fields, sampling, args.prompt_field, args.row_options, args.messages)
@@ -194,10 +108,8 @@ def _check_paths(args: argparse.Namespace) -> Path | None:
 
 
 @contextmanager
-def _open_output(path: Path, rows_path: Path | None) -> "Iterator[ResultsFile]":
+def _open_output(path: Path, rows_path: Path | None) -> Iterator[ResultsFile]:
     """Open the results as lines of JSON, which become parquet at the end if the name says so."""
-    from ..generate.results import open_results, parquet_results
-
     if path.suffix != ".parquet":
         with open_results(path, rows_path) as results:
             yield results
@@ -221,7 +133,7 @@ def _check_disk(output: Path, num_prompts: int) -> None:
 
 
 @contextmanager
-def _full_disk_as_failure(output: Path, runs: "Sequence[GenerateRun]") -> Iterator[None]:
+def _full_disk_as_failure(output: Path, runs: Sequence[GenerateRun]) -> Iterator[None]:
     """Turn the error of a full disk into one that names the file and the bytes that the other results need.
 
     Raises:
