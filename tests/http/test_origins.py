@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from rollbus.frontend.cli.options import host_name
+from rollbus.frontend.cli.commands.machine import host_name
 from rollbus.frontend.http.access import check_media_type, check_origin
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.errors import HttpError
