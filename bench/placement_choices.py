@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from bench.placement_engine import Job
+from bench.placement_sim import Job
 from bench.placement_traces import Conversation
 from rollbus.bus.protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
 from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous

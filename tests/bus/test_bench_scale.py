@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.report import shown_argument
+from bench.scale import Side, Used, of_fleet, started_fleet, work
 from bench.scale import Work as Done
-from bench.scale import of_fleet, work
-from bench.scale_fleet import Side, Used, started_fleet
 from bench.scale_paper import DOC, MODELS, RESULTS, frame_bytes, with_tables
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 

@@ -1,7 +1,7 @@
 """A publisher in a separate process that faults may kill or stop: `python -m tests.chaos.publisher URL NAME FOLDER`.
 
-It reads lines `VERSION FOLDER HOW` on stdin, as `bench.ways` does, publishes the checkpoint of that folder, and answers
-with the outcome. `HOW` is one of these:
+It reads lines `VERSION FOLDER HOW` on stdin, as `bench.processes` does, publishes the checkpoint of that folder, and
+answers with the outcome. `HOW` is one of these:
 
 - `update`: workers switch to the version.
 - `store`: the version is only stored.
@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 import rollbus
-from bench.ways import answer
+from bench.processes import answer
 from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.objects.catalog import list_prefix

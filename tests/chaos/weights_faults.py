@@ -16,7 +16,7 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from bench.ways import Way, running
+from bench.processes import Way, running
 from rollbus.bus.control.controller import OnAck
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.connection import subscribe
