@@ -7,7 +7,7 @@ command is imported when the command runs.
 import argparse
 import importlib
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +29,7 @@ TYPES: Final[dict[object, Callable[[str], object]]] = {
 """The type of a value, by its placeholder in the help. Values with other placeholders are texts."""
 
 
-def arg(name: str, value: str | Sequence[str] | None, text: str, **settings: Any) -> Option:
+def arg(name: str, value: str | Collection[str] | None, text: str, **settings: Any) -> Option:
     """Return an argument or an option with a value.
 
     Args:

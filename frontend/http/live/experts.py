@@ -7,8 +7,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 
 from .... import bus
-from ....bus.protocol.telemetry.experts import ExpertAnswers, ExpertWindow, PlaneLoad, imbalance
+from ....bus.protocol.telemetry.experts import ExpertAnswers, PlaneLoad, imbalance
 from ....schemas.errors import RollbusError
 from .events import EXPERTS, encode_event
 from .viewers import Viewer, contained
@@ -30,59 +29,23 @@ MAX_COUNT: Final = 2**32 - 1
 class PlaneEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Load from prompt positions, or from generated tokens."""
 
-    counts: str | None = None
-    """Base64 of <u4[num_layers, num_experts]; absent from `versions`."""
-    computed: int = msgspec.field()
+    counts: str
+    """Base64 of <u4[num_layers, num_experts]."""
+    computed: int
     """Number of positions that engines computed."""
-    seen: int = msgspec.field()
+    seen: int
     """Number of these positions that were counted."""
-    max_over_mean: list[float] = msgspec.field()
+    max_over_mean: list[float]
     """By layer: the load of the busiest expert divided by the mean load. 1 means even."""
-    entropy: list[float] = msgspec.field()
+    entropy: list[float]
     """Entropy by layer. 1 means even."""
-    unused: list[int] = msgspec.field()
+    unused: list[int]
     """By layer: number of experts that were never chosen."""
     kept: str | None = None
     """The last minute has no tokens, so these are earlier counts: `minute`, of the minute until `counted_at`, or
     `version`, all of the newest weight version since the workers started. Absent: the counts are of the last minute."""
     counted_at: float | None = None
     """With `kept`: Unix time of the last counted minute; absent if unknown."""
-
-
-class VersionEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """All counts of one weight version."""
-
-    weight_version: int
-    seconds: float | None = None
-    """Always null: unknown."""
-    prompt: PlaneEvent
-    generated: PlaneEvent
-
-
-class PlanePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of all layers with a router, of one plane."""
-
-    max_over_mean: float
-    """Mean over the layers."""
-    worst: float
-    """Largest `max_over_mean` of a layer."""
-    entropy: float
-    """Mean over the layers."""
-    unused: int
-    """Sum over the layers."""
-
-
-class ExpertsPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of the minute before a time."""
-
-    at: float
-    """Unix time."""
-    weight_version: int
-    """Newest weight version that was counted."""
-    prompt: PlanePoint | None
-    """None if no prompt position was counted."""
-    generated: PlanePoint | None
-    """None if no generated token was counted."""
 
 
 class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,25 +70,10 @@ class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     planes: dict[str, PlaneEvent] | None = None
     """`prompt` and `generated`; None if no worker has ever answered."""
-    versions: tuple[VersionEvent, ...] = ()
-    over_time: tuple[ExpertsPoint, ...] = ()
-    """Points of up to the last hour, recorded only while there were viewers."""
 
 
-def experts_event(
-    answers: ExpertAnswers,
-    versions: ExpertAnswers | None,
-    over_time: Iterable[ExpertsPoint],
-    *,
-    worker: str | None,
-    at: float,
-) -> ExpertsEvent:
-    """Build the event.
-
-    Args:
-        answers: the counts of the last minute.
-        versions: all counts by weight version; None if the workers were not asked yet.
-    """
+def experts_event(answers: ExpertAnswers, *, worker: str | None, at: float) -> ExpertsEvent:
+    """Build the event from the counts of the last minute."""
     window = answers.window
     common = ExpertsEvent(
         model=answers.model,
@@ -134,12 +82,10 @@ def experts_event(
         workers_asked=len(answers.asked),
         workers_total=answers.num_workers,
         problem=_problem(answers),
-        over_time=tuple(over_time),
     )
     if window is None:
         return common
     shape = window.shape
-    by_version = () if versions is None or versions.window is None else versions.window.versions
     return msgspec.structs.replace(
         common,
         seconds=round(window.seconds, 1),
@@ -148,17 +94,9 @@ def experts_event(
         num_experts=shape.num_experts,
         top_k=shape.top_k,
         planes={
-            "prompt": _plane(window.prompt, shape.top_k, has_counts=True),
-            "generated": _plane(window.generated, shape.top_k, has_counts=True),
+            "prompt": _plane(window.prompt, shape.top_k),
+            "generated": _plane(window.generated, shape.top_k),
         },
-        versions=tuple(
-            VersionEvent(
-                weight_version=each.weight_version,
-                prompt=_plane(each.prompt, shape.top_k),
-                generated=_plane(each.generated, shape.top_k),
-            )
-            for each in by_version
-        ),
     )
 
 
@@ -179,13 +117,13 @@ def with_last_counts(event: ExpertsEvent, versions: ExpertAnswers | None, before
                     )
         if event.planes is None:
             shape = dict(zip(("num_layers", "num_experts", "top_k"), _shape(before), strict=True))
-            event = msgspec.structs.replace(event, **shape, versions=event.versions or before.versions)
+            event = msgspec.structs.replace(event, **shape)
     window = None if versions is None else versions.window
     if window is not None and window.shape == _shape(event):
         for name, plane in planes.items():
             found = next((load for each in window.versions if (load := getattr(each, name)).seen), None)
             if not plane.seen and found is not None:
-                counted = _plane(found, window.shape.top_k, has_counts=True)
+                counted = _plane(found, window.shape.top_k)
                 planes[name] = msgspec.structs.replace(counted, kept="version")
     return msgspec.structs.replace(event, planes=planes or None)
 
@@ -194,36 +132,11 @@ def _shape(event: ExpertsEvent) -> tuple[int, int, int]:
     return event.num_layers, event.num_experts, event.top_k
 
 
-def experts_point(window: ExpertWindow | None, at: float) -> ExpertsPoint | None:
-    """Return the point of a window; None if no token was counted."""
-    if window is None or not window.versions:
-        return None
-    top_k = window.shape.top_k
-    return ExpertsPoint(
-        at=at,
-        weight_version=window.versions[0].weight_version,
-        prompt=_plane_point(window.prompt, top_k),
-        generated=_plane_point(window.generated, top_k),
-    )
-
-
-def _plane_point(load: PlaneLoad, top_k: int) -> PlanePoint | None:
-    if not load.seen:
-        return None
-    found = imbalance(load.counts, top_k).summary()
-    return PlanePoint(
-        max_over_mean=round(found.max_over_mean, 4),
-        worst=round(found.worst, 4),
-        entropy=round(found.entropy, 4),
-        unused=found.unused,
-    )
-
-
-def _plane(load: PlaneLoad, top_k: int, *, has_counts: bool = False) -> PlaneEvent:
+def _plane(load: PlaneLoad, top_k: int) -> PlaneEvent:
     uneven = imbalance(load.counts, top_k)
     counts = np.minimum(load.counts, MAX_COUNT).astype("<u4")
     return PlaneEvent(
-        counts=base64.b64encode(counts.tobytes()).decode() if has_counts else None,
+        counts=base64.b64encode(counts.tobytes()).decode(),
         computed=load.computed,
         seen=load.seen,
         max_over_mean=np.round(uneven.max_over_mean, 4).tolist(),
@@ -247,9 +160,6 @@ VERSIONS_EVERY: Final = 6
 """Every sixth round also asks for all counts by weight version, which change slowly."""
 MAX_FEEDS: Final = 8
 """Limit on watched pairs of a model and a worker. Each pair asks at most 64 workers."""
-HISTORY_S: Final = 3600.0
-NUM_POINTS: Final = 720
-"""`HISTORY_S / PERIOD_S`."""
 KEPT_FOR_ADMINS: Final = 2
 """Number of `MAX_FEEDS` that are reserved for admins, so that viewers with the other token cannot use all of them."""
 
@@ -266,7 +176,6 @@ class _ExpertFeed:
         self.is_asking = False
         self._round = 0
         self._versions: ExpertAnswers | None = None
-        self._over_time: deque[ExpertsPoint] = deque(maxlen=NUM_POINTS)
         # The last event, with the last counts of each plane.
         self._last: ExpertsEvent | None = None
 
@@ -289,10 +198,7 @@ class _ExpertFeed:
 
     def failed(self, problem: str) -> ExpertsEvent:
         """Return the event that states why there are no counts."""
-        over_time = tuple(self._over_time)
-        return ExpertsEvent(
-            model=self.model, worker=self.worker, at=round(time.time(), 3), problem=problem, over_time=over_time
-        )
+        return ExpertsEvent(model=self.model, worker=self.worker, at=round(time.time(), 3), problem=problem)
 
     async def _ask(self, rb: bus.Client) -> ExpertsEvent:
         workers = None if self.worker is None else (self.worker,)
@@ -303,15 +209,8 @@ class _ExpertFeed:
                 self._versions = await rb.fleet.experts(self.model, workers=workers, last_s=None)
         self._round += 1
         at = round(time.time(), 3)
-        point = experts_point(answers.window, at)
-        if point is not None:
-            self._over_time.append(point)
-        while self._over_time and self._over_time[0].at < at - HISTORY_S:
-            self._over_time.popleft()
-        # For eight versions of a large model, this computation takes about 10 ms.
-        return await asyncio.to_thread(
-            experts_event, answers, self._versions, tuple(self._over_time), worker=self.worker, at=at
-        )
+        # For a large model, this computation takes milliseconds.
+        return await asyncio.to_thread(experts_event, answers, worker=self.worker, at=at)
 
 
 class ExpertFeeds:
@@ -322,10 +221,6 @@ class ExpertFeeds:
         # In the order of the last access, most recent last.
         self._feeds: dict[tuple[str, str | None], _ExpertFeed] = {}
         self._changed = asyncio.Event()
-
-    def __repr__(self) -> str:
-        """Return one line with the watched feeds."""
-        return f"<ExpertFeeds {list(self._feeds)}>"
 
     @contextmanager
     def joined(self, viewer: Viewer, model: str, worker: str | None, *, is_admin: bool) -> Iterator[None]:
