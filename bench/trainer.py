@@ -390,7 +390,7 @@ def grown_bytes(name: str, path: Path, num_prompt: int) -> int:
     return peak_bytes() - before
 
 
-async def print_growth(way: str, path: str, prompt_tokens: str) -> None:
+def print_growth(way: str, path: str, prompt_tokens: str) -> None:
     """Print the growth of this process."""
     sys.stdout.write(f"{grown_bytes(way, Path(path), int(prompt_tokens))}\n")
 
