@@ -76,6 +76,7 @@ def add_options(parser: Any, options: Sequence[Option]) -> None:
 class CliCommand(NamedTuple):
     """A subcommand."""
 
+    name: str
     summary: str
     """The line for `rollbus --help`."""
     text: str
@@ -107,7 +108,9 @@ def command(
     """
 
     def declare(declared: Declared) -> Declared:
-        COMMANDS[declared.__name__.replace("_", "-")] = CliCommand(
+        name = declared.__name__.replace("_", "-")
+        COMMANDS[name] = CliCommand(
+            name=name,
             summary=summary,
             text=inspect.cleandoc(declared.__doc__ or ""),
             examples=examples,

@@ -51,7 +51,7 @@ async def send_command(send: Send, args: argparse.Namespace) -> int:
     """Send one command, wait for all acks and print them. Return the exit code."""
     incomplete: CommandIncomplete | None = None
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
-        with waiting(_name(args)) as show:
+        with waiting(args.command.name) as show:
             if args.expect is not None:
                 await _expect(args.expect, args.model, rb.fleet)
             options = _send_options(args)
@@ -103,10 +103,6 @@ def show_ledger(args: argparse.Namespace, ledger: CommandResult) -> None:
     print_table(COLUMNS, ledger_rows(ledger))
     for line in (summary(ledger), *(f"warning: {warning}" for warning in ledger.warnings)):
         print_text(line)
-
-
-def _name(args: argparse.Namespace) -> str:
-    return str(args.command.__name__.rpartition(".")[2].replace("_", "-"))
 
 
 class AckCounter:
