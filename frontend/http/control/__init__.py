@@ -16,9 +16,6 @@ from starlette.responses import Response
 from ..errors import HttpError
 from ..service import Handler, HttpRoute, RouteTable, Service
 from . import bodies, commands, reads
-from . import commands as loras
-from . import reads as operations
-from . import reads as ranks
 from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
 from .bodies import read_fields
 from .commands import CommandCall
@@ -46,7 +43,7 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, VLLM),
     "/v1/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LOAD_LORA_OF_VLLM),
     "/v1/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, UNLOAD_LORA_OF_VLLM),
-    "/v1/loras": (loras.add_lora, bodies.AddLoraBody, LORA_OF_PRIME),
+    "/v1/loras": (commands.add_lora, bodies.AddLoraBody, LORA_OF_PRIME),
     "/init_weight_transfer_engine": (commands.init_weight_transfer, bodies.InitTransferBody, VLLM),
     "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
     "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
@@ -124,20 +121,20 @@ NOT_SERVED_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items(
 _WEIGHT_INFO: Final = HttpRoute(reads.weight_info, query=reads.FleetQuery)
 ADMIN_ROUTES: Final[RouteTable] = {
     **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
-    ("DELETE", "/v1/loras/{name:path}"): HttpRoute(loras.remove_lora, query=bodies.SendBody),
+    ("DELETE", "/v1/loras/{name:path}"): HttpRoute(commands.remove_lora, query=bodies.SendBody),
     **NOT_SERVED_ROUTES,
 }
 """Routes that change the fleet, or that would change it if the service supported them."""
 ROUTES: Final[RouteTable] = {
-    ("GET", "/v1/rl/operations/{id}"): HttpRoute(operations.operation),
+    ("GET", "/v1/rl/operations/{id}"): HttpRoute(reads.operation),
     ("GET", "/v1/rl/health"): HttpRoute(reads.rl_health, query=reads.FleetQuery),
     ("GET", "/v1/rl/weight_version"): HttpRoute(reads.weight_version, query=reads.FleetQuery),
     ("GET", "/is_paused"): HttpRoute(reads.is_paused, query=reads.FleetQuery),
     ("GET", "/is_sleeping"): HttpRoute(reads.is_sleeping, query=reads.FleetQuery),
     ("GET", "/weight_info"): _WEIGHT_INFO,
     ("GET", "/v1/rl/weight_info"): _WEIGHT_INFO,
-    ("GET", "/get_world_size"): HttpRoute(ranks.get_world_size, query=ranks.WorldQuery),
-    ("GET", "/v1/loras"): HttpRoute(loras.list_loras, query=reads.FleetQuery),
+    ("GET", "/get_world_size"): HttpRoute(reads.get_world_size, query=reads.WorldQuery),
+    ("GET", "/v1/loras"): HttpRoute(commands.list_loras, query=reads.FleetQuery),
     ("GET", "/liveness"): HttpRoute(reads.liveness, query=reads.FleetQuery),
     **DATA_ROUTES,
 }
