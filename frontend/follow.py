@@ -30,10 +30,6 @@ class Heard:
         self.workers: dict[str, HeardWorker] = {}
         self.rates = FleetRates()
 
-    def __repr__(self) -> str:
-        """Return one line with the number of workers."""
-        return f"<Heard {len(self.workers)}>"
-
     async def update(self, watch: FleetWatch) -> None:
         """Read the presence that arrived since the last call.
 
@@ -75,10 +71,6 @@ class RecordedReader:
     def __init__(self) -> None:
         self.latest = RecordedState()
         self._list_at = 0.0
-
-    def __repr__(self) -> str:
-        """Return one line with the models."""
-        return f"<RecordedReader {sorted(self.latest.desired)}>"
 
     async def read(self, watch: FleetWatch) -> None:
         """Read the state and set `latest`.

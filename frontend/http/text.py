@@ -227,11 +227,6 @@ class TokenizerLoads:
         self._turn = threading.Lock()
         self._is_stopping = False
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        num_ended = sum(load.done() for load in self._loads.values())
-        return f"<TokenizerLoads ended={num_ended} loading={len(self._loads) - num_ended}>"
-
     async def tokenizer(self, folder: Path) -> Tokenizer:
         """Return the tokenizer of a folder. Load it if there was no load, or if the last load failed.
 

@@ -38,7 +38,7 @@ NEEDED = {
     "update-weights": ["path"],
 }
 """The arguments that some commands require."""
-HEAVY = ("nats", "rich", "torch", "transformers", "uvloop", "vllm")
+HEAVY = ("nats", "rich", "starlette", "torch", "transformers", "uvloop", "vllm")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,10 +180,6 @@ class RowsFile:
         self.num_bytes = 0
         """Bytes of the arrays that were added."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<RowsFile {self.path} saved={len(self._saved)}>"
-
     def __contains__(self, key: str) -> bool:
         """Return True if the array of `key` was added in this run or an earlier one."""
         return f"{key}.npy" in self._saved or (self._folder / f"{key}.npy").exists()

@@ -235,10 +235,6 @@ class FleetDay:
         # By model: sequence number and epoch of the last state that was read.
         self._last: dict[str, tuple[int, int]] = {}
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<FleetDay {self._workers!r} commands={self._commands!r}>"
-
     def update_workers(self, workers: Iterable[HeardWorker]) -> None:
         """Compare the live workers with those of the last update."""
         now, offset = time.time(), time.time() - time.monotonic()
@@ -306,10 +302,6 @@ class QueueWaits:
     def __init__(self) -> None:
         # By model: number of requests and their total seconds.
         self._before: dict[str, tuple[int, float]] = {}
-
-    def __repr__(self) -> str:
-        """Return one line with the models."""
-        return f"<QueueWaits {sorted(self._before)}>"
 
     def step(self, waits: Mapping[str, Durations]) -> tuple[float, dict[str, float]]:
         """Return the mean seconds since the last step, over all models and for each model; NaN without a request."""

@@ -75,10 +75,6 @@ class LiveFleet:
         # The reason why commands are not received.
         self._deaf: str | None = None
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<LiveFleet {self._heard!r} {self.viewers!r} {self.history!r}>"
-
     @cached_property
     def _watch(self) -> FleetWatch:
         # Created late: the client is not connected yet when this object is built.

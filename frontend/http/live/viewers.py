@@ -41,10 +41,6 @@ class Viewer:
         self._is_sending = False
         self.has_ended = False
 
-    def __repr__(self) -> str:
-        """Return one line with the unsent events."""
-        return f"<Viewer pending={list(self._pending)} sending={self._is_sending}>"
-
     def offer(self, name: EventName, event: bytes) -> None:
         """Send an event after the earlier ones, unless a newer event of the same name replaces it first."""
         self._pending[name] = event
@@ -79,10 +75,6 @@ class Viewers:
         self._none = asyncio.Event()
         self._none.set()
         self._has_ended = False
-
-    def __repr__(self) -> str:
-        """Return one line with the number of viewers."""
-        return f"<Viewers {len(self)}>"
 
     def __len__(self) -> int:
         """Return the number of viewers."""
