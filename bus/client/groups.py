@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import BusClosed, NoWorkers, RequestError
 from ...schemas.request import GenerateRequest
-from ..protocol.groups.planner import GroupPlanner
-from ..protocol.groups.states import GroupState
+from ..protocol.groups import GroupPlanner, GroupState
 from .batch import PromptForm, Prompts, Source
 from .call_registry import CallRegistry
 from .calls import Call
