@@ -2,16 +2,11 @@
 
 The worker creates its parts, subscribes to their messages and ends them in order: `lifecycle` (state, incarnation,
 lease), `intake` (incoming requests), `runner` (the engine), `in_flight` (pause, resume and held steps), `links` (open
-requests and unacknowledged chunks), `publisher` (outgoing messages) and `control` (commands).
+requests and unacknowledged chunks), `publisher` (outgoing messages) and `control` (commands). A supervisor may start it
+before the NATS server, so it waits for the server and for the queue of its model.
 
 Every accepted request ends with one terminal chunk to its client, unless the process is killed or its lease expires. In
 these cases, clients detect the end by the expired lease or by the new incarnation.
-
-TODO assembly: Creates the parts of a worker that execute commands.
-
-TODO reach: Waits for a NATS server and for the queue of a model, because a supervisor may start the worker before the server.
-
-TODO worker_stats: The counters of a worker.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
-"""The commands that a worker has received, and the last ack of each. Plain state, no I/O.
+"""The commands that a worker has received, and their acks.
 
 Invariants: a command has at most one final ack. If a command is received again, its last ack is published again.
-
-TODO ack_publisher: Creates a worker's command acks, adds them to the command log and publishes them.
 """
 
 import asyncio

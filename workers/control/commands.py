@@ -1,12 +1,8 @@
-"""Answers read commands immediately from memory, at a limited rate.
-
-TODO one_off: One-off commands, which are not in the desired state. A worker executes each of them once.
-
-TODO command_handler: Receives commands and publishes their acks: `accepted` immediately, perhaps `progress`, then exactly one final ack.
+"""Receives commands and publishes their acks: `accepted` immediately, perhaps `progress`, then exactly one final ack.
 
 A command that sets a register is answered with the outcome of that register. If no controller has recorded the command,
 the first worker that can record it does so. A worker executes each other command once. A read command is answered
-immediately with its final ack and is not stored.
+immediately from memory, at a limited rate, with its final ack. It is not stored.
 """
 
 import asyncio

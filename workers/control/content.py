@@ -1,7 +1,4 @@
-"""Compares the content of weights with what was recorded, and the checkpoint of the start with other workers.
-
-TODO peers: Finds out, while a worker starts, whether other workers serve other content under the same version of its model.
-"""
+"""Compares the content of weights with what was recorded, and the checkpoint of the start with other workers."""
 
 import asyncio
 import contextlib

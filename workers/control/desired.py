@@ -1,6 +1,6 @@
-"""Decides which register to apply next, and which state the worker must reach after that. Pure functions, no I/O.
+"""The desired state of a worker's model: reads it, and decides which register is applied next and which state follows.
 
-TODO reading: Reads the desired state of a worker's model every few seconds, and after each message about a change.
+The decisions are pure functions. The state is read every few seconds, and after each message about a change.
 """
 
 import asyncio

@@ -1,10 +1,4 @@
-"""The registers that a worker has handled, with the outcomes that answer commands.
-
-TODO pending: Sources of pending registers. Only the stager fetches them, never the reconciler.
-
-TODO transfer_ends: Ends transfers of weights whose lease has ended, and loads the desired weights after the end of any transfer.
-
-TODO reconcile: Reconciles a worker with its desired state: one register at a time, in the order in which commands were recorded.
+"""Reconciles a worker with its desired state: one register at a time, in the order in which commands were recorded.
 
 A command only requests a read of the desired state. The outcome of each register is stored to answer commands later.
 This module fetches nothing: a register becomes due when its source is staged, or when the staging has failed.

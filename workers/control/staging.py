@@ -2,14 +2,6 @@
 
 Sources of recorded commands come first, in the order of recording, then sources of checks. The staging of a source that
 is no longer needed is cancelled. A later staging of the source continues its partial download.
-
-TODO boundary: The boundary of one command. An error of an engine or a source ends the worker only if the engine is dead.
-
-TODO deadline: The time limit of a command.
-
-TODO supported: Checks that an engine supports a source, before the source is fetched.
-
-TODO update_clock: Measures the phases of a weight update. The caller passes the time.
 """
 
 import asyncio

@@ -1,11 +1,6 @@
-"""Estimates the age of the oldest prefix in a prefix cache from the number of tokens that an engine computes.
+"""What the engine steps tell about an engine: its prefill and decode speed, and the age of the oldest cached prefix.
 
-An engine with a prefix cache reuses the least recently used blocks first. After it has computed as many tokens as its
-KV cache holds, every prefix with an earlier last use is evicted, unless a request holds it. Tokens that the engine
-finds in the cache evict no other prefix and are not counted. The estimated age may therefore be too high, but never too
-low.
-
-TODO token_rates: Measures the prefill and decode speed of a running engine; see `schemas.presence.EngineStats`.
+The caller passes the time. See `schemas.presence.EngineStats`.
 """
 
 import math
@@ -17,7 +12,12 @@ NUM_SPANS: Final = 64
 
 
 class PrefixAge:
-    """Age of the oldest prefix. A plain object without I/O; all times are seconds of one clock.
+    """Estimates the age of the oldest cached prefix from the number of tokens that an engine computes.
+
+    An engine with a prefix cache reuses the least recently used blocks first. After it has computed as many tokens as
+    its KV cache holds, every prefix with an earlier last use is evicted, unless a request holds it. Tokens that the
+    engine finds in the cache evict no other prefix and are not counted. The estimated age may therefore be too high,
+    but never too low. All times are seconds of one clock.
 
     Args:
         capacity: number of tokens that fit into the KV cache.

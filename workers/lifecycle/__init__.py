@@ -1,12 +1,9 @@
-"""A worker's state, incarnation and lease, and the detection of another worker with the same id.
+"""The state, incarnation and lease of a worker, and the detection of another worker with the same id.
 
-TODO lifecycle: The state, incarnation and lease of a worker. Without its lease a worker publishes only presence.
-
-The worker first listens for another worker with its id, and then publishes presence every second. Presence renews the
-lease when the server has confirmed it. If no presence is confirmed for the lease minus a margin, the worker fences
-itself, before others treat it as lost: it fails all its requests and continues as a new incarnation.
-
-TODO identity: Receives presence under this worker's id, and ends this worker if another worker keeps the id.
+Without its lease a worker publishes only presence. The worker first listens for another worker with its id, and then
+publishes presence every second. Presence renews the lease when the server has confirmed it. If no presence is confirmed
+for the lease minus a margin, the worker fences itself, before others treat it as lost: it fails all its requests and
+continues as a new incarnation.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Checks whether this engine can run a request with its current weights. Other requests are rejected or wait.
-
-TODO versions: The weight versions of a worker.
-"""
+"""Checks whether this engine can run a request with its current weights. Other requests are rejected or wait."""
 
 import re
 from dataclasses import dataclass, field

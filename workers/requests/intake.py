@@ -1,11 +1,4 @@
-"""The incoming requests of a worker, from the queue or directly from clients (placed requests).
-
-TODO intake_stats: Counters of the requests that a worker received.
-
-TODO followers: Followers: requests that follow another request of their group to its worker.
-
-The worker offers a follower to its client at once. The follower then waits here until the engine has a free slot.
-"""
+"""The incoming requests of a worker, from the queue or directly from clients (placed requests)."""
 
 import asyncio
 import logging
@@ -84,6 +77,9 @@ class IntakeStats:
 
 class WaitingFollowers:
     """The offered followers that are not in the engine yet.
+
+    A follower is a request that follows another request of its group to its worker. The worker offers it to its client
+    at once. The follower then waits here until the engine has a free slot.
 
     Args:
         execute: executes instructions and wakes the publisher.

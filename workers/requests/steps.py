@@ -1,16 +1,4 @@
-"""Selects the positions of engine steps that count for the load of experts, and the plane of each.
-
-A position counts each time that the engine computes it: generated tokens, and prompt tokens behind the cached ones once
-the request has its first token. The engine never computes the last generated token of a request. After a preemption the
-engine computes all positions again without rows: these count as computed and not as seen. Requests of the worker itself
-and steps after the end of a request do not count.
-
-TODO link_stats: Counters of the links of a worker.
-
-TODO terminator: Ends requests that the worker or the client ends, not the engine. Plain state, no I/O.
-
-TODO step_dispatcher: Forwards engine steps to the outbounds with their weight versions, and batches tokens of unstreamed requests.
-"""
+"""Forwards engine steps to their requests, and counts tokens and experts on the way. Plain state, no I/O."""
 
 import logging
 import time
@@ -35,7 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertCounter:
-    """Counts the load of experts of one worker. Plain state, no I/O. Without routed experts it counts nothing."""
+    """Counts the load of experts of one worker. Without routed experts it counts nothing.
+
+    A position counts each time that the engine computes it: generated tokens, and prompt tokens behind the cached ones
+    once the request has its first token. The engine never computes the last generated token of a request. After a
+    preemption the engine computes all positions again without rows: these count as computed and not as seen. Requests
+    of the worker itself and steps after the end of a request do not count.
+    """
 
     def __init__(self) -> None:
         self._has_begun = False

@@ -1,8 +1,6 @@
-"""Validation of a complete checkpoint of the worker's own model: the same tensors, shapes and dtypes.
+"""Folders with weights: validates checkpoints and LoRA adapters for the worker's model, and detects later changes.
 
-TODO adapter: Validation of a LoRA adapter: a folder in PEFT's layout that fits the worker's own model.
-
-TODO watched: Folders named by a path: hashes them, reads them into the page cache for the engine, and detects later changes.
+A checkpoint must have the same tensors, shapes and dtypes as the worker's own. An adapter is a folder in PEFT's layout.
 """
 
 import os

@@ -1,10 +1,7 @@
 """Digests of weights: SHA-256 of each tensor, computed once on a machine for each state of a file.
 
-The read of the hash also brings the files into the page cache, so that the engine then reads them from memory.
-
-TODO roots: The folders that a worker may read: the real path of the folder and of each file in it is below an allowed root.
-
-TODO headers: The header of a safetensors file: name, dtype, shape and position of each tensor, without its content.
+The read of the hash also brings the files into the page cache, so that the engine then reads them from memory. A worker
+reads only folders whose real path, and the real path of each file in them, is below an allowed root.
 """
 
 import asyncio

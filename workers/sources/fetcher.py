@@ -1,12 +1,9 @@
 """Stages one source of the object store: finds its folder in the folder store, or builds it there.
 
-TODO published: Reads the manifest of a published version, and validates it before anything is fetched or allocated.
-
-TODO builder: Builds the folder of a published version: from a complete download, or from a local folder and the fetched deltas.
-
-A version can be built by several plans. If anything of a plan is missing or wrong, the builder tries the next plan,
-which fetches more; the last plan uses an anchor. With every plan, each tensor is verified against the hash in the
-version's manifest.
+A version is built from a complete download, or from a local folder and the fetched deltas. If anything of such a plan
+is missing or wrong, the next plan is tried, which fetches more; the last plan uses an anchor. The manifest is validated
+before anything is fetched or allocated. With every plan, each tensor is verified against the hash in the version's
+manifest.
 """
 
 import asyncio

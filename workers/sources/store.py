@@ -1,17 +1,9 @@
-"""File locks, which the worker processes of a machine use to share folders.
-
-TODO places: The cache folders into which a worker fetches weights and adapters.
-
-TODO stamps: Detects changes of verified files without reading their content.
-
-TODO folder_store: Complete, immutable folders, each named by the digest of its content, that the workers of a machine share.
+"""Complete, immutable folders, each named by the digest of its content, that the workers of a machine share.
 
 Two entries accompany the folder `<digest>`. A process locks `.<digest>.lock`: exclusively while it builds or deletes
 the folder, and shared while it uses the folder. The folder is built in `.<digest>.partial` and gets its name when it is
 complete. So a killed builder leaves only a partial folder, which the next builder of that digest continues. The lock
 file of a complete folder records the boot of the last verification, the stamp of the files then, and the model.
-
-TODO staged: The staged folder of each source, so that a worker need not contact the object store again.
 """
 
 import asyncio
@@ -565,6 +557,8 @@ class _StagedFolder(NamedTuple):
 
 class StagedFolders:
     """Staged folders of one kind (checkpoints or adapters), by the name of the source in commands.
+
+    A worker that finds its source here need not contact the object store again.
 
     Args:
         store: contains the folders.

@@ -1,6 +1,6 @@
-"""The progress of staging one source.
+"""Low-priority threads for work beside an engine, and the progress of that work.
 
-TODO quiet_threads: Low-priority threads for work beside an engine: they use the time that the engine leaves.
+The threads use the time that the engine leaves.
 """
 
 import asyncio

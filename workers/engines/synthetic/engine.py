@@ -1,8 +1,6 @@
 """The engine around a synthetic model: queue, batch, speed, and all commands of a controller.
 
-TODO batch: The running requests of a synthetic engine, as a table.
-
-A step is a few operations on the columns of the table, independent of the number of rows.
+The running requests are a table. A step is a few operations on its columns, independent of the number of rows.
 """
 
 import asyncio

@@ -1,13 +1,8 @@
 """The synthetic model: computes its output from prompts and from hashes of all earlier tokens.
 
-TODO hashing: Mixes the bits of 64-bit numbers.
-
-TODO kv: The KV of prompts: the prefix cache of an engine, and the KV that it transfers to another synthetic engine.
-
-No computed data is stored. The KV transfer parameters contain everything that a real connector would fetch, so the two
-engines may run in one process or in two.
-
-TODO weights: The weights of a synthetic model: numbers that are mixed into its output.
+No computed data is stored, not even as KV: the KV transfer parameters contain everything that a real connector would
+fetch. So the engines of the two phases of a request may run in one process or in two. The weights are numbers that are
+mixed into the output.
 """
 
 import base64

@@ -1,7 +1,4 @@
-"""Calls into the engine other than requests. A call fails when the engine ends, and its error states the cause.
-
-TODO kv_watch: The worker's calls to the engine core about recomputed KV; `kv_history` is the other side.
-"""
+"""Calls into the engine other than requests. A call fails when the engine ends, and its error states the cause."""
 
 import asyncio
 import contextlib

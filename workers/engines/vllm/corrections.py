@@ -1,24 +1,7 @@
-"""Marks recomputed KV in the engine core's outputs, and prevents the reuse of cached KV of older weights.
+"""Corrects vLLM's own processes: what they report of recomputed KV, and what they compute on a CPU.
 
-vLLM reports a preemption and the later scheduling to the worker, but not the recomputation of the KV: with asynchronous
-scheduling, an output of an earlier step can arrive after these events. Also, a preempted request finds its own blocks
-in the prefix cache again, including blocks of weights that were replaced since.
-
-The functions are added to vLLM's `EngineCore` in its process. The worker calls them like vLLM's own methods.
-
-TODO rotations: Corrects rotary position embeddings on a CPU: all heads of a query must be rotated by the angles of their token.
-
-vLLM's kernel for CPUs expects `[token, head * number]`. In latent attention, a query is `[token, head, number]`
-(layers/mla.py). The kernel then treats each head as a separate token, and logprobs are wrong by more than 1. The Python
-code of 0.30 to 0.33 is the same there. vLLM uses no kernel if it compiles the model, or if the model's config scales
-positions.
-
-TODO seeds: Corrects seeded requests on a CPU: a draw whose token vLLM discards must not advance the request's generator.
-
-vLLM samples a token for each request of a step. If the prompt of a request is not completely computed yet, vLLM
-discards this token. It then sets back the offset of a seeded request's generator (v1/worker/gpu_model_runner.py:
-_bookkeeping_sync). A generator on a CPU has no offset, so the engine dies. This module removes the generator during
-that step. vLLM's Model Runner V2 draws by position and has no generators.
+The functions are added to vLLM's `EngineCore` in its process, where the worker calls them like vLLM's own methods, or
+replace a kernel of the model. Each function names the fault that it corrects.
 """
 
 import functools
@@ -41,7 +24,11 @@ def install() -> None:
 
 
 def watch_kv(core: Any) -> None:
-    """Start to mark the first output with tokens of each request that was preempted and scheduled again."""
+    """Start to mark the first output with tokens of each request that was preempted and scheduled again.
+
+    vLLM reports a preemption and the later scheduling to the worker, but not the recomputation of the KV: with
+    asynchronous scheduling, an output of an earlier step can arrive after these events.
+    """
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
 
     scheduler = core.scheduler
@@ -74,6 +61,9 @@ def watch_kv(core: Any) -> None:
 
 def outdate_kv(core: Any, lora_number: int | None = None) -> None:
     """Mark the KV of requests as outdated because weights or an adapter were replaced.
+
+    Otherwise a preempted request finds its own blocks in the prefix cache again, including blocks of weights that were
+    replaced since.
 
     Call this while the engine core runs no steps. An open request that is preempted later recomputes all its KV,
     instead of using old KV from the prefix cache. A request in the middle of a recomputation starts it again.
@@ -109,7 +99,12 @@ Kernel = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def rotate_all_heads(model_runner: Any) -> None:
-    """Pass flat queries and keys to vLLM's kernel. Call this after the model is loaded; no effect on a GPU.
+    """Rotate all heads of a query by the angles of their token. Call this after the model is loaded.
+
+    vLLM's kernel for CPUs expects `[token, head * number]`. In latent attention, a query is `[token, head, number]`
+    (layers/mla.py). The kernel then treats each head as a separate token, and logprobs are wrong by more than 1. The
+    Python code of 0.30 to 0.33 is the same there. vLLM uses no kernel if it compiles the model, or if the model's
+    config scales positions. So this passes flat queries and keys to the kernel; no effect on a GPU.
 
     Raises:
         AttributeError: this release of vLLM selects the kernel in another way.
@@ -138,6 +133,11 @@ def _flat(heads: Any) -> Any:
 
 def keep_seeded_draws(model_runner: Any) -> None:
     """Make seeded tokens on a CPU independent of the split of prompts into steps; no effect on a GPU.
+
+    vLLM samples a token for each request of a step. If the prompt of a request is not completely computed yet, vLLM
+    discards this token. It then sets back the offset of a seeded request's generator (v1/worker/gpu_model_runner.py:
+    _bookkeeping_sync). A generator on a CPU has no offset, so the engine dies. This function removes the generator
+    during that step. vLLM's Model Runner V2 draws by position and has no generators.
 
     Raises:
         AttributeError: this release of vLLM stores generators in another way.

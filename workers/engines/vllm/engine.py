@@ -1,11 +1,4 @@
-"""The vLLM engine behind the worker's `Engine` protocol.
-
-TODO controls: Access to a started vLLM engine for everything other than requests.
-
-TODO threads: Runs functions in threads and always waits for their end.
-
-TODO warm_up: The first requests of an engine. They cause vLLM to compile and allocate everything that it prepares at first use.
-"""
+"""The vLLM engine behind the worker's `Engine` protocol."""
 
 import asyncio
 import contextlib

@@ -1,10 +1,7 @@
-"""Measures the load of vLLM from the steps of its engine cores; see `schemas.presence.EngineStats`.
+"""Submits requests to vLLM's engine cores, reads the output of each of their steps, and measures their load from it.
 
-TODO feeds: The two feeds that read vLLM's output; both return `StepOutput`s.
-
-`CoreFeed` reads the output of each engine step from the engine core. It is faster, and each step has the routed experts
-of its tokens. It uses vLLM's internal interface, so it is used only if the release fits. `GenerateFeed` uses
-`AsyncLLM.generate`, vLLM's public interface, which returns the routed experts only at the end of a request.
+The output of a step has the routed experts of its tokens. `AsyncLLM.generate`, vLLM's public interface, returns them
+only at the end of a request.
 """
 
 import asyncio

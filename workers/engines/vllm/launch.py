@@ -1,6 +1,7 @@
 """Starts vLLM: its environment, arguments and processes. All functions here block and run in a thread.
 
-TODO routing: Determines whether an engine returns routed experts, for each release of vLLM, and the reason if it does not.
+Whether an engine returns routed experts depends on the release of vLLM, the device and the other arguments. If it
+returns none, the reason is told.
 """
 
 import atexit

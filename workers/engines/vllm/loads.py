@@ -1,9 +1,4 @@
-"""The loaded weights and adapters of an engine, for the cache salt and the adapter of each request.
-
-TODO adapters: Loads, replaces and unloads the LoRA adapters of a vLLM engine, and checks each answer of the engine.
-
-TODO weights: Loads new weights into a vLLM engine, from a checkpoint or through vLLM's own transfer engine.
-"""
+"""Loads weights and LoRA adapters into a vLLM engine, checks each answer of the engine, and records what is loaded."""
 
 import itertools
 import logging

@@ -1,7 +1,4 @@
-"""Converts engine outputs to `RequestStep`s. Counts tokens and rows, and fails a request whose output is invalid.
-
-TODO masks: Converts vLLM's sampling masks to the wire format.
-"""
+"""Converts engine outputs to `RequestStep`s. Counts tokens and rows, and fails a request whose output is invalid."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

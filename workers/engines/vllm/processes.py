@@ -1,21 +1,18 @@
-"""Selects the process and the cores that compute a model on a CPU: the engine core's process.
+"""The processes of an engine: where the model is computed, how the processes begin, and how they end with their worker.
 
-By default, vLLM starts a separate process for the model (platforms/cpu.py: check_and_update_config), so that the
-environment can bind its threads to cores. This has three disadvantages:
+By default, vLLM starts a separate process for the model on a CPU (platforms/cpu.py: check_and_update_config), so that
+the environment can bind its threads to cores. This has three disadvantages, so the engine core's process computes the
+model:
 
 - The process imports vLLM and torch again, which is a third of the start time of a small model.
 - Both processes wait for each other by polling, which doubles the time per token.
 - With several engines on one machine, vLLM binds each of them to the same first cores.
 
-TODO ownership: Binds the engine's processes to their worker: they end when the worker ends, and do not write to its stdout.
-
-TODO preload: Forks engine cores on a CPU from a process that imports vLLM in advance, while the worker's process imports it too.
-
 By default, vLLM spawns an engine core after the worker has imported vLLM. The engine core then imports vLLM again,
-which is half of the start time of a small model. On GPUs, vLLM itself forks engine cores if it can.
-
-The process is the fork server of the standard library (`multiprocessing.forkserver`). Forking it is safe, because it
-has one thread and computes nothing. It ends with the worker's process.
+which is half of the start time of a small model. So on a CPU the engine core is forked from a process that imports vLLM
+in advance, while the worker's process imports it too. On GPUs, vLLM itself forks engine cores if it can. The process is
+the fork server of the standard library (`multiprocessing.forkserver`). Forking it is safe, because it has one thread
+and computes nothing. It ends with the worker's process.
 """
 
 import atexit

@@ -1,6 +1,4 @@
-"""Answers of vLLM worker processes to the calls that `extension` adds. They are plain maps, which vLLM can transfer.
-
-TODO reloading: Replaces the weights of a model in one vLLM worker process, and verifies that they are the requested weights.
+"""Replaces the weights of a model in one vLLM worker process, and verifies that they are the requested weights.
 
 vLLM's own reload has three faults (measured with 0.30; v1/worker/gpu_model_runner.py: reload_weights):
 

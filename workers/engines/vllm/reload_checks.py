@@ -1,44 +1,14 @@
-"""Updates and compares copies of convolution weights in other modules (layers of Mamba and linear attention).
-
-On a CPU with AVX512-BF16, vLLM packs the weight of a convolution (layers/utils.py: dispatch_cpu_unquantized_gemm). The
-mixer has a buffer that was a view of that weight (layers/mamba/mamba_mixer2.py: conv_weights). After the packing, the
-buffer has separate memory, and vLLM does not update it when it loads new weights.
-
-TODO direct_copies: Loads the tensors that a model copies into its parameters directly, without the loaders of these parameters.
-
-During a reload, the parameters of a vLLM model have no memory. Their loaders collect the tensors of a module until they
-are complete (model_loader/reload/layerwise.py). gpt-oss copies its experts and attention sinks directly
-(models/gpt_oss.py: _load_weights_other), so a reload loses them: vLLM reports success, but the module has the old
-weights. `DirectCopies` turns each direct copy into a call of a loader, so that vLLM collects its tensor too.
-
-TODO arranging: Arranges the tensors that were received for a module as its parameters, in memory separate from vLLM's.
-
-vLLM arranges the same tensors in the module's own memory. Both call the loaders of the parameters. Later changes by
-vLLM to its copy do not affect the parameters that `arrange` returns.
-
-TODO probe_checks: Compares each kind of module with the tensors that were loaded into it.
-
-Each function creates its probe before the module is used. It returns a function that runs the module's own kernel and
-compares the output.
-
-TODO probes: Computes the expected output of a module from its weights, and the tolerance for rounding. Uses torch, not vLLM.
-
-A probe has a fixed input of a few rows, the output that the weights of a checkpoint give for it, and a tolerance for
-each number of that output. The reference is computed in float32, or in float64 if the weights are float32.
-
-If an input row of a linear module has a single 1, the module returns one column of its weight. No rounding occurs, so
-these rows are compared exactly. They detect even weights of the previous optimizer step. The other rows use every
-weight. Their tolerance follows from the roundings of a kernel, which are treated as independent of each other.
-
-TODO probing: Compares the output of a model's modules after a load with the output that the loaded tensors give.
+"""Compares the output of a model's modules after a load with the output that the loaded tensors give.
 
 vLLM arranges a checkpoint's tensors in raw parameters, module by module. From them it derives the data of its kernels:
 packed, quantized or copied weights (model_loader/reload/layerwise.py). This data is often not a parameter, so a
-comparison of parameters does not verify it.
+comparison of parameters does not verify it. Two kinds of copies are not updated by a reload at all, and are repaired
+here: see `DirectCopies` and `find_copies`.
 
-While vLLM loads, a `Probing` arranges the tensors of each module again, with the same loaders, in separate memory
-(`arranging`). From these tensors it computes the expected output of the module for a fixed input. After the load, each
-module computes its output for this input with the kernel that requests use.
+While vLLM loads, a `Probing` arranges the tensors of each module again, with the same loaders, in separate memory. From
+these tensors it computes the expected output of the module for a fixed input of a few rows, with a tolerance for each
+number. The reference is computed in float32, or in float64 if the weights are float32. After the load, each module
+computes its output for this input with the kernel that requests use.
 """
 
 import copy
@@ -71,7 +41,13 @@ Copies = dict[Any, list[tuple[Any, str]]]
 
 
 def find_copies(model: Any) -> Copies:
-    """Return the buffers that equal the unpacked weight of a convolution in the same parent module."""
+    """Return the buffers that equal the unpacked weight of a convolution in the same parent module.
+
+    On a CPU with AVX512-BF16, vLLM packs the weight of a convolution of Mamba or linear attention (layers/utils.py:
+    dispatch_cpu_unquantized_gemm). The mixer has a buffer that was a view of that weight
+    (layers/mamba/mamba_mixer2.py: conv_weights). After the packing, the buffer has separate memory, and vLLM does not
+    update it when it loads new weights.
+    """
     import torch
 
     copies: Copies = {}
@@ -133,6 +109,11 @@ LOADER = "online_process_loader"
 
 class DirectCopies(TorchFunctionMode):
     """Inside `with`, passes copies into parameters without memory to vLLM's loaders.
+
+    During a reload, the parameters of a vLLM model have no memory. Their loaders collect the tensors of a module until
+    they are complete (model_loader/reload/layerwise.py). gpt-oss copies its experts and attention sinks directly
+    (models/gpt_oss.py: _load_weights_other), so a reload loses them: vLLM reports success, but the module has the old
+    weights. This turns each direct copy into a call of a loader, so that vLLM collects its tensor too.
 
     Args:
         model: a model of vLLM.
@@ -548,6 +529,10 @@ class ModuleProbe:
 
 def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
     """Return the probe of a module that computes `x @ weight.T + bias`.
+
+    If an input row has a single 1, the module returns one column of its weight. No rounding occurs, so these rows are
+    compared exactly. They detect even weights of the previous optimizer step. The other rows use every weight. Their
+    tolerance follows from the roundings of a kernel, which are treated as independent of each other.
 
     Args:
         weight: `[out, in]`.

@@ -1,7 +1,4 @@
-"""Selects the KV connector of an engine for its role, and checks that it is compatible with routed experts.
-
-TODO params: Converts a `KvTransfer` to the `kv_transfer_params` of vLLM's connectors, and back.
-"""
+"""Selects the KV connector of an engine for its role, and converts a `KvTransfer` to that connector's parameters."""
 
 import logging
 import platform

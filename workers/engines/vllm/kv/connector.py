@@ -7,10 +7,8 @@ It replaces vLLM's `ExampleConnector` (kv_transfer/kv_connector/v1/example_conne
 - It stores every prompt and deletes none.
 - A missing file kills the engine.
 
-Here each prefill phase has its own id; see `phase_tracker`. Loads are part of a step: no request waits for a load
+Here each prefill phase has its own id; see `KvPhaseTracker`. Loads are part of a step: no request waits for a load
 between two steps, and an aborted request leaves no load behind.
-
-TODO blocks: Writes blocks of a KV cache to files and reads them, in each process of the engine.
 """
 
 import logging

@@ -1,11 +1,9 @@
-"""Files with KV, in a folder that prefill and decode workers share. Each prefill phase has its own subfolder.
+"""Files with KV, in a folder that prefill and decode workers share, and the phases whose KV is in them.
 
-TODO phase_tracker: Tracks the prefill and decode phases in vLLM's scheduler whose KV is transferred through a folder.
-
-A prefill phase is a request whose `kv_transfer_params` have `do_remote_decode`. Its KV is stored in the step that
-computes the last part of its prompt, so the file is complete before the id of the KV is published. A decode phase has
-`do_remote_prefill` and the parameters that `finish` returned for the prefill phase. Its KV is loaded once, when it is
-first scheduled.
+A prefill phase is a request whose `kv_transfer_params` have `do_remote_decode`. Each one has its own subfolder. Its KV
+is stored in the step that computes the last part of its prompt, so the file is complete before the id of the KV is
+published. A decode phase has `do_remote_prefill` and the parameters that `finish` returned for the prefill phase. Its
+KV is loaded once, when it is first scheduled.
 """
 
 import logging
