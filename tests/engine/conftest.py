@@ -35,7 +35,6 @@ LORAS = {
     **OWN_PROCESS,
     **SMALL_CACHE,
 }
-FALLBACK = {"dtype": "float32", "max_num_batched_tokens": 256, **SMALL_CACHE}
 RELOADED = {
     "dtype": "float32",
     "block_size": 32,
@@ -65,12 +64,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engines(models: dict[str, Path]) -> Iterator[Engines]:
-    """Yield four engines on one machine, started together. Fixtures with a wider scope than a test request one here."""
+    """Yield three engines, started together. Fixtures with a wider scope than a test request one here."""
     makers: dict[str, Callable[[], VllmEngine]] = {
-        "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
-        "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS, read="core"),
-        "fallback": lambda: VllmEngine(models["moe"], engine_args=FALLBACK, read="generate"),
-        "reloaded": lambda: VllmEngine(models["moe2"], engine_args=RELOADED, read="core"),
+        "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT),
+        "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS),
+        "reloaded": lambda: VllmEngine(models["moe2"], engine_args=RELOADED),
     }
     with running_engines(makers) as running:
         yield running
@@ -78,7 +76,7 @@ def engines(models: dict[str, Path]) -> Iterator[Engines]:
 
 @pytest.fixture
 def moe(engines: Engines) -> RunningEngine:
-    """Return an engine in float32 with little KV cache, whose step outputs are read."""
+    """Return an engine in float32 with little KV cache."""
     return engines.get("moe")
 
 
@@ -86,12 +84,6 @@ def moe(engines: Engines) -> RunningEngine:
 def dense(engines: Engines) -> RunningEngine:
     """Return an engine whose model has no experts, and which accepts adapters."""
     return engines.get("dense")
-
-
-@pytest.fixture
-def fallback(engines: Engines) -> RunningEngine:
-    """Return an engine that is read through `AsyncLLM.generate`."""
-    return engines.get("fallback")
 
 
 @pytest.fixture

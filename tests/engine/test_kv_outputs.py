@@ -22,7 +22,7 @@ PROMPT_LEN = 41
 
 def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestStep, list[str]]:
     """Return the step of the first output of a request with a prompt of 41 tokens, and the broken requests."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    requests = OpenRequests(ROUTING)
     request = GenerateRequest(
         prompt_token_ids=[5] * PROMPT_LEN,
         sampling=SamplingParams(logprobs=None),

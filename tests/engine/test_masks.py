@@ -25,7 +25,7 @@ MASKING = SyntheticConfig(sampling_mask=True).capabilities
 
 def opened(**fields: Any) -> tuple[OpenRequests, str]:
     """Return the open requests of an engine that makes masks, with one request, and its engine id."""
-    requests = OpenRequests(None, rows_with_tokens=True, vocab_size=VOCAB_SIZE)
+    requests = OpenRequests(None, vocab_size=VOCAB_SIZE)
     request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(logprobs=None, top_k=5), **fields)
     return requests, requests.add("key", request)
 

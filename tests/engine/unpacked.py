@@ -97,7 +97,7 @@ async def read(steps: list[Any], requests: OpenRequests) -> list[RequestStep]:
 
 def fed() -> dict[str, Any]:
     """Return the adapter's results of one request."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    requests = OpenRequests(ROUTING)
     sampling = SamplingParams(max_tokens=len(TOKENS), logprobs=0)
     request = GenerateRequest(
         prompt_token_ids=[5] * PROMPT_LEN,
@@ -122,7 +122,7 @@ def failed() -> str | None:
 
     if "error" not in EngineCoreOutput.__struct_fields__:
         return None
-    requests = OpenRequests(None, rows_with_tokens=True)
+    requests = OpenRequests(None)
     engine_id = requests.add("k", GenerateRequest(prompt_token_ids=[5], sampling=SamplingParams()))
     error = outputs.RequestError(code="internal", message="no room", retryable=True)
     output = EngineCoreOutput(engine_id, [], finish_reason=FinishReason.ERROR, error=error)

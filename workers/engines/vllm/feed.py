@@ -6,8 +6,9 @@ only at the end of a request.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
 new_tokens, events_of = attrgetter("new_token_ids"), attrgetter("events")
 
 
+@dataclass(slots=True)
 class _Replica:
     """The latest report of one engine core."""
 
-    def __init__(self) -> None:
-        self.rates = TokenRates()
-        self.told_at = 0.0
-        self.running = self.waiting = 0
-        self.kv_cache_use = 0.0
+    rates: TokenRates = field(default_factory=TokenRates)
+    told_at: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_use: float = 0.0
 
 
 class LoadMeter:
@@ -142,45 +144,6 @@ class LoadMeter:
         )
 
 
-class Feed(Protocol):
-    """Submits requests to the engine and reads its outputs; used inside `async with`."""
-
-    meter: LoadMeter
-    """Counts the load that the engine has reported."""
-    rows_with_tokens: bool
-    """True if routed experts come in the step of their tokens; False if all come in a request's last output."""
-
-    async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
-        """Submit a request to the engine.
-
-        Raises:
-            InvalidRequest: vLLM rejects the request; it did not reach the engine.
-            EngineDead: the engine is dead.
-        """
-
-    async def abort(self, engine_ids: Sequence[str]) -> None:
-        """Abort requests; each that is still open gets an output with finish reason ABORT after its earlier outputs."""
-
-    async def next(self) -> list[StepOutput]:
-        """Return the next outputs of the engine, if possible all outputs of one step.
-
-        Raises:
-            EngineDead: the engine is dead.
-        """
-
-    async def barrier(self) -> None:
-        """Return after `next` has returned all earlier outputs of the engine and was called again.
-
-        This may wait forever if the engine dies. Call it only while the engine reports nothing new.
-        """
-
-    async def __aenter__(self) -> Self:
-        """Start to read outputs."""
-
-    async def __aexit__(self, *_: object) -> None:
-        """Stop reading outputs. Call this before the engine is shut down."""
-
-
 class DrainMarker(asyncio.Event):
     """A marker in the output queue, set by the reader that reaches it: it has read every output before the marker."""
 
@@ -206,22 +169,18 @@ class RequestMaker:
             InvalidRequest: vLLM rejects the request.
         """
         from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
 
+        salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
+        prompt = tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
         try:
             return self._llm.input_processor.process_inputs(
-                engine_id, self.prompt(request, params), params, self._supported_tasks, **self.options(request)
+                engine_id, prompt, params, self._supported_tasks, **self.options(request)
             )
         except InvalidRequest:
             raise
         except (VLLMClientError, ValueError, TypeError) as exc:
             raise refusal(exc, request.sampling) from exc
-
-    def prompt(self, request: GenerateRequest, params: "VllmSamplingParams") -> Any:
-        """Return the prompt in vLLM's form: token ids, and the salt of its prefix cache entries."""
-        from vllm.inputs.engine import tokens_input
-
-        salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
-        return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
 
     def options(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the other arguments with which vLLM adds a request.
@@ -252,26 +211,19 @@ class CoreFeed:
     The number of requests that the worker accepts and their `max_tokens` limit its content.
     """
 
-    rows_with_tokens = True
-
     def __init__(self, llm: "AsyncLLM", maker: RequestMaker) -> None:
         self._core = llm.engine_core
         self._maker = maker
         self.meter = LoadMeter()
-
-    @staticmethod
-    def fits(llm: "AsyncLLM") -> bool:
-        """True if this release has the parts that the feed uses."""
-        from vllm.v1.engine import EngineCoreOutput
-
-        core_has = all(
-            hasattr(llm.engine_core, name) for name in ("add_request_async", "abort_requests_async", "outputs_queue")
-        )
-        fields = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "routed_experts"}
-        return core_has and fields <= set(EngineCoreOutput.__struct_fields__)
+        """Counts the load that the engine has reported."""
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
-        """Submit a request to the engine core; see `Feed.submit`."""
+        """Submit a request to the engine core.
+
+        Raises:
+            InvalidRequest: vLLM rejects the request; it did not reach the engine.
+            EngineDead: the engine is dead.
+        """
         import zmq
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -282,7 +234,10 @@ class CoreFeed:
             raise EngineDead(f"the engine did not accept the request: {exc}") from exc
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
-        """Abort requests in the engine core, and put their last outputs into the queue: the engine core sends none."""
+        """Abort requests; each that is still open gets an output with finish reason ABORT after its earlier outputs.
+
+        The engine core sends no such output, so this puts it into the queue.
+        """
         import zmq
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
         from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -299,7 +254,11 @@ class CoreFeed:
             return
 
     async def next(self) -> list[StepOutput]:
-        """Return the output that one step of the engine core added to all requests."""
+        """Return the output that one step of the engine core added to all requests.
+
+        Raises:
+            EngineDead: the engine is dead.
+        """
         # Do not call `get_output_async`: it only adds a conversion of exceptions, which this method does itself.
         while isinstance(item := await self._core.outputs_queue.get(), DrainMarker):
             item.set()
@@ -309,17 +268,14 @@ class CoreFeed:
         return [_output(output) for output in item.outputs]
 
     async def barrier(self) -> None:
-        """Wait for the answer of the engine core: it arrives after all earlier outputs, which are then in the queue."""
+        """Return after `next` has returned all outputs that are in the queue now, and was called again.
+
+        Call this only after an answer of the engine core: all of its earlier outputs are then in the queue. It may wait
+        forever if the engine dies.
+        """
         passed = DrainMarker()
         self._core.outputs_queue.put_nowait(passed)
         await passed.wait()
-
-    async def __aenter__(self) -> Self:
-        """Do nothing: vLLM's own task reads from the engine core."""
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Do nothing: vLLM's own task ends when the engine is shut down."""
 
 
 def _output(output: "EngineCoreOutput") -> StepOutput:

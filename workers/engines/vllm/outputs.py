@@ -146,21 +146,17 @@ class _Open:
 class OpenRequests:
     """Table of the requests that the engine has accepted and not ended.
 
-    Invariant: the rows returned for a request start at its `start`, have no gap, and match the number of the row rule.
-    The number matches after each step if `rows_with_tokens`, else at the end of the request.
+    Invariant: the rows returned for a request start at its `start`, have no gap, and match the number of the row rule
+    after each step.
 
     Args:
         routing: layout of the routed experts; None: the engine returns no routed experts.
-        rows_with_tokens: True if rows come in the step of their tokens; False if all rows come in the last step.
         vocab_size: vocabulary size if the engine creates sampling masks, else None.
     """
 
-    def __init__(
-        self, routing: RoutedExpertsInfo | None, *, rows_with_tokens: bool, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, routing: RoutedExpertsInfo | None, *, vocab_size: int | None = None) -> None:
         self._routing = routing
         self._mask_vocab_size = vocab_size
-        self._rows_with_tokens = rows_with_tokens
         self._open: dict[str, _Open] = {}
         self._engine_ids: dict[str, str] = {}
         self._num_opened = 0
@@ -170,10 +166,10 @@ class OpenRequests:
         """
 
     @classmethod
-    def of(cls, capabilities: Capabilities, *, rows_with_tokens: bool) -> "OpenRequests":
+    def of(cls, capabilities: Capabilities) -> "OpenRequests":
         """Create the table for an engine with these capabilities."""
         vocab_size = capabilities.vocab_size if capabilities.sampling_mask else None
-        return cls(capabilities.routed_experts, rows_with_tokens=rows_with_tokens, vocab_size=vocab_size)
+        return cls(capabilities.routed_experts, vocab_size=vocab_size)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -235,7 +231,7 @@ class OpenRequests:
             request = self._open.get(output.engine_id)
             if request is None:
                 continue
-            if self._rows_with_tokens and request.is_plain and output.is_plain:
+            if request.is_plain and output.is_plain:
                 plain.setdefault(request.kind, []).append((request, output))
             else:
                 steps.append(self._read_one(request, output, broken))
@@ -362,8 +358,7 @@ class OpenRequests:
         num_rows = request.num_rows + len(rows)
         num_tokens = request.num_tokens + len(output.token_ids)
         expected = expected_rows(request.prompt_len, request.start, num_tokens)
-        is_complete = self._rows_with_tokens or output.finish_reason is not None
-        if num_rows > expected or (is_complete and num_rows != expected):
+        if num_rows != expected:
             raise _UnusableOutput(
                 f"the engine returned {num_rows} rows of routed experts for {num_tokens} tokens after a prompt of "
                 f"{request.prompt_len} tokens, from position {request.start}; expected {expected} rows"
