@@ -49,7 +49,7 @@ test-vllm-next: .venv-next/ready
 	@.venv-next/bin/pytest $(or $(ARGS),tests/engine --ignore=tests/engine/test_transport_bench.py)
 
 vllm-contract: setup
-	@$(BIN)/python .ci/vllm_contract.py
+	@PYTHONPATH=. $(BIN)/python .ci/vllm_contract.py
 	@$(BIN)/pytest tests/engine/test_unpacked_releases.py
 
 soak: setup

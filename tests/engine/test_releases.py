@@ -18,10 +18,10 @@ from rollbus.workers.engines.vllm import launch as routing
 from rollbus.workers.engines.vllm.calls import Calls
 from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.feed import _output
-from rollbus.workers.engines.vllm.names import CONTRACT
 from rollbus.workers.engines.vllm.params import extra_names
 from rollbus.workers.engines.vllm.processes import Cores
 from rollbus.workers.engines.vllm.reload import Reload
+from tests.engine.vllm_contract.contract import CONTRACT
 from tests.support.presences import capabilities
 
 REASON = "vLLM 0.32.0 returns no routed experts on a CPU"
@@ -262,7 +262,7 @@ def checked_class() -> Any:
 
 
 def test_every_lifted_rejection_is_checked_in_vllms_sources() -> None:
-    """At an engine's start, vLLM's sources are checked for the texts by which the plugin finds vLLM's rejections."""
+    """The contract has the texts by which the plugin finds vLLM's rejections."""
     read = [item for need in CONTRACT if need.name == "VllmConfig" for item in need.reads.items()]
     missing = {
         refusal

@@ -26,7 +26,7 @@ from . import plugin
 from .extension import extension_name
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_refusal
-from .names import check as check_contract
+from .names import check_names
 from .processes import begin_preload, compute_in_core, forked_cores, kill, owned_executor
 
 if TYPE_CHECKING:
@@ -143,11 +143,10 @@ class Launch:
         interpreter exit.
 
         Raises:
-            EngineDead: vLLM did not start, lacks a part of the contract, or `cancel` was called; the message gives the
-                reason.
+            EngineDead: vLLM did not start, lacks names that the worker uses, or `cancel` was called; the message gives
+                the reason.
         """
         set_environment(self._model, self._log_level)
-        check_contract()
         begin_preload()
         try:
             with foreign_code(EngineDead, ImportError):
@@ -164,10 +163,10 @@ class Launch:
 
     def _start(self) -> None:
         with _without_collection():
+            check_names()
             from vllm.v1.engine.async_llm import AsyncLLM
             from vllm.v1.executor import Executor
 
-            check_contract()
             self._check_not_cancelled()
             # vLLM does not load the plugin itself if `VLLM_PLUGINS` omits it.
             plugin.install()
