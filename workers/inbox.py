@@ -56,11 +56,6 @@ class WorkerInbox:
         self._problem_at = 0.0
         self.rejected = RejectionCount()
 
-    def __repr__(self) -> str:
-        """Return one line with the subjects that are not read now."""
-        unread = [guarded.subject for guarded in self._guarded if guarded.subscription is None]
-        return f"<WorkerInbox unread={unread} {self.rejected}>"
-
     @property
     def problem(self) -> str | None:
         """The last flood and its sender, for a minute."""

@@ -281,9 +281,11 @@ class Worker:
         self._num_free = 0
 
     def __repr__(self) -> str:
-        """One line with the parts."""
-        parts = map(self.__dict__.get, ("_lifecycle", "_intake", "_links", "_publisher", "_runner", "_control"))
-        return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
+        """One line with the state and the open requests."""
+        lifecycle = self.__dict__.get("_lifecycle")
+        state = "not started" if lifecycle is None else lifecycle.state
+        links = self.__dict__.get("_links")
+        return f"<Worker {self._config.worker_id} model={self._config.model} state={state} {links!r}>"
 
     def stop(self) -> None:
         """Stop `run`: open requests fail with `worker_stopped`, then the engine closes."""

@@ -64,10 +64,6 @@ class CommandLog:
         self._under_way: dict[str, ReceivedCommand] = {}
         self._ended: OrderedDict[str, ReceivedCommand] = OrderedDict()
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<CommandLog under_way={len(self._under_way)} ended={len(self._ended)}>"
-
     @property
     def under_way(self) -> list[ReceivedCommand]:
         """Commands without a final ack, in the order of arrival."""

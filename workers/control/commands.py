@@ -248,10 +248,6 @@ class CommandHandler:
         self.rejected = RejectionCount()
         """Commands without a usable id or controller to answer."""
 
-    def __repr__(self) -> str:
-        """One line with the parts."""
-        return f"<CommandHandler {self._log!r} {self.reader!r} {self.reconciler!r}>"
-
     async def subscribe(self, inbox: WorkerInbox) -> None:
         """Subscribe to commands, to reads, and to changes of the desired state. Call this once.
 

@@ -43,10 +43,6 @@ class StartPeers:
         self._last: dict[str, tuple[float, bytes]] | None = {}
         self._subscription: Subscription | None = None
 
-    def __repr__(self) -> str:
-        """One line with the number of workers."""
-        return f"<StartPeers {len(self._last or ())}>"
-
     async def listen(self) -> None:
         """Subscribe to the presence of all workers. Call this once, while the engine starts.
 
@@ -140,10 +136,6 @@ class StartContent:
         """Digest of the checkpoint, or None if it is unknown."""
         self.peers: StartPeers | None = None
         """The other workers, or None if they are unknown."""
-
-    def __repr__(self) -> str:
-        """One line with the digest."""
-        return f"<StartContent {self.digest}>"
 
     async def hash(self) -> None:
         """Compute the digest, and listen to other workers. Run this while the engine loads the checkpoint."""

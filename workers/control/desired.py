@@ -235,10 +235,6 @@ class DesiredReader:
         self.problem: str | None = None
         """Reason why the last read failed, or None if it succeeded."""
 
-    def __repr__(self) -> str:
-        """One line with the epoch."""
-        return f"<DesiredReader epoch={self.epoch} fresh={self.is_fresh} problem={self.problem}>"
-
     @property
     def is_fresh(self) -> bool:
         """True if the state was read since the last `invalidate` and within `max_age_s`."""

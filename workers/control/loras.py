@@ -53,10 +53,6 @@ class Loras:
         self.lost: dict[str, str] = {}
         """Adapters that the engine lost with older weights, with the reasons, until their next load or unload."""
 
-    def __repr__(self) -> str:
-        """One line with the versions."""
-        return f"<Loras {self._versions.loras} gone={sorted(self.lost)}>"
-
     @property
     def problem(self) -> str | None:
         """Text with the lost adapters, or None if none was lost."""

@@ -57,11 +57,6 @@ class HandledRegisters:
         """The handled registers by name."""
         self._missed_at = 0.0
 
-    def __repr__(self) -> str:
-        """One line with the epochs."""
-        epochs = {register: handled.epoch for register, handled in self.by_name.items()}
-        return f"<HandledRegisters {epochs}>"
-
     def epoch_of(self, register: str) -> int | None:
         """Return the epoch in which a register was recorded, or None if the register is not desired."""
         recorded = self._reader.effective.get(register)
@@ -140,10 +135,6 @@ class PendingSources:
         # Epoch of the last pending weights, and the time at which they were first seen.
         self._weights_seen = (-1, 0.0)
 
-    def __repr__(self) -> str:
-        """One line with the registers that wait."""
-        return f"<PendingSources staging={sorted(self.staging)} {self.stager!r}>"
-
     def set_pending(self, pending: Sequence[PendingRegister]) -> None:
         """Stage the sources of these registers, and stop the staging for other registers."""
         self._needed = {}
@@ -189,10 +180,6 @@ class TransferEnds:
         self._reader = reader
         self._handled = handled
         self._needed_read: int | None = None
-
-    def __repr__(self) -> str:
-        """One line with the transfer."""
-        return f"<TransferEnds {self._transfer!r}>"
 
     async def handle(self, *, may_act: bool) -> None:
         """End a transfer whose lease has ended. After the end of any transfer, make the desired weights due again.
@@ -274,10 +261,6 @@ class Reconciler:
         """Epoch of the last applied desired state."""
         self.problem: str | None = None
         """Reason why this worker does not serve, or None if it serves or is stopped as desired."""
-
-    def __repr__(self) -> str:
-        """One line with the handled registers."""
-        return f"<Reconciler epoch={self.epoch} {self._handled!r} {self.sources!r} {self.registers!r}>"
 
     def start(self) -> None:
         """Start to reconcile, because the engine runs now."""

@@ -53,10 +53,6 @@ class Registers:
         self.transfer = transfer
         self._sleep_level = 0
 
-    def __repr__(self) -> str:
-        """One line with the parts."""
-        return f"<Registers sleep_level={self._sleep_level} {self.weights!r} {self.loras!r} {self.transfer!r}>"
-
     def check_recording(self, command: AnyCommand, by: str) -> None:
         """Check that this worker could apply a finish that it is about to record. Accept every other command.
 

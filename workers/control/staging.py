@@ -195,11 +195,6 @@ class Stager:
         self._costs: OrderedDict[StageKey, StageCost] = OrderedDict()
         self.stats = StagerStats()
 
-    def __repr__(self) -> str:
-        """One line with the sources."""
-        stages = {str(job.key.source): job.stage for job in self._jobs.values()}
-        return f"<Stager {stages}>"
-
     def set_desired(self, keys: Sequence[StageKey]) -> None:
         """Replace the set of sources that recorded commands need. Cancel stagings that are no longer needed."""
         for job in self._jobs.values():

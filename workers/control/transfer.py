@@ -67,10 +67,6 @@ class Transfer:
         self.last_end: str | None = None
         """Reason why the last transfer ended without a finish, or None."""
 
-    def __repr__(self) -> str:
-        """One line with the state."""
-        return f"<Transfer open={self.open}>"
-
     @property
     def open(self) -> OpenTransfer | None:
         """The open transfer, or None."""

@@ -76,11 +76,6 @@ class WeightManager:
         self.clock = UpdateClock()
         """Clock of the last update or transfer."""
 
-    def __repr__(self) -> str:
-        """One line with the versions."""
-        poisoned = " poisoned" if self.is_poisoned else ""
-        return f"<WeightManager {self._versions} source={self.source}{poisoned}>"
-
     @property
     def version(self) -> int:
         """Version of the weights that the engine samples from, or of the last valid weights while these are invalid."""

@@ -51,11 +51,6 @@ class EngineRunner:
         self.cache_epoch = 0
         """Number of times that the prefix cache was reset, or may have been reset."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        paused = " paused" if self.is_engine_paused else ""
-        return f"<EngineRunner inside={len(self._inside)}{paused} quiet_s={self._quiet_s:g} engine={self.engine!r}>"
-
     @property
     def num_free(self) -> int:
         """Number of requests that the engine would start immediately; 0 until it has started."""

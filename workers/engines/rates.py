@@ -36,10 +36,6 @@ class PrefixAge:
         self._num_new = 0
         self._new_since = 0.0
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PrefixAge tokens={self._num_spanned + self._num_new}/{self._capacity}>"
-
     def add(self, num_tokens: int, at: float, *, num_begun: int = 0) -> None:
         """Count computed tokens of prompts or outputs.
 

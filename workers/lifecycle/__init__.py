@@ -86,10 +86,6 @@ class WorkerLifecycle:
         self.state = WORKER.initial
         self.times_fenced = 0
 
-    def __repr__(self) -> str:
-        """One line with the state."""
-        return f"<WorkerLifecycle {self._worker_id} {self.incarnation} {self.state} times_fenced={self.times_fenced}>"
-
     @property
     def incarnation(self) -> str:
         """The current incarnation, since the start or the last fence."""
@@ -278,10 +274,6 @@ class IdGuard:
         self._on_duplicate = on_duplicate
         self.duplicate: DuplicateWorker | None = None
         self.rejected = RejectionCount()
-
-    def __repr__(self) -> str:
-        """One line with the id."""
-        return f"<IdGuard {self._worker_id} duplicate={self.duplicate}>"
 
     async def receive(self, message: Msg) -> None:
         """Handle presence of this worker or of another worker with its id."""

@@ -61,12 +61,6 @@ class InFlightRequests:
         self._num_own = 0
         self._gather_timer: asyncio.TimerHandle | None = None
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        num_held = None if self._held_steps is None else len(self._held_steps)
-        is_paused = self.runner.is_engine_paused
-        return f"<InFlightRequests count={self.count} paused={is_paused} held={num_held} own={len(self._own)}>"
-
     @property
     def count(self) -> int:
         """Number of requests that are open for their clients or still in the engine."""

@@ -94,10 +94,6 @@ class WaitingFollowers:
         self._requests: dict[str, GenerateRequest] = {}
         self._stats = stats
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return repr(self.backlog)
-
     def __len__(self) -> int:
         """Number of waiting followers."""
         return len(self.backlog)
@@ -178,10 +174,6 @@ class RequestIntake:
         self._incoming: deque[IncomingRequest] = deque()
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<RequestIntake waiting={self.num_waiting} {self._turns!r} {self.stats}>"
 
     def room(self) -> int:
         """Return how many more requests would start immediately: free slots minus waiting followers."""

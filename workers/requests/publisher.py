@@ -48,10 +48,6 @@ class OutboundPublisher:
         self.frames_lost = 0
         """Number of frames that could not be published. A link sends them again."""
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<OutboundPublisher frames={self.frames} lost={self.frames_lost} acks={len(self._acks)}>"
-
     def wake(self) -> None:
         """Wake the publisher."""
         self._changed.set()

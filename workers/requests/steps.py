@@ -36,10 +36,6 @@ class ExpertCounter:
         self._routing: RoutedExpertsInfo | None = None
         self._book: ExpertBook | None = None
 
-    def __repr__(self) -> str:
-        """One line with the book."""
-        return f"<ExpertCounter {self._book!r}>"
-
     def begin(self, routing: RoutedExpertsInfo | None, now: float) -> None:
         """Start to count for an engine with these routed experts.
 
@@ -321,10 +317,6 @@ class StepDispatcher:
         self._gathering = TokenBatcher()
         self.experts = ExpertCounter()
         """Counts the experts that the model's routers chose for the tokens."""
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<StepDispatcher {self._gathering!r}>"
 
     @property
     def is_gathering(self) -> bool:

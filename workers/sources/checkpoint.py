@@ -409,10 +409,6 @@ class WatchedFolders:
         self._folders: dict[str, Path] = {}
         self._watched: dict[Path, Watched] = {}
 
-    def __repr__(self) -> str:
-        """One line with the count."""
-        return f"<WatchedFolders {len(self._folders)}>"
-
     def find(self, folder: Path) -> Watched | None:
         """Return the recorded state of a folder, or None."""
         return self._watched.get(folder)

@@ -246,10 +246,6 @@ class ContentHasher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __repr__(self) -> str:
-        """One line with the folder."""
-        return f"<ContentHasher {self._folder}>"
-
     async def digest(
         self,
         tensors: Mapping[str, Tensor],

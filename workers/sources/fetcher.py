@@ -221,10 +221,6 @@ class Builder:
         self._objects = objects
         self._store = store
 
-    def __repr__(self) -> str:
-        """One line with the store."""
-        return f"<Builder {self._store}>"
-
     async def build(self, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress) -> Path:
         """Build a version and return its complete folder, which lies below `partial`.
 
@@ -424,10 +420,6 @@ class Fetcher:
     def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
         self._objects = objects
         self._store = store
-
-    def __repr__(self) -> str:
-        """One line with the store."""
-        return f"<Fetcher {self._store}>"
 
     async def fetch(self, objects: str, checks: Checks, progress: Progress) -> Fetched:
         """Return the folder of a source, and hold it.

@@ -112,10 +112,6 @@ class WeightSources:
         self.published: PublishedVersion | None = None
         """The published version of the last staged checkpoint; None if it was a plain upload, or if none was staged."""
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<Sources roots={len(self._roots)} checkpoints={self._checkpoints} present={self._present}>"
-
     @property
     def staging(self) -> Staging | None:
         """The progress of the current staging; None if nothing is being staged."""

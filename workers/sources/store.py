@@ -93,10 +93,6 @@ class LockWatch:
         self._seen: tuple[int, int] | None = None
         self._since = clock()
 
-    def __repr__(self) -> str:
-        """One line with the file."""
-        return f"<LockWatch {self._path}>"
-
     def check(self) -> None:
         """Check when the lock file was touched. Blocks briefly.
 
@@ -208,10 +204,6 @@ class Hold:
         self._fd: int | None = fd
         store.held[digest] += 1
 
-    def __repr__(self) -> str:
-        """One line with the folder."""
-        return f"<Hold {self.folder}>"
-
     @property
     def is_of_this_boot(self) -> bool:
         """True if the folder was verified since the machine booted. A crash may lose data that is not on disk yet."""
@@ -257,10 +249,6 @@ class PartialFolder:
         """The folder for all files of the build. It may contain files of an earlier try."""
         self._store = store
         self._fd = fd
-
-    def __repr__(self) -> str:
-        """One line with the path."""
-        return f"<PartialFolder {self.path}>"
 
     def make_room(self, needed: int) -> None:
         """Make room for `needed` bytes below `path`; delete unused folders if necessary. Blocks.
@@ -323,10 +311,6 @@ class FolderStore:
         """The number of holds of this process for each digest. File systems without locks need it."""
         self._max_bytes = max_bytes
         self._kept = kept
-
-    def __repr__(self) -> str:
-        """One line with the root."""
-        return f"<FolderStore {self.root} kept={self._kept}>"
 
     def folder(self, digest: str) -> Path:
         """Return the path of the complete folder of a digest."""
@@ -573,10 +557,6 @@ class StagedFolders:
         self._clock = clock
         self._known: dict[str, _StagedFolder] = {}
         self._holds: dict[str, Hold] = {}
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<StagedFolders known={len(self._known)} held={len(self._holds)}>"
 
     def add(self, objects: str, hold: Hold, content: str, *, is_published: bool) -> Path:
         """Record the folder of a source and the digest of its weights, hold the folder and return its path."""

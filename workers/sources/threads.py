@@ -42,10 +42,6 @@ class Progress:
         self.on_move: Callable[[], None] | None = None
         """Called when a stage begins and when bytes are added, on any thread."""
 
-    def __repr__(self) -> str:
-        """One line with the stage."""
-        return f"<Progress {self._source} {self._stage} {self._done}/{self._total}>"
-
     @property
     def staging(self) -> Staging:
         """The current stage with its bytes."""

@@ -47,9 +47,6 @@ class KvFolder:
         self._root = root
         self.ttl_s = ttl_s
 
-    def __repr__(self) -> str:
-        return f"<KvFolder {self._root} ttl_s={self.ttl_s:g}>"
-
     def make(self) -> None:
         """Create the folder if it does not exist."""
         self._root.mkdir(parents=True, exist_ok=True)
