@@ -4,7 +4,8 @@ A checkpoint must have the same tensors, shapes and dtypes as the worker's own. 
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ from ...schemas.errors import ControlError
 from ...schemas.manifest import Manifest, tensors_digest
 from .content import (
     FLOATS,
+    PIECE_BYTES,
     ContentHasher,
     FileNotes,
     Tensor,
@@ -24,7 +26,7 @@ from .content import (
     read_header,
     whole_file,
 )
-from .threads import Job, Progress, Scratch, run_quietly
+from .threads import Progress, Scratch, run_quietly
 
 T = TypeVar("T")
 
@@ -368,7 +370,6 @@ def _check_base(file: Path, module: str, pair: tuple[Tensor, Tensor], own_tensor
 
 JOB_BYTES: Final = 64 * 1024**2
 """Bytes that one job reads. Cancellation takes effect between two jobs."""
-PIECE_BYTES: Final = 4 * 1024**2
 MEMORY_SHARE: Final = 2
 """Files larger than the free memory divided by this value are not read ahead: the last files would displace the first
 files from the page cache."""
@@ -488,29 +489,21 @@ async def _read_ahead(notes: FileNotes, progress: Progress) -> None:
     if not total or total > _free_memory() // MEMORY_SHARE:
         return
     progress.begin("reading", total)
-    await run_quietly(_jobs(notes, progress))
+    await run_quietly(
+        partial(_read_part, path, begin, progress)
+        for path, note in notes.items()
+        for begin in range(0, note.size, JOB_BYTES)
+    )
 
 
-def _jobs(notes: FileNotes, progress: Progress) -> Iterator[Job]:
-    for path, note in notes.items():
-        for begin in range(0, note.size, JOB_BYTES):
-            yield _ReadJob(path, begin, progress)
-
-
-class _ReadJob:
-    def __init__(self, path: Path, begin: int, progress: Progress) -> None:
-        self._path = path
-        self._begin = begin
-        self._progress = progress
-
-    def __call__(self, scratch: Scratch) -> None:
-        piece = scratch.get(PIECE_BYTES).data
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(self._begin)
-            left = JOB_BYTES
-            while left > 0 and (count := file.readinto(piece)):
-                left -= count
-                self._progress.add(count)
+def _read_part(path: Path, begin: int, progress: Progress, scratch: Scratch) -> None:
+    piece = scratch.get(PIECE_BYTES).data
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        left = JOB_BYTES
+        while left > 0 and (count := file.readinto(piece)):
+            left -= count
+            progress.add(count)
 
 
 def _free_memory() -> int:

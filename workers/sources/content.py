@@ -12,7 +12,8 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -173,6 +174,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 PIECE_BYTES: Final = 4 * 1024**2
+"""Bytes read at a time."""
 SETTLED_NS: Final = 2_000_000_000
 """Age in ns from which a file's digests are kept. A younger file may change again within the resolution of its time
 stamps, and then look unchanged."""
@@ -293,7 +295,7 @@ class ContentHasher:
         found: dict[Path, dict[str, str]] = {path: {} for path in by_file}
         progress.begin("reading", sum(tensor.size for tensors in by_file.values() for tensor in tensors.values()))
         jobs: list[Job] = [
-            _HashJob(name, tensor, found[path], progress)
+            partial(_hash_tensor, name, tensor, found[path], progress)
             for path, tensors in by_file.items()
             for name, tensor in tensors.items()
         ]
@@ -354,30 +356,34 @@ class ContentHasher:
         return self._folder / f"{hashlib.sha256(f'{boot_id()} {note}'.encode()).hexdigest()}.json"
 
 
-class _HashJob:
-    """Hashes one tensor of a file."""
+def hash_range(path: Path, begin: int, size: int, on_bytes: Callable[[int], None], scratch: Scratch) -> str:
+    """Return the SHA-256 of some bytes of a file. Blocks.
 
-    def __init__(self, name: str, tensor: Tensor, found: dict[str, str], progress: Progress) -> None:
-        self._name = name
-        self._tensor = tensor
-        self._found = found
-        self._progress = progress
+    Args:
+        on_bytes: called with the number of bytes just read. They are few, so that waiting processes see progress even
+            if this process gets little CPU.
 
-    def __call__(self, scratch: Scratch) -> None:
-        sha, size, offset = hashlib.sha256(), self._tensor.size, self._tensor.begin
-        fd = open_regular(self._tensor.file)
-        try:
-            while size > 0:
-                piece = scratch.get(PIECE_BYTES)[: min(PIECE_BYTES, size)].data
-                count = os.preadv(fd, [piece], offset)
-                if not count:
-                    raise bad_source(self._tensor.file, f"ends at byte {offset}; expected: {size} more")
-                sha.update(piece[:count])
-                size, offset = size - count, offset + count
-                self._progress.add(count)
-        finally:
-            os.close(fd)
-        self._found[self._name] = sha.hexdigest()
+    Raises:
+        ControlError: `bad_source`: the file cannot be read or is too short.
+    """
+    sha, end = hashlib.sha256(), begin + size
+    fd = open_regular(path)
+    try:
+        while begin < end:
+            piece = scratch.get(PIECE_BYTES)[: min(PIECE_BYTES, end - begin)].data
+            count = os.preadv(fd, [piece], begin)
+            if not count:
+                raise bad_source(path, f"ends at byte {begin}; expected: {end - begin} more")
+            sha.update(piece[:count])
+            begin += count
+            on_bytes(count)
+    finally:
+        os.close(fd)
+    return sha.hexdigest()
+
+
+def _hash_tensor(name: str, tensor: Tensor, found: dict[str, str], progress: Progress, scratch: Scratch) -> None:
+    found[name] = hash_range(tensor.file, tensor.begin, tensor.size, progress.add, scratch)
 
 
 def _combine(tensors: Mapping[str, Tensor], found: Mapping[Path, Mapping[str, str]], whole: frozenset[str]) -> str:
