@@ -48,6 +48,7 @@ VARIABLES = {
         "self._worker": "Worker", "self._runner": "GPUModelRunner", "transfer": "WeightTransferEngine",
         "info": "LayerReloadingInfo", "config": "ModelConfig"},
     "reload_checks.py": {"info": "LayerReloadingInfo"},
+    "reload_repairs.py": {"info": "LayerReloadingInfo"},
     "kv/config.py": {"transfer": "KVTransferConfig", "model": "ModelConfig", "parallel": "ParallelConfig"},
     "kv/files.py": {
         "request": "Request", "output": "SchedulerOutput", "new": "NewRequestData", "cached": "CachedRequestData"},

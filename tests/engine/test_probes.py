@@ -14,7 +14,7 @@ def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
     """
     import torch
 
-    from rollbus.workers.engines.vllm.reload_checks import ModuleProbe, linear_probe
+    from rollbus.workers.engines.vllm.probes import ModuleProbe, linear_probe
 
     kind = getattr(torch, dtype)
     weight = torch.randn(96, 512, generator=torch.Generator().manual_seed(1)).to(kind)
@@ -39,7 +39,7 @@ def test_nan_outputs_are_right_only_where_the_reference_has_nan() -> None:
     """A checkpoint full of NaN can be loaded: NaN outputs are right exactly where the reference has NaN."""
     import torch
 
-    from rollbus.workers.engines.vllm.reload_checks import linear_probe
+    from rollbus.workers.engines.vllm.probes import linear_probe
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     weight[2] = float("nan")
@@ -54,7 +54,7 @@ def test_numbers_near_zero_may_become_zero() -> None:
     """A probe accepts zeros for denormal weights, as of a token that no text has: kernels flush them to zero."""
     import torch
 
-    from rollbus.workers.engines.vllm.reload_checks import linear_probe
+    from rollbus.workers.engines.vllm.probes import linear_probe
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     weight[3] = 1e-39
@@ -71,7 +71,7 @@ def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
     """Experts computed in this dtype pass, and a probe detects the replacement of any expert."""
     import torch
 
-    from rollbus.workers.engines.vllm.reload_checks import ACTIVATIONS, Experts, experts_probe, experts_routing
+    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, Experts, experts_probe, experts_routing
 
     kind, act = getattr(torch, dtype), ACTIVATIONS[activation]
     generator = torch.Generator().manual_seed(1)

@@ -18,7 +18,6 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ....schemas.errors import ControlCode, ForeignError, foreign_code
-from .reload_checks import Probing
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,13 @@ class Reload:
     """
 
     def __init__(self, worker: Any) -> None:
+        # The worker's own process imports this module too, and needs no torch.
+        from .reload_checks import Probing
+        from .reload_repairs import DirectCopies
+
         self._worker = worker
         self._runner = worker.model_runner
+        self._direct_copies = DirectCopies
         self._experts: list[_CpuExperts] = []
         self._probing = Probing(self._model(), is_quantized=self._runner.model_config.quantization is not None)
         self._copied: frozenset[str] | None = None
@@ -83,7 +87,7 @@ class Reload:
         try:
             with foreign_code():
                 self.begin()
-                with _without_list_of_unloaded(), self._direct_copies():
+                with _without_list_of_unloaded(), self._direct_copies(self._model()):
                     self._worker.reload_weights(weights_path=path)
                 self.end()
                 began = time.monotonic()
@@ -111,7 +115,7 @@ class Reload:
             with foreign_code():
                 if step == START_TRANSFER:
                     self.begin()
-                with self._direct_copies():
+                with self._direct_copies(self._model()):
                     getattr(self._worker, step)(*(() if info is None else (info,)))
                 if step != FINISH_TRANSFER:
                     return done()
@@ -150,11 +154,6 @@ class Reload:
             self._worker._weight_update_active = False
             transfer.reset_weight_update_target()
         _drop_leftovers(self._model())
-
-    def _direct_copies(self) -> contextlib.AbstractContextManager[Any]:
-        from .reload_checks import DirectCopies
-
-        return DirectCopies(self._model())
 
     def _unwatch(self) -> None:
         self._probing.unwatch()

@@ -2,13 +2,11 @@
 
 vLLM arranges a checkpoint's tensors in raw parameters, module by module. From them it derives the data of its kernels:
 packed, quantized or copied weights (model_loader/reload/layerwise.py). This data is often not a parameter, so a
-comparison of parameters does not verify it. Two kinds of copies are not updated by a reload at all, and are repaired
-here: see `DirectCopies` and `find_copies`.
+comparison of parameters does not verify it.
 
 While vLLM loads, a `Probing` arranges the tensors of each module again, with the same loaders, in separate memory. From
-these tensors it computes the expected output of the module for a fixed input of a few rows, with a tolerance for each
-number. The reference is computed in float32, or in float64 if the weights are float32. After the load, each module
-computes its output for this input with the kernel that requests use.
+these tensors it computes the expected output of the module; see `probes`. After the load, each module computes its
+output for the same input with the kernel that requests use.
 """
 
 import copy
@@ -21,52 +19,372 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import _custom_ops
+from vllm.model_executor.layers.attention import MLAAttention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 
 from ....schemas.errors import ForeignError, foreign_code
 from ....schemas.weights import Verified
+from .probes import (
+    ACTIVATIONS,
+    Experts,
+    embedding_probe,
+    experts_probe,
+    experts_routing,
+    head_probes,
+    linear_probe,
+    plain_difference,
+)
+from .reload_repairs import UNPACKED, Copies, copy_unpacked, find_copies, loader_of
 
 logger = logging.getLogger(__name__)
 
-
-UNPACKED = "_cpu_unpacked_conv_weight"
-"""The attribute with the original weight of a convolution that vLLM has packed."""
+REDUCED_FLOAT32 = 2.0**-10
+"""Relative error of float32 products on devices that may compute them with fewer bits."""
 NUM_DIMENSIONS = 3
 """Number of dimensions of a convolution's weight: `[channel, 1, width]`."""
-Copies = dict[Any, list[tuple[Any, str]]]
-"""For each convolution, the buffers with a copy of its weight, as pairs of module and buffer name."""
+WRAPPED = ".base_layer"
+"""Suffix of a module's name inside of the wrapper that adds adapters to it."""
+PACKED = "cpu_linear"
+"""Attribute with the function that multiplies by the module's weight on a CPU. It has a packed copy of the weight."""
+MAX_NAMED = 3
+"""Maximum number of modules in an error message."""
+MAX_REASON_CHARS = 100
 
 
-def find_copies(model: Any) -> Copies:
-    """Return the buffers that equal the unpacked weight of a convolution in the same parent module.
+class Unknown(Exception):
+    """This code cannot compute the expected output of a module. The message gives the reason."""
 
-    On a CPU with AVX512-BF16, vLLM packs the weight of a convolution of Mamba or linear attention (layers/utils.py:
-    dispatch_cpu_unquantized_gemm). The mixer has a buffer that was a view of that weight
-    (layers/mamba/mamba_mixer2.py: conv_weights). After the packing, the buffer has separate memory, and vLLM does not
-    update it when it loads new weights.
+
+class WrongOutput(Exception):
+    """The output of a module differs from the output that its tensors in the checkpoint give."""
+
+
+@dataclasses.dataclass(slots=True)
+class _ProbedLoad:
+    """The state of one load."""
+
+    checks: list[tuple[str, Callable[[], str | None]]] = dataclasses.field(default_factory=list)
+    """Module names with a comparison to run after the load. It returns a description of the difference, or None."""
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    """Differences that were found until now."""
+    unprobed: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The reason for each module that was not probed, by module name."""
+    num_equal: int = 0
+    """Number of modules without a kernel whose parameters equal the loaded tensors."""
+    loaded: set[Any] = dataclasses.field(default_factory=set)
+    """Modules into which tensors were loaded."""
+    covered: set[Any] = dataclasses.field(default_factory=set)
+    """The loaded modules, and modules that share their weights or derive weights from them."""
+
+
+class Probing:
+    """Probes one model, once for each load.
+
+    Args:
+        model: model of vLLM, with loaded weights.
+        is_quantized: True if some of its weights are quantized.
     """
-    import torch
 
-    copies: Copies = {}
-    for parent in model.modules():
-        for convolution in parent.children():
-            unpacked: Any = getattr(convolution, UNPACKED, None)
-            if unpacked is None:
+    def __init__(self, model: Any, *, is_quantized: bool) -> None:
+        self._model = model
+        self._is_quantized = is_quantized
+        self._original: Any = None
+        self._names: dict[Any, str] = {}
+        self._sharing: dict[Any, list[Any]] = {}
+        self._latent: dict[Any, list[Any]] = {}
+        self._convolutions: Copies | None = None
+        """Copies of convolution weights, found before the first load, because they may differ after a failed load."""
+        self._load = _ProbedLoad()
+
+    def watch(self) -> None:
+        """Compute the expected outputs of all modules that vLLM loads from now on, until `unwatch`."""
+        self.unwatch()
+        self._load = _ProbedLoad()
+        self._names = {module: name.replace(WRAPPED, "") for name, module in self._model.named_modules()}
+        self._sharing = _find_sharing(self._model)
+        self._latent = _find_latent(self._model)
+        if self._convolutions is None:
+            self._convolutions = find_copies(self._model)
+
+        self._original = layerwise._layerwise_process
+        layerwise._layerwise_process = functools.partial(self._process, self._original)
+
+    def unwatch(self) -> None:
+        """Undo `watch`; no effect without a previous `watch`."""
+        original, self._original = self._original, None
+        if original is not None:
+            layerwise._layerwise_process = original
+
+    def process_sharing(self) -> None:
+        """Process the modules that share the weights of another module, after that module has new weights.
+
+        vLLM processes a module when tensors are loaded into it. A head that is tied to the embeddings receives no
+        tensors. On a CPU its kernel has a packed copy of the weights, which would stay the old copy (layers/utils.py:
+        dispatch_cpu_unquantized_gemm). This also updates the copies of convolution weights.
+        """
+        for module, others in self._sharing.items():
+            method = getattr(module, "quant_method", None)
+            # Other methods may change the weights in place, so a second run could damage them. Their probe detects
+            # old copies.
+            if module in self._load.loaded or not isinstance(
+                method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+            ):
                 continue
-            for name, buffer in parent.named_buffers(recurse=False):
-                if buffer.shape == unpacked.shape and torch.equal(buffer, unpacked):
-                    copies.setdefault(convolution, []).append((parent, name))
-    return copies
+            packed = next((other for other in others if other in self._load.loaded and hasattr(other, PACKED)), None)
+            if packed is not None and hasattr(module, PACKED):
+                # The packed copy has the same weight. Another copy would cost time and the same amount of memory.
+                setattr(module, PACKED, getattr(packed, PACKED))
+            else:
+                method.process_weights_after_loading(module)
+        copy_unpacked(self._convolutions or {})
+
+    def verify(self, *, is_complete: bool) -> Verified:
+        """Run the probe of each module. Return the counts of compared modules, and the reason for each other module.
+
+        Args:
+            is_complete: True if the load had to replace all weights of the model.
+
+        Raises:
+            WrongOutput: the outputs of modules differ; the message names the first modules.
+        """
+        load, self._load = self._load, _ProbedLoad()
+        probed = self._run(load)
+        empty = [module for module in self._names if module not in load.covered and _holds_weights(module)]
+        names = sorted(self._names[module] for module in empty)
+        # Some parameters of quantized models are in no checkpoint. vLLM's start also skips this check for them.
+        if is_complete and load.loaded and not self._is_quantized:
+            load.wrong.extend(f"{name} received no weights" for name in names)
+        else:
+            load.unprobed |= dict.fromkeys(names, "no tensor was loaded into it")
+        if load.wrong:
+            more = f"; and {len(load.wrong) - MAX_NAMED} more" if len(load.wrong) > MAX_NAMED else ""
+            named = "; ".join(load.wrong[:MAX_NAMED])
+            raise WrongOutput(f"the output of modules differs from the output of the loaded tensors: {named}{more}")
+        unprobed = tuple(f"{name} ({reason})" for name, reason in sorted(load.unprobed.items()))
+        return Verified(probed=len(probed), equal=load.num_equal, unprobed=unprobed)
+
+    def _run(self, load: _ProbedLoad) -> set[str]:
+        """Run the comparisons that wait for the end of the load. Return the names of the modules with equal output."""
+        probed = set()
+        with torch.inference_mode():
+            for name, compare in load.checks:
+                try:
+                    with foreign_code(Unknown):
+                        difference = compare()
+                except Unknown as exc:
+                    load.unprobed[name] = str(exc)
+                except ForeignError as exc:
+                    # The kernel of vLLM may not support a call outside of a request.
+                    logger.warning("weights.probe_failed module=%s", name, exc_info=True)
+                    load.unprobed[name] = _in_short(exc)
+                else:
+                    if difference is None:
+                        probed.add(name)
+                    else:
+                        load.wrong.append(f"{name} {difference}")
+        return probed - load.unprobed.keys()
+
+    def _process(self, original: Callable[..., None], layer: Any, info: Any) -> None:
+        """Probe `layer` and call `original`, which is vLLM's `_layerwise_process`. It runs when `layer` is complete."""
+        name = self._names.get(layer)
+        raw: dict[str, Any] | None = None
+        absent: dict[str, int] = {}
+        if name is not None and info.loaded_weights:
+            try:
+                with foreign_code():
+                    raw, absent = arrange(layer, info)
+            except ForeignError as exc:
+                # The loader of vLLM may not support separate memory.
+                logger.warning("weights.arrange_failed module=%s", name, exc_info=True)
+                self._load.unprobed[name] = _in_short(exc)
+            self._load.loaded.add(layer)
+            self._load.covered.update((layer, *self._sharing.get(layer, ()), *self._latent.get(layer, ())))
+            if raw is not None:
+                self._refer(layer, raw, absent)
+        original(layer, info)
+        if name is not None and raw is not None and getattr(layer, "quant_method", None) is None:
+            self._compare(layer, name, raw)
+
+    def _refer(self, layer: Any, raw: dict[str, Any], absent: dict[str, int]) -> None:
+        """Add the comparisons of `layer` and of each module that computes with its weights."""
+        method = getattr(layer, "quant_method", None)
+        if "weight" in absent and isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
+            # A linear module has no padding, so vLLM has left old weights in the rest of its memory.
+            self._load.wrong.append(f"{self._names[layer]} received no values for {absent['weight']} of its weights")
+            return
+        linear = LinearProbe(raw)
+        for module in (layer, *self._sharing.get(layer, ())):
+            if getattr(module, "quant_method", None) is not None:
+                copies = (self._convolutions or {}).get(module, [])
+                self._add_checks(module, functools.partial(checks_of, module, raw, absent, linear, copies))
+        for module in self._latent.get(layer, ()):
+            self._add_checks(module, functools.partial(check_latent, module, raw))
+
+    def _add_checks(self, module: Any, make: Callable[[], list[Callable[[], str | None]]]) -> None:
+        try:
+            self._load.checks.extend((self._names[module], check) for check in make())
+        except Unknown as exc:
+            self._load.unprobed[self._names[module]] = str(exc)
+
+    def _compare(self, layer: Any, name: str, raw: dict[str, Any]) -> None:
+        """Compare the parameters of a module without a kernel with the loaded tensors."""
+        differences = {key: plain_difference(getattr(layer, key).data, tensor) for key, tensor in raw.items()}
+        wrong = [f"{name}.{key} {difference}" for key, difference in differences.items() if difference is not None]
+        self._load.wrong.extend(wrong)
+        self._load.num_equal += not wrong
 
 
-def copy_unpacked(copies: Copies) -> None:
-    """Copy the unpacked weight of each convolution into its buffers."""
-    for convolution, buffers in copies.items():
-        for parent, name in buffers:
-            parent._buffers[name].data.copy_(getattr(convolution, UNPACKED))
+class LinearProbe:
+    """The probe of all modules that multiply by the same weight. It is computed when the first module needs it.
+
+    Args:
+        raw: raw parameters of these modules.
+    """
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._weight, self._bias = raw.get("weight"), raw.get("bias")
+        self._probe: Any = None
+
+    def check(self, module: Any) -> Callable[[], str | None]:
+        """Return the comparison of one of the modules.
+
+        Raises:
+            Unknown: the weight is not a floating-point matrix.
+        """
+        weight, bias = self._weight, self._bias
+        if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+            raise Unknown("its weight is not a floating-point matrix")
+        if self._probe is None:
+            self._probe = linear_probe(weight, bias, weight.dtype, step=_step(weight))
+        probe, has_bias = self._probe, bias is not None
+
+        def run() -> str | None:
+            apply = module.quant_method.apply
+            if not has_bias:
+                return probe.difference(apply(module, probe.inputs, None))  # type: ignore[no-any-return]
+            plain, others = probe.inputs[: probe.num_plain], probe.inputs[probe.num_plain :]
+            outputs = [apply(module, plain, None), apply(module, others, module.bias)]
+            return probe.difference(torch.cat(outputs))  # type: ignore[no-any-return]
+
+        return run
+
+
+def checks_of(
+    module: Any, raw: dict[str, Any], absent: dict[str, int], linear: LinearProbe, copies: list[tuple[Any, str]]
+) -> list[Callable[[], str | None]]:
+    """Return the comparisons of a module that has a kernel.
+
+    Args:
+        raw: raw parameters of the module.
+        absent: number of elements without a value, by parameter.
+        linear: probe of the same raw parameters.
+        copies: buffers with copies of the weight of a convolution.
+
+    Raises:
+        Unknown: the expected output of the module cannot be computed.
+    """
+    convolution = check_convolution(module, raw, copies)
+    if convolution is not None:
+        return [convolution]
+    method = module.quant_method
+    if any(not name.endswith("bias") for name in absent):
+        raise Unknown(f"{sum(absent.values())} of its weights received no values")
+    if isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
+        return [_check_experts(module, raw)]
+    is_plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+    if not is_plain or not isinstance(module, (LinearBase, VocabParallelEmbedding)):
+        raise Unknown(f"no comparison supports {type(method).__name__}")
+    checks = [linear.check(module)]
+    if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+        checks.append(_check_embedding(module, raw))
+    return checks
+
+
+def _check_embedding(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
+
+    indices = module.shard_indices
+    probe = embedding_probe(raw["weight"], indices.org_vocab_end_index - indices.org_vocab_start_index)
+    return lambda: probe.difference(module.quant_method.embedding(module, probe.inputs))
+
+
+def _check_experts(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
+    method = module.quant_method
+    activation = ACTIVATIONS.get(module.activation.value)
+    if activation is None:
+        raise Unknown(f"no comparison supports the activation {module.activation.value}")
+    if method.is_monolithic:
+        raise Unknown("its kernel selects the experts itself")
+    if module.moe_config.moe_parallel_config.use_all2all_kernels:
+        raise Unknown("its kernel communicates with other processes")
+    if "w13_weight" not in raw or "w2_weight" not in raw:
+        raise Unknown("some of its weights were not loaded")
+    w13, w2 = raw["w13_weight"], raw["w2_weight"]
+    top_k = 1 if module.apply_router_weight_on_input else min(module.top_k, len(w13))
+    experts = Experts(w13=w13, w2=w2, w13_bias=raw.get("w13_bias"), w2_bias=raw.get("w2_bias"), activation=activation)
+    probe = experts_probe(experts, top_k, w13.dtype, step=_step(w13))
+    ids, weights = experts_routing(len(w13), top_k)
+
+    def run() -> str | None:
+        local = torch.arange(len(w13)) if module.expert_map is None else _globals(module.expert_map)
+        output = method.apply(
+            layer=module,
+            x=probe.inputs,
+            topk_weights=weights.to(probe.inputs.device),
+            topk_ids=local[ids].to(probe.inputs.device, method.topk_indices_dtype or torch.int32),
+            shared_experts=None,
+            shared_experts_input=None,
+        )
+        return probe.difference(output)
+
+    return run
+
+
+def _globals(expert_map: Any) -> Any:
+    """Return the expert ids in the model for the experts of this process, in their local order."""
+    here = torch.nonzero(expert_map >= 0).flatten().cpu()
+    return here[expert_map.cpu()[here].argsort()]
+
+
+def check_latent(module: Any, raw: dict[str, Any]) -> list[Callable[[], str | None]]:
+    """Return a comparison of latent attention's copies of a projection's weight with the projection's loaded tensor.
+
+    See vLLM's layers/attention/mla_attention.py.
+
+    Raises:
+        Unknown: the weight is missing or quantized.
+    """
+    weight = raw.get("weight")
+    if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
+        raise Unknown("the projection whose weight it copies is quantized")
+    split = weight.T.reshape(module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim + module.v_head_dim)
+    keys, values = split.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
+    probes = {
+        "W_UK_T": head_probes(keys.permute(1, 2, 0), weight.dtype),
+        "W_UV": head_probes(values.transpose(0, 1), weight.dtype),
+    }
+
+    def run() -> str | None:
+        for name, probe in probes.items():
+            if not hasattr(module, name):
+                raise Unknown("its kernel has separate copies of the weight")
+            maps = getattr(module, name).to("cpu", torch.float64)
+            difference = probe.difference(torch.bmm(probe.inputs, maps).flatten(0, 1))
+            if difference is not None:
+                return f"{name} {difference}"
+        return None
+
+    return [run]
 
 
 def check_convolution(
@@ -76,8 +394,6 @@ def check_convolution(
 
     None: `module` is not a convolution. The function returns a description of the first difference, or None.
     """
-    import torch
-
     weight = raw.get("weight")
     if weight is None or weight.dim() != NUM_DIMENSIONS or weight.shape[1] != 1:
         return None
@@ -86,8 +402,6 @@ def check_convolution(
     bias = raw["bias"].clone() if isinstance(raw.get("bias"), torch.Tensor) else None
 
     def run() -> str | None:
-        from vllm import _custom_ops
-
         read = {f"its copy {name}": (parent._buffers[name], expected) for parent, name in buffers}
         if hasattr(module, UNPACKED):
             read["its unpacked weight"] = getattr(module, UNPACKED), expected
@@ -103,110 +417,8 @@ def check_convolution(
     return run
 
 
-LOADER = "online_process_loader"
-"""Name of the function in which vLLM wraps the loaders of parameters during a reload."""
-
-
-class DirectCopies(TorchFunctionMode):
-    """Inside `with`, passes copies into parameters without memory to vLLM's loaders.
-
-    During a reload, the parameters of a vLLM model have no memory. Their loaders collect the tensors of a module until
-    they are complete (model_loader/reload/layerwise.py). gpt-oss copies its experts and attention sinks directly
-    (models/gpt_oss.py: _load_weights_other), so a reload loses them: vLLM reports success, but the module has the old
-    weights. This turns each direct copy into a call of a loader, so that vLLM collects its tensor too.
-
-    Args:
-        model: a model of vLLM.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._model = model
-        self._owners: dict[int, tuple[Any, str]] | None = None
-        """Module and name of each parameter without memory, by the address of its placeholder storage."""
-        self._num_counting = 0
-        self._count: Any = None
-
-    def __enter__(self) -> "DirectCopies":
-        """Begin to pass on copies, except those with which vLLM counts the elements that a loader loads."""
-        self._count = layerwise.get_numel_loaded
-        layerwise.get_numel_loaded = self._count_numbers
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop passing on copies."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        layerwise.get_numel_loaded = self._count
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Pass on a `target.copy_(source)`, and call every other function. torch calls this for every function."""
-        if func is Tensor.copy_ and args[0].is_meta and not self._num_counting:
-            target, source = args[0], args[1] if len(args) > 1 else (kwargs or {})["src"]
-            if not source.is_meta and self._hand_over(target, source):
-                return target
-        return func(*args, **kwargs or {})
-
-    def _count_numbers(self, weight_loader: Callable[..., Any], args: Any) -> Any:
-        self._num_counting += 1
-        try:
-            return self._count(weight_loader, args)
-        finally:
-            self._num_counting -= 1
-
-    def _hand_over(self, target: Tensor, source: Tensor) -> bool:
-        """Pass `source` to vLLM and return True if `target` is (a part of) a parameter that needs tensors."""
-        layer, name = self._owner(target)
-        if layer is None:
-            return False
-        info, parameter = get_layerwise_info(layer), layer._parameters[name]
-        if not info.can_load():
-            return False
-        if loader_of(parameter) is not _copy_part:
-            if not parameter.is_contiguous() or any(loaded == name for loaded, _ in info.loaded_weights):
-                # vLLM would load the earlier tensors with the new loader, but they need the parameter's own loader.
-                return False
-            parameter.weight_loader = _copy_part
-            parameter.weight_loader = make_online_process_loader(layer, name)
-        parameter.weight_loader(parameter, source, (target.size(), target.stride(), target.storage_offset()))
-        return True
-
-    def _owner(self, target: Tensor) -> tuple[Any, str]:
-        if self._owners is None:
-            self._owners = {
-                _memory(parameter): (layer, name)
-                for layer in self._model.modules()
-                for name, parameter in layer._parameters.items()
-                if parameter is not None and parameter.is_meta
-            }
-        layer, name = self._owners.get(_memory(target), (None, ""))
-        parameter = None if layer is None else layer._parameters.get(name)
-        # A module with all its tensors has new parameters, and another parameter may reuse the old placeholder.
-        if parameter is None or not parameter.is_meta or _memory(parameter) != _memory(target):
-            return None, ""
-        return layer, name
-
-
-def loader_of(parameter: Any) -> Callable[..., Any]:
-    """Return the loader of a parameter without vLLM's wrappers."""
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
-    loader: Any = getattr(parameter, "weight_loader", default_weight_loader)
-    while loader.__name__ == LOADER:
-        loader = loader.__wrapped__
-    return loader  # type: ignore[no-any-return]
-
-
-def _copy_part(param: Tensor, loaded_weight: Tensor, part: tuple[torch.Size, tuple[int, ...], int]) -> None:
-    """Copy into a part of `param`. This is a loader; vLLM calls it with a `param` in other memory than the target."""
-    size, stride, offset = part
-    param.data.as_strided(size, stride, offset).copy_(loaded_weight.expand(size))
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _step(weight: Any) -> float:
+    return REDUCED_FLOAT32 if weight.dtype is torch.float32 and weight.device.type != "cpu" else 0.0
 
 
 def arrange(layer: Any, info: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -314,622 +526,6 @@ def _can_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-REDUCED_FLOAT32 = 2.0**-10
-"""Relative error of float32 products on devices that may compute them with fewer bits."""
-
-
-class Unknown(Exception):
-    """This code cannot compute the expected output of a module. The message gives the reason."""
-
-
-class LinearProbe:
-    """The probe of all modules that multiply by the same weight. It is computed when the first module needs it.
-
-    Args:
-        raw: raw parameters of these modules.
-    """
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._weight, self._bias = raw.get("weight"), raw.get("bias")
-        self._probe: Any = None
-
-    def check(self, module: Any) -> Callable[[], str | None]:
-        """Return the comparison of one of the modules.
-
-        Raises:
-            Unknown: the weight is not a floating-point matrix.
-        """
-        import torch
-
-        weight, bias = self._weight, self._bias
-        if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-            raise Unknown("its weight is not a floating-point matrix")
-        if self._probe is None:
-            self._probe = linear_probe(weight, bias, weight.dtype, step=_step(weight))
-        probe, has_bias = self._probe, bias is not None
-
-        def run() -> str | None:
-            apply = module.quant_method.apply
-            if not has_bias:
-                return probe.difference(apply(module, probe.inputs, None))  # type: ignore[no-any-return]
-            plain, others = probe.inputs[: probe.num_plain], probe.inputs[probe.num_plain :]
-            outputs = [apply(module, plain, None), apply(module, others, module.bias)]
-            return probe.difference(torch.cat(outputs))  # type: ignore[no-any-return]
-
-        return run
-
-
-def checks_of(
-    module: Any, raw: dict[str, Any], absent: dict[str, int], linear: LinearProbe
-) -> list[Callable[[], str | None]]:
-    """Return the comparisons of a module that has a kernel.
-
-    Args:
-        raw: raw parameters of the module.
-        absent: number of elements without a value, by parameter.
-        linear: probe of the same raw parameters.
-
-    Raises:
-        Unknown: the expected output of the module cannot be computed.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        UnquantizedEmbeddingMethod,
-        VocabParallelEmbedding,
-    )
-
-    method = module.quant_method
-    if any(not name.endswith("bias") for name in absent):
-        raise Unknown(f"{sum(absent.values())} of its weights received no values")
-    if isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
-        return [_check_experts(module, raw)]
-    is_plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
-    if not is_plain or not isinstance(module, (LinearBase, VocabParallelEmbedding)):
-        raise Unknown(f"no comparison supports {type(method).__name__}")
-    checks = [linear.check(module)]
-    if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-        checks.append(_check_embedding(module, raw))
-    return checks
-
-
-def _check_embedding(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
-
-    indices = module.shard_indices
-    probe = embedding_probe(raw["weight"], indices.org_vocab_end_index - indices.org_vocab_start_index)
-    return lambda: probe.difference(module.quant_method.embedding(module, probe.inputs))
-
-
-def _check_experts(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
-    import torch
-
-    method = module.quant_method
-    activation = ACTIVATIONS.get(module.activation.value)
-    if activation is None:
-        raise Unknown(f"no comparison supports the activation {module.activation.value}")
-    if method.is_monolithic:
-        raise Unknown("its kernel selects the experts itself")
-    if module.moe_config.moe_parallel_config.use_all2all_kernels:
-        raise Unknown("its kernel communicates with other processes")
-    if "w13_weight" not in raw or "w2_weight" not in raw:
-        raise Unknown("some of its weights were not loaded")
-    w13, w2 = raw["w13_weight"], raw["w2_weight"]
-    top_k = 1 if module.apply_router_weight_on_input else min(module.top_k, len(w13))
-    experts = Experts(w13=w13, w2=w2, w13_bias=raw.get("w13_bias"), w2_bias=raw.get("w2_bias"), activation=activation)
-    probe = experts_probe(experts, top_k, w13.dtype, step=_step(w13))
-    ids, weights = experts_routing(len(w13), top_k)
-
-    def run() -> str | None:
-        local = torch.arange(len(w13)) if module.expert_map is None else _globals(module.expert_map)
-        output = method.apply(
-            layer=module,
-            x=probe.inputs,
-            topk_weights=weights.to(probe.inputs.device),
-            topk_ids=local[ids].to(probe.inputs.device, method.topk_indices_dtype or torch.int32),
-            shared_experts=None,
-            shared_experts_input=None,
-        )
-        return probe.difference(output)
-
-    return run
-
-
-def _globals(expert_map: Any) -> Any:
-    """Return the expert ids in the model for the experts of this process, in their local order."""
-    import torch
-
-    here = torch.nonzero(expert_map >= 0).flatten().cpu()
-    return here[expert_map.cpu()[here].argsort()]
-
-
-def check_latent(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
-    """Return the comparison of latent attention's copies of a projection's weight with the projection's loaded tensor.
-
-    See vLLM's layers/attention/mla_attention.py.
-
-    Raises:
-        Unknown: the weight is missing or quantized.
-    """
-    import torch
-
-    weight = raw.get("weight")
-    if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
-        raise Unknown("the projection whose weight it copies is quantized")
-    split = weight.T.reshape(module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim + module.v_head_dim)
-    keys, values = split.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
-    probes = {
-        "W_UK_T": head_probes(keys.permute(1, 2, 0), weight.dtype),
-        "W_UV": head_probes(values.transpose(0, 1), weight.dtype),
-    }
-
-    def run() -> str | None:
-        for name, probe in probes.items():
-            if not hasattr(module, name):
-                raise Unknown("its kernel has separate copies of the weight")
-            maps = getattr(module, name).to("cpu", torch.float64)
-            difference = probe.difference(torch.bmm(probe.inputs, maps).flatten(0, 1))
-            if difference is not None:
-                return f"{name} {difference}"
-        return None
-
-    return run
-
-
-def _step(weight: Any) -> float:
-    import torch
-
-    return REDUCED_FLOAT32 if weight.dtype is torch.float32 and weight.device.type != "cpu" else 0.0
-
-
-SEED = 20_260
-NUM_COLUMNS = 6
-"""Number of columns of a linear module's weight that are compared exactly."""
-NUM_DENSE = 2
-"""Number of input rows that use every weight of a linear module."""
-NUM_IDS = 16
-"""Number of compared rows of an embedding."""
-NUM_SIGMAS = 8.0
-"""Limit for a sum of independent roundings, in standard deviations. One sum in 10^15 exceeds it."""
-SMALLEST = 1e-37
-"""Kernels may replace smaller numbers by zero, including each product of a sum."""
-CHUNK_ELEMENTS = 1 << 24
-"""Number of elements of a weight that are converted at a time: at most 128 MiB."""
-CPU_CHUNK_ELEMENTS = 1 << 20
-"""The same on a CPU. About as many elements fit into its cache, which halves the time."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModuleProbe:
-    """An input, and the expected output of the weights for it."""
-
-    inputs: Tensor
-    expected: Tensor
-    """Expected output in float32 or float64, on the CPU."""
-    tolerance: Tensor
-    """Largest allowed difference of each number from the expected number."""
-    num_plain: int = 0
-    """Number of first rows to which the module does not add its bias."""
-
-    def difference(self, actual: Tensor) -> str | None:
-        """Return a description of how `actual` differs from the expected output; None: it does not differ."""
-        actual = actual.detach().to("cpu", self.expected.dtype).reshape(-1, actual.shape[-1])
-        if actual.shape != self.expected.shape:
-            return f"has the shape {tuple(actual.shape)} instead of {tuple(self.expected.shape)}"
-        # Weights that are not finite give outputs that are not finite. Then only their positions are compared.
-        is_wrong = ~((actual - self.expected).abs() <= self.tolerance)
-        is_wrong &= ~(~actual.isfinite() & ~self.expected.isfinite())
-        if not is_wrong.any():
-            return None
-        worst = float((actual - self.expected).abs().nan_to_num(nan=math.inf).max())
-        largest = float(self.expected.abs().nan_to_num(nan=math.inf).max())
-        return f"differs in {int(is_wrong.sum())} of {is_wrong.numel()} numbers, by up to {worst:.2g} of {largest:.2g}"
-
-
-def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
-    """Return the probe of a module that computes `x @ weight.T + bias`.
-
-    If an input row has a single 1, the module returns one column of its weight. No rounding occurs, so these rows are
-    compared exactly. They detect even weights of the previous optimizer step. The other rows use every weight. Their
-    tolerance follows from the roundings of a kernel, which are treated as independent of each other.
-
-    Args:
-        weight: `[out, in]`.
-        dtype: dtype of the module's inputs and outputs.
-        step: relative error of each product in addition to the rounding of `dtype`.
-    """
-    num_in = weight.shape[1]
-    columns = _spread(num_in, NUM_COLUMNS)
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = torch.zeros(len(columns) + NUM_DENSE, num_in)
-    inputs[torch.arange(len(columns)), columns] = 1
-    # Inputs of 1 and -1, because kernels that round their inputs to few bits do not change them.
-    inputs[len(columns)] = torch.randint(2, (num_in,), generator=generator) * 2.0 - 1
-    inputs[len(columns) + 1 :] = torch.randn(NUM_DENSE - 1, num_in, generator=generator)
-    inputs = inputs.to(weight.device, dtype)
-    wide = _wide(weight.dtype if weight.is_floating_point() else dtype)
-    dense, norms = _matmul(inputs[len(columns) :], weight, wide)
-    if bias is not None:
-        dense += bias.to("cpu", wide)
-    expected = torch.cat((weight[:, columns.to(weight.device)].T.to("cpu", wide), dense))
-    unit = _unit(dtype)
-    tolerance = expected.abs() * unit + NUM_SIGMAS * (_accumulation(dtype, num_in) + step) * norms + num_in * SMALLEST
-    tolerance[: len(columns)] = expected[: len(columns)].abs() * (_exact_unit(dtype) + step) + SMALLEST
-    return ModuleProbe(inputs, expected, tolerance, len(columns))
-
-
-def embedding_probe(weight: Tensor, num_rows: int) -> ModuleProbe:
-    """Return the probe of a module that looks up rows of `weight`. Only its first `num_rows` rows are in use."""
-    ids = _spread(num_rows, NUM_IDS)
-    expected = weight[ids.to(weight.device)].to("cpu", torch.float64)
-    return ModuleProbe(ids.to(weight.device), expected, torch.zeros_like(expected))
-
-
-def head_probes(maps: Tensor, dtype: torch.dtype) -> ModuleProbe:
-    """Return the probe of a module that multiplies each head's vector by its own matrix, `maps[head, in, out]`.
-
-    Inputs are `[head, row, in]`, outputs are `[head * row, out]`. No kernel has rounded the matrices.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = torch.randn(maps.shape[0], NUM_DENSE, maps.shape[1], generator=generator, dtype=torch.float64)
-    wide = maps.to("cpu", torch.float64)
-    expected = torch.bmm(inputs, wide).flatten(0, 1)
-    tolerance = NUM_SIGMAS * _exact_unit(dtype) * wide.norm(dim=1).repeat_interleave(NUM_DENSE, 0)
-    return ModuleProbe(inputs, expected, tolerance)
-
-
-def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return expert ids and weights `[rows, top_k]` that use each expert."""
-    num_rows = math.ceil(num_experts / top_k)
-    ids = torch.arange(num_rows * top_k).reshape(num_rows, top_k) % num_experts
-    weights = torch.arange(1, top_k + 1, dtype=torch.float32) / (top_k * (top_k + 1) / 2)
-    return ids, weights.expand(num_rows, top_k).contiguous()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Activation:
-    """The operations of an expert between its two matrix products."""
-
-    split: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Splits the first product into gate and up."""
-    apply: Callable[[Tensor], Tensor]
-    """The function that is applied to the gate."""
-    offset: float = 0.0
-    """Number that is added to up."""
-    limit: float = math.inf
-    """Upper limit of the gate, and limit of the absolute value of up."""
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x[: len(x) // 2], x[len(x) // 2 :]
-
-
-ACTIVATIONS = {
-    "silu": Activation(_halves, torch.nn.functional.silu),
-    "gelu": Activation(_halves, torch.nn.functional.gelu),
-    "gelu_tanh": Activation(_halves, lambda gate: torch.nn.functional.gelu(gate, approximate="tanh")),
-    "swigluoai": Activation(
-        lambda x: (x[::2], x[1::2]), lambda gate: gate * torch.sigmoid(1.702 * gate), offset=1.0, limit=7.0
-    ),
-}
-"""Supported activations, by vLLM's names."""
-STEEPEST = 1.2
-"""Upper limit for the slope of all these activations."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The weights of gated experts."""
-
-    w13: Tensor
-    """`[expert, 2 * inner, hidden]`."""
-    w2: Tensor
-    """`[expert, hidden, inner]`."""
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    activation: Activation
-
-
-def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
-    """Return the probe of experts, whose rows are routed by `experts_routing`.
-
-    Args:
-        dtype, step: as for `linear_probe`.
-    """
-    w13, w2, activation = experts.w13, experts.w2, experts.activation
-    ids, weights = experts_routing(len(w13), top_k)
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = torch.randn(len(ids), w13.shape[2], generator=generator).to(w13.device, dtype)
-    wide = _wide(w13.dtype)
-    expected = torch.zeros(len(ids), w2.shape[1], dtype=wide, device=w2.device)
-    variance = torch.zeros_like(expected)
-    unit = _unit(dtype)
-    inner_unit = unit + _accumulation(dtype, w13.shape[2]) + step
-    outer_unit = unit + _accumulation(dtype, w2.shape[2]) + step
-    for row in range(len(ids)):
-        x = inputs[row].to(wide)
-        for expert, share in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
-            first = w13[expert].to(wide)
-            product, noise = first @ x, first.norm(dim=1) * inner_unit
-            if experts.w13_bias is not None:
-                product = product + experts.w13_bias[expert].to(wide)
-                noise = noise + product.abs() * unit
-            (gate, up), (gate_noise, up_noise) = activation.split(product), activation.split(noise)
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-            up, acted = up + activation.offset, activation.apply(gate)
-            hidden = acted * up
-            hidden_noise = STEEPEST * gate_noise * up.abs() + acted.abs() * up_noise + 2 * unit * hidden.abs()
-            second = w2[expert].to(wide)
-            output = second @ hidden
-            noise_of_output = (second.square() @ hidden_noise.square()).sqrt()
-            noise_of_output += outer_unit * (second.square() @ hidden.square()).sqrt()
-            if experts.w2_bias is not None:
-                output = output + experts.w2_bias[expert].to(wide)
-                noise_of_output += output.abs() * unit
-            expected[row] += share * output
-            variance[row] += (share * (noise_of_output + output.abs() * unit)).square()
-    tolerance = NUM_SIGMAS * variance.sqrt() + 2 * unit * expected.abs() + w2.shape[2] * SMALLEST
-    return ModuleProbe(inputs, expected.cpu(), tolerance.cpu())
-
-
-def plain_difference(actual: Tensor, raw: Tensor) -> str | None:
-    """Return a description of how a parameter differs from its loaded tensor `raw`; None: no number differs."""
-    if actual.shape != raw.shape:
-        return f"has the shape {tuple(actual.shape)} instead of {tuple(raw.shape)}"
-    raw = raw.to(actual.device, actual.dtype)
-    is_same = (actual == raw) | (actual.isnan() & raw.isnan()) if raw.is_floating_point() else actual == raw
-    if bool(is_same.all()):
-        return None
-    return f"differs in {int((~is_same).sum())} of {is_same.numel()} numbers"
-
-
-def _matmul(inputs: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `inputs @ weight.T` and the norms of the weight's rows."""
-    products, norms = [], []
-    rows = max(1, (CHUNK_ELEMENTS if weight.is_cuda else CPU_CHUNK_ELEMENTS) // weight.shape[1])
-    for start in range(0, len(weight), rows):
-        wide_part = weight[start : start + rows].to(wide)
-        products.append((inputs.to(wide) @ wide_part.T).cpu())
-        norms.append(wide_part.norm(dim=1).cpu())
-    return torch.cat(products, 1), torch.cat(norms)
-
-
-def _spread(length: int, count: int) -> Tensor:
-    """Return `count` indices below `length`, including the first and the last; all indices if there are fewer."""
-    return torch.tensor(sorted({round(i * (length - 1) / max(count - 1, 1)) for i in range(count)}))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def _unit(dtype: torch.dtype) -> float:
-    """Return the largest relative error of a number that is rounded to `dtype`."""
-    return torch.finfo(dtype).eps
-
-
-def _exact_unit(dtype: torch.dtype) -> float:
-    """Return the relative tolerance for numbers without rounding.
-
-    For 16-bit types it is less than the distance to the next number, so each bit must be right. For float32 it allows
-    errors in the last bits.
-    """
-    return torch.finfo(dtype).eps * (4 if dtype is torch.float32 else 0.25)
-
-
-def _accumulation(dtype: torch.dtype, length: int) -> float:
-    """Return the relative error of a sum of `length` products, as an error of each product.
-
-    Kernels add in float32 or a wider type. Kernels for 16-bit types may round partial sums to 16 bits.
-    """
-    return torch.finfo(dtype).eps if dtype is not torch.float32 else torch.finfo(dtype).eps * math.sqrt(length)
-
-
-WRAPPED = ".base_layer"
-"""Suffix of a module's name inside of the wrapper that adds adapters to it."""
-PACKED = "cpu_linear"
-"""Attribute with the function that multiplies by the module's weight on a CPU. It has a packed copy of the weight."""
-MAX_NAMED = 3
-"""Maximum number of modules in an error message."""
-MAX_REASON_CHARS = 100
-
-
-class WrongOutput(Exception):
-    """The output of a module differs from the output that its tensors in the checkpoint give."""
-
-
-@dataclasses.dataclass(slots=True)
-class _ProbedLoad:
-    """The state of one load."""
-
-    checks: list[tuple[str, Callable[[], str | None]]] = dataclasses.field(default_factory=list)
-    """Module names with a comparison to run after the load. It returns a description of the difference, or None."""
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    """Differences that were found until now."""
-    unprobed: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The reason for each module that was not probed, by module name."""
-    num_equal: int = 0
-    """Number of modules without a kernel whose parameters equal the loaded tensors."""
-    loaded: set[Any] = dataclasses.field(default_factory=set)
-    """Modules into which tensors were loaded."""
-    covered: set[Any] = dataclasses.field(default_factory=set)
-    """The loaded modules, and modules that share their weights or derive weights from them."""
-
-
-class Probing:
-    """Probes one model, once for each load.
-
-    Args:
-        model: model of vLLM, with loaded weights.
-        is_quantized: True if some of its weights are quantized.
-    """
-
-    def __init__(self, model: Any, *, is_quantized: bool) -> None:
-        self._model = model
-        self._is_quantized = is_quantized
-        self._original: Any = None
-        self._names: dict[Any, str] = {}
-        self._sharing: dict[Any, list[Any]] = {}
-        self._latent: dict[Any, list[Any]] = {}
-        self._convolutions: Copies | None = None
-        """Copies of convolution weights, found before the first load, because they may differ after a failed load."""
-        self._load = _ProbedLoad()
-
-    def watch(self) -> None:
-        """Compute the expected outputs of all modules that vLLM loads from now on, until `unwatch`."""
-        self.unwatch()
-        self._load = _ProbedLoad()
-        self._names = {module: name.replace(WRAPPED, "") for name, module in self._model.named_modules()}
-        self._sharing = _find_sharing(self._model)
-        self._latent = _find_latent(self._model)
-        if self._convolutions is None:
-            self._convolutions = find_copies(self._model)
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        self._original = layerwise._layerwise_process
-        layerwise._layerwise_process = functools.partial(self._process, self._original)
-
-    def unwatch(self) -> None:
-        """Undo `watch`; no effect without a previous `watch`."""
-        original, self._original = self._original, None
-        if original is not None:
-            from vllm.model_executor.model_loader.reload import layerwise
-
-            layerwise._layerwise_process = original
-
-    def process_sharing(self) -> None:
-        """Process the modules that share the weights of another module, after that module has new weights.
-
-        vLLM processes a module when tensors are loaded into it. A head that is tied to the embeddings receives no
-        tensors. On a CPU its kernel has a packed copy of the weights, which would stay the old copy (layers/utils.py:
-        dispatch_cpu_unquantized_gemm). This also updates the copies of convolution weights.
-        """
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-        for module, others in self._sharing.items():
-            method = getattr(module, "quant_method", None)
-            # Other methods may change the weights in place, so a second run could damage them. Their probe detects
-            # old copies.
-            if module in self._load.loaded or not isinstance(
-                method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-            ):
-                continue
-            packed = next((other for other in others if other in self._load.loaded and hasattr(other, PACKED)), None)
-            if packed is not None and hasattr(module, PACKED):
-                # The packed copy has the same weight. Another copy would cost time and the same amount of memory.
-                setattr(module, PACKED, getattr(packed, PACKED))
-            else:
-                method.process_weights_after_loading(module)
-        copy_unpacked(self._convolutions or {})
-
-    def verify(self, *, is_complete: bool) -> Verified:
-        """Run the probe of each module. Return the counts of compared modules, and the reason for each other module.
-
-        Args:
-            is_complete: True if the load had to replace all weights of the model.
-
-        Raises:
-            WrongOutput: the outputs of modules differ; the message names the first modules.
-        """
-        load, self._load = self._load, _ProbedLoad()
-        probed = self._run(load)
-        empty = [module for module in self._names if module not in load.covered and _holds_weights(module)]
-        names = sorted(self._names[module] for module in empty)
-        # Some parameters of quantized models are in no checkpoint. vLLM's start also skips this check for them.
-        if is_complete and load.loaded and not self._is_quantized:
-            load.wrong.extend(f"{name} received no weights" for name in names)
-        else:
-            load.unprobed |= dict.fromkeys(names, "no tensor was loaded into it")
-        if load.wrong:
-            more = f"; and {len(load.wrong) - MAX_NAMED} more" if len(load.wrong) > MAX_NAMED else ""
-            named = "; ".join(load.wrong[:MAX_NAMED])
-            raise WrongOutput(f"the output of modules differs from the output of the loaded tensors: {named}{more}")
-        unprobed = tuple(f"{name} ({reason})" for name, reason in sorted(load.unprobed.items()))
-        return Verified(probed=len(probed), equal=load.num_equal, unprobed=unprobed)
-
-    def _run(self, load: _ProbedLoad) -> set[str]:
-        """Run the comparisons that wait for the end of the load. Return the names of the modules with equal output."""
-        import torch
-
-        probed = set()
-        with torch.inference_mode():
-            for name, compare in load.checks:
-                try:
-                    with foreign_code(Unknown):
-                        difference = compare()
-                except Unknown as exc:
-                    load.unprobed[name] = str(exc)
-                except ForeignError as exc:
-                    # The kernel of vLLM may not support a call outside of a request.
-                    logger.warning("weights.probe_failed module=%s", name, exc_info=True)
-                    load.unprobed[name] = _in_short(exc)
-                else:
-                    if difference is None:
-                        probed.add(name)
-                    else:
-                        load.wrong.append(f"{name} {difference}")
-        return probed - load.unprobed.keys()
-
-    def _process(self, original: Callable[..., None], layer: Any, info: Any) -> None:
-        """Probe `layer` and call `original`, which is vLLM's `_layerwise_process`. It runs when `layer` is complete."""
-        name = self._names.get(layer)
-        raw: dict[str, Any] | None = None
-        absent: dict[str, int] = {}
-        if name is not None and info.loaded_weights:
-            try:
-                with foreign_code():
-                    raw, absent = arrange(layer, info)
-            except ForeignError as exc:
-                # The loader of vLLM may not support separate memory.
-                logger.warning("weights.arrange_failed module=%s", name, exc_info=True)
-                self._load.unprobed[name] = _in_short(exc)
-            self._load.loaded.add(layer)
-            self._load.covered.update((layer, *self._sharing.get(layer, ()), *self._latent.get(layer, ())))
-            if raw is not None:
-                self._refer(layer, raw, absent)
-        original(layer, info)
-        if name is not None and raw is not None and getattr(layer, "quant_method", None) is None:
-            self._compare(layer, name, raw)
-
-    def _refer(self, layer: Any, raw: dict[str, Any], absent: dict[str, int]) -> None:
-        """Add the comparisons of `layer` and of each module that computes with its weights."""
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-
-        method = getattr(layer, "quant_method", None)
-        if "weight" in absent and isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
-            # A linear module has no padding, so vLLM has left old weights in the rest of its memory.
-            self._load.wrong.append(f"{self._names[layer]} received no values for {absent['weight']} of its weights")
-            return
-        linear = LinearProbe(raw)
-        for module in (layer, *self._sharing.get(layer, ())):
-            if getattr(module, "quant_method", None) is None:
-                continue
-            convolution = check_convolution(module, raw, (self._convolutions or {}).get(module, []))
-            if convolution is not None:
-                self._load.checks.append((self._names[module], convolution))
-                continue
-            try:
-                checks = checks_of(module, raw, absent, linear)
-            except Unknown as exc:
-                self._load.unprobed[self._names[module]] = str(exc)
-                continue
-            self._load.checks.extend((self._names[module], check) for check in checks)
-        for module in self._latent.get(layer, ()):
-            try:
-                self._load.checks.append((self._names[module], check_latent(module, raw)))
-            except Unknown as exc:
-                self._load.unprobed[self._names[module]] = str(exc)
-
-    def _compare(self, layer: Any, name: str, raw: dict[str, Any]) -> None:
-        """Compare the parameters of a module without a kernel with the loaded tensors."""
-        differences = {key: plain_difference(getattr(layer, key).data, tensor) for key, tensor in raw.items()}
-        wrong = [f"{name}.{key} {difference}" for key, difference in differences.items() if difference is not None]
-        self._load.wrong.extend(wrong)
-        self._load.num_equal += not wrong
-
-
 def _in_short(exc: ForeignError) -> str:
     return str(exc).splitlines()[0][:MAX_REASON_CHARS]
 
@@ -951,8 +547,6 @@ def _find_sharing(model: Any) -> dict[Any, list[Any]]:
 
 def _find_latent(model: Any) -> dict[Any, list[Any]]:
     """Return, for each projection, the modules of multi-head latent attention that have copies of its weight."""
-    from vllm.model_executor.layers.attention import MLAAttention
-
     found: dict[Any, list[Any]] = {}
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -963,9 +557,6 @@ def _find_latent(model: Any) -> dict[Any, list[Any]]:
 
 def _holds_weights(module: Any) -> bool:
     """True if a checkpoint has tensors for `module` itself."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
     if is_deferred_attention_layer(module):
         return False
     has_kernel = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
