@@ -13,8 +13,8 @@ from rollbus.bus.objects.reader import FolderReader, ObjectReader
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources import sources as staged
 from rollbus.workers.sources import store as folder_store
-from rollbus.workers.sources import store as staged
 from rollbus.workers.sources.sources import WeightSources
 from rollbus.workers.sources.store import FolderStore, PartialFolder
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
