@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from nats.aio.msg import Msg
 
@@ -194,43 +194,17 @@ class WorkerStats:
 
     def counters(self) -> WorkerCounters:
         """Return the counters that presence contains."""
-        links = self.links
+        counted: dict[str, Any] = {
+            name: getattr(part, name)
+            for part in (self, self.intake, self.links, self.stagings, self.connection)
+            for name in WorkerCounters.__struct_fields__
+            if hasattr(part, name)
+        }
+        counted |= self.intake.placed_for
+        counted["returned"] = self.intake.returned + self.intake.too_new + self.puller.given_back
+        counted["fences"] = self.times_fenced
         return WorkerCounters(
-            requests=links.offered,
-            rejected=links.rejected,
-            ended=links.ended,
-            failed=links.failed,
-            aborted=links.stopped,
-            over_budget=links.over_budget,
-            returned=self.intake.returned + self.intake.too_new + self.puller.given_back,
-            given_up=links.fenced,
-            prompt_tokens=links.prompt_tokens,
-            generated_tokens=links.generated_tokens,
-            routing_bytes=links.routing_bytes,
-            first_tokens=links.first_tokens,
-            first_tokens_s=round(links.first_tokens_s, 6),
-            next_tokens=links.next_tokens,
-            next_tokens_s=round(links.next_tokens_s, 6),
-            credit_stalls=self.credit_stalls,
-            frames=self.frames,
-            frames_resent=links.frames_resent,
-            frames_lost=self.frames_lost,
-            links_broken=links.links_broken,
-            clients_lost=links.clients_gone,
-            requests_of_lost_clients=links.requests_of_gone,
-            fences=self.times_fenced,
-            dropped_msgs=self.connection.dropped_msgs,
-            weights_fetched_bytes=self.stagings.fetched_bytes,
-            weights_staged=self.stagings.staged,
-            weights_stagings_failed=self.stagings.failed,
-            weights_stagings_cancelled=self.stagings.cancelled,
-            weights_staging_s=round(self.stagings.seconds, 3),
-            weights_paused_s=round(self.stagings.paused_s, 3),
-            placed=self.intake.placed,
-            placements_refused=self.intake.refused,
-            cached_prompt_tokens=links.cached_prompt_tokens,
-            recomputed_prompt_tokens=links.recomputed_prompt_tokens,
-            **self.intake.placed_for,
+            **{name: round(value, 6) if isinstance(value, float) else value for name, value in counted.items()}
         )
 
 

@@ -234,7 +234,12 @@ DOCTORED = [
         "    added_block_ids: ",
         "vllm.v1.core.sched.output.CachedRequestData has no 'new_block_ids'",
     ),
-    ("exceptions.py", "class GracefulHTTPError(", "class BusyError(", "vllm.exceptions has no 'GracefulHTTPError'"),
+    (
+        "v1/engine/exceptions.py",
+        "class EngineDeadError(",
+        "class EngineGoneError(",
+        "vllm.v1.engine.exceptions has no 'EngineDeadError'",
+    ),
     (
         "v1/engine/__init__.py",
         '"error", "repetition")',

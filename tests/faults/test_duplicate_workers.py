@@ -176,7 +176,7 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
         # The lifecycle exists only after the worker has connected.
         await until_true(lambda: hasattr(other, "_lifecycle") and other._lifecycle.state is WorkerState.SERVING)
         await load.run(rb)
-        served = [worker.stats().links.offered for worker in (one, other)]
+        served = [worker.stats().links.requests for worker in (one, other)]
 
     assert min(served) > 0
 

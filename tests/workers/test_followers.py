@@ -95,7 +95,7 @@ async def test_followers_without_a_free_slot_are_rejected_after_a_time(
         await lead(client, 2)
         await client.until(lambda: len(refused(client)) == 2)
         assert refused(client) == dict.fromkeys((1, 2), ErrorCode.QUEUE_FULL)
-        assert worker.stats().intake.refused == 2
+        assert worker.stats().intake.placements_refused == 2
         assert worker.presence().in_flight == 2
         await client.abort("w", key(0), RequestKey("other", 0, 0))
 

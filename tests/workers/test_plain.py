@@ -220,7 +220,7 @@ async def test_a_request_with_a_foreign_reply_to_is_discarded_and_counted(heard_
         await client.until_left(0)
 
         assert worker.stats().intake.bad == 1
-        assert worker.stats().links.offered == 0
+        assert worker.stats().links.requests == 0
 
 
 @pytest.mark.slow

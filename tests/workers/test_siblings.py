@@ -198,7 +198,7 @@ async def test_queued_requests_get_every_second_slot_beside_placed_requests(
         for end in range(1, len(contested) + 1):
             got = Counter(contested[:end])
             assert got["p"] <= got["q"] + 1
-        assert worker.stats().intake.refused > 0
+        assert worker.stats().intake.placements_refused > 0
         await client.abort("w", *(key for _, key in client.offers))
 
 

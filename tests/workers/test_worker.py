@@ -258,7 +258,7 @@ async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: s
         await client.until_ended("s")
 
         assert not client.ended("r")
-        assert worker.stats().links.fenced == 1
+        assert worker.stats().links.given_up == 1
         assert client.receivers["w"].incarnation == worker.presence().incarnation
 
 

@@ -168,7 +168,7 @@ class PendingSources:
         cost = StageCost() if weights.source is None else self.stager.cost_of(StageKey(weights.source))
         timing = weights.clock.timing(self._weights_seen[1], cost, time.monotonic())
         if timing is not None:
-            self.stager.stats.paused_s += timing.paused_s
+            self.stager.stats.weights_paused_s += timing.paused_s
         return timing
 
 

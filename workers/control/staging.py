@@ -150,13 +150,13 @@ class StageCost:
 class StagerStats:
     """Counters since the start of the process."""
 
-    fetched_bytes: int = 0
-    staged: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    seconds: float = 0.0
+    weights_fetched_bytes: int = 0
+    weights_staged: int = 0
+    weights_stagings_failed: int = 0
+    weights_stagings_cancelled: int = 0
+    weights_staging_s: float = 0.0
     """Seconds of all stagings, successful or not."""
-    paused_s: float = 0.0
+    weights_paused_s: float = 0.0
     """Seconds in which requests had no engine steps because weights were replaced."""
 
 
@@ -299,23 +299,23 @@ class Stager:
             with command_boundary(f"stage {job.key.source}"):
                 await self._bring(job)
         except (ControlError, TimeoutError) as exc:
-            self.stats.failed += 1
+            self.stats.weights_stagings_failed += 1
             job.error = exc if isinstance(exc, ControlError) else ControlError(ControlCode.STORAGE, f"{exc!r}")
         except asyncio.CancelledError:
-            self.stats.cancelled += 1
+            self.stats.weights_stagings_cancelled += 1
             job.stage = WAITING
             raise
         else:
-            self.stats.staged += 1
+            self.stats.weights_staged += 1
             cost.done_at = time.monotonic()
             staged = self._sources.last_staged
             if staged is not None and staged is not last:
                 cost.fetched_bytes += staged.fetched_bytes
-                self.stats.fetched_bytes += staged.fetched_bytes
+                self.stats.weights_fetched_bytes += staged.fetched_bytes
         finally:
             spent_s = time.monotonic() - began
             cost.staged_s += spent_s
-            self.stats.seconds += spent_s
+            self.stats.weights_staging_s += spent_s
             logger.info("weights.staging_ended source=%s seconds=%.3f error=%s", job.key.source, spent_s, job.error)
         job.done.set()
         self.on_change()

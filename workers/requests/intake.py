@@ -58,7 +58,7 @@ class IntakeStats:
         default_factory=lambda: {str(reason): 0 for reason in PlacementReason if reason is not PlacementReason.QUEUED}
     )
     """Direct requests by the reason that their clients named."""
-    refused: int = 0
+    placements_refused: int = 0
     """Direct requests rejected because no slot became free for them, or because the slot belongs to the queue or to
     another client."""
     not_serving: int = 0
@@ -130,7 +130,7 @@ class WaitingFollowers:
 
     def _refuse(self, names: list[str], reason: str) -> None:
         if names:
-            self._stats.refused += len(names)
+            self._stats.placements_refused += len(names)
             self.remove(names)
             self._links.refuse(names, RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason))
             self._execute(Instructions())
@@ -288,7 +288,7 @@ class RequestIntake:
         error = RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason)
         for origin in incoming.origins(request_id):
             if not self._is_settled(origin):
-                self.stats.refused += 1
+                self.stats.placements_refused += 1
                 self._links.reject(origin, error, time.monotonic())
         self._execute(Instructions())
 

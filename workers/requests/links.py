@@ -134,7 +134,7 @@ class WorkerLinks:
         deadline = None
         if origin.reply_to is not None:
             deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
-        self.stats.offered += 1
+        self.stats.requests += 1
         self.stats.prompt_tokens += request.prompt_len
         worker_request = self._accept(origin, writer, now, deadline, request.lora)
         worker_request.timeline.offer(
@@ -308,10 +308,10 @@ class WorkerLinks:
                 ended.incarnation,
                 ended.reason,
             )
-            self.stats.clients_gone += 1
+            self.stats.clients_lost += 1
             link = self.outbound.find(ended.client, ended.incarnation)
             if link is not None:
-                self.stats.requests_of_gone += self._terminator.remove_link(link, instructions)
+                self.stats.requests_of_lost_clients += self._terminator.remove_link(link, instructions)
 
     # Time
 
@@ -346,14 +346,14 @@ class WorkerLinks:
     def _mark_lost(self, ended: EndedIncarnation, now: float, instructions: Instructions) -> None:
         """Fail the requests of a silent client. If the client returns within `REMEMBER_S`, it receives the errors."""
         logger.warning("client.lost client=%s incarnation=%s", ended.client, ended.incarnation)
-        self.stats.clients_gone += 1
+        self.stats.clients_lost += 1
         link = self.outbound.find(ended.client, ended.incarnation)
         if link is None:
             return
         link.lost_at = now
         error = RequestError(code=ErrorCode.CLIENT_LOST, message="this client was silent for longer than its lease")
         for key in list(link.sender.keys):
-            self.stats.requests_of_gone += 1
+            self.stats.requests_of_lost_clients += 1
             self._terminator.fail_at(link, key, error, instructions)
         for request in self.requests.of_client(link.client, link.incarnation):
             self._terminator.ack(request, instructions)
@@ -363,7 +363,7 @@ class WorkerLinks:
         names = self.requests.clear()
         self.dispatcher.clear()
         self.dispatcher.experts.restart(now)
-        self.stats.fenced += len(names)
+        self.stats.given_up += len(names)
         self.outbound.restart(incarnation, max_payload=max_payload)
         self.leases.restart_leases(now)
         return Instructions(abort=names)

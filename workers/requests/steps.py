@@ -121,7 +121,7 @@ class ExpertCounter:
 class WorkerLinkStats:
     """Counters since the start of the worker. Every discarded item is counted."""
 
-    offered: int = 0
+    requests: int = 0
     rejected: int = 0
     prompt_tokens: int = 0
     """Prompt tokens of offered requests."""
@@ -144,7 +144,7 @@ class WorkerLinkStats:
     """Requests that the engine ended: stop, length, abort or error."""
     failed: int = 0
     """Requests that the worker ended with an error."""
-    stopped: int = 0
+    aborted: int = 0
     """Requests aborted by their clients. Their unsent chunks were discarded."""
     confirmed: int = 0
     """Offers that clients acknowledged."""
@@ -152,11 +152,11 @@ class WorkerLinkStats:
     """Engine steps of requests that had ended."""
     repeated: int = 0
     """Requests that the queue redelivered while this worker had them."""
-    fenced: int = 0
+    given_up: int = 0
     """Requests removed because the worker's lease expired."""
-    clients_gone: int = 0
+    clients_lost: int = 0
     """Ended client incarnations: closed, expired or replaced by another."""
-    requests_of_gone: int = 0
+    requests_of_lost_clients: int = 0
     """Removed requests of these incarnations."""
     over_budget: int = 0
     """Requests failed because their unacknowledged results were too large."""
@@ -241,7 +241,7 @@ class RequestTerminator:
             # In plain mode the engine ends the request, and the worker delivers all tokens until then.
             return
         if key in link.sender.keys:
-            self._stats.stopped += 1
+            self._stats.aborted += 1
             link.sender.abort(key, self._versions.weight_version)
             self._outbound.touch(link)
         if request is not None:
