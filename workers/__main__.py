@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -31,12 +32,15 @@ from .engines import make_engine
 from .engines.engine import Engine
 from .probe import ProbeServer, listen
 from .request_spans import RequestSpans
-from .worker import Worker, wait_for_server
+from .worker import Worker
 
 logger = logging.getLogger("rollbus.workers")
 
 KV_ARG = "kv_transfer_config"
 """Name of the engine argument that `--kv-transfer-config` sets."""
+REPEAT_S = 30.0
+"""Seconds between two log lines about the wait for a server. The end of a log then shows one, and a day has a few
+thousand."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -192,7 +196,7 @@ async def _run(
 
 
 async def serve(config: WorkerConfig, make: Callable[[], Worker]) -> None:
-    """Wait for a NATS server and run a worker. If the server is lost before the worker has connected, wait again.
+    """Run a worker. Wait without a time limit until it has connected to a NATS server.
 
     Args:
         make: returns a new worker.
@@ -200,15 +204,18 @@ async def serve(config: WorkerConfig, make: Callable[[], Worker]) -> None:
     Raises:
         RollbusError: as `Worker.run`, but a server that does not answer yet is no error.
     """
+    next_line_at = 0.0
     while True:
-        await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
         worker = make()
         try:
             await worker.run()
-        except ServerUnreachable:
-            # Between the two connections, the servers restarted or lost each other.
+        except ServerUnreachable as exc:
             if worker.is_assembled:
                 raise
+            # The attempt itself waited before it failed, so no sleep is needed.
+            if time.monotonic() >= next_line_at:
+                next_line_at = time.monotonic() + REPEAT_S
+                logger.warning("worker.server_awaited error=%s", exc)
         else:
             return
 

@@ -24,7 +24,6 @@ from nats.aio.msg import Msg
 
 from ..bus.control.store import DesiredStore
 from ..bus.nats.connection import Connection, ConnectionStats, check_permitted, open_connection, subscribe
-from ..bus.nats.server import Server
 from ..bus.objects.reader import ObjectReader
 from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent
@@ -39,7 +38,6 @@ from ..schemas.errors import (
     RemoteProtocolError,
     RequestError,
     RollbusError,
-    ServerUnreachable,
 )
 from ..schemas.limits import MAX_ERROR_CHARS
 from ..schemas.messages import decode_client_presence, decode_link_message
@@ -123,36 +121,8 @@ def make_control(
     return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)
 
 
-REPEAT_S: Final = 30.0
-"""Seconds between two log lines about the wait. The end of a log then shows one, and a day has a few thousand."""
-
 QUEUE_RETRY_S: Final = 1.0
 """Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
-
-
-async def wait_for_server(server: Server, *, name: str) -> None:
-    """Wait without a time limit until a NATS server accepts this user.
-
-    Args:
-        name: name of the connection in the server's monitoring.
-
-    Cancellation: leaves no connection open.
-
-    Raises:
-        BusBroken: the server refuses this user, or TLS fails. A longer wait would not help.
-    """
-    next_line_at = 0.0
-    while True:
-        try:
-            connection = await open_connection(server, name=name)
-        except ServerUnreachable as exc:
-            # The attempt itself waited before it failed, so no sleep is needed.
-            if time.monotonic() >= next_line_at:
-                next_line_at = time.monotonic() + REPEAT_S
-                logger.warning("worker.server_awaited error=%s", exc)
-        else:
-            await connection.shut()
-            return
 
 
 async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
@@ -203,9 +173,9 @@ class WorkerStats:
         counted |= self.intake.placed_for
         counted["returned"] = self.intake.returned + self.intake.too_new + self.puller.given_back
         counted["fences"] = self.times_fenced
-        return WorkerCounters(
-            **{name: round(value, 6) if isinstance(value, float) else value for name, value in counted.items()}
-        )
+        for name, value in counted.items():
+            counted[name] = round(value, 6) if isinstance(value, float) else value
+        return WorkerCounters(**counted)
 
 
 KEEP_S = 2.0

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -36,7 +37,7 @@ from .checkpoint import check_tensors, published_content, read_checkpoint
 from .content import Tensor, bad_source
 from .store import FolderStore, Hold, PartialFolder, files_stamp
 from .tensor_files import Change, build_jobs, check_no_others, copy_others, prepare_files, verify_file, verify_jobs
-from .threads import Progress, run_quietly
+from .threads import Progress, Scratch, run_quietly
 
 logger = logging.getLogger(__name__)
 
@@ -513,9 +514,13 @@ class Fetcher:
             names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
         else:
             files = {path / name: decode_digest(info).hex() for name, info in folder.names.items()}
-            await run_quietly(lambda _, of=file: verify_file(of, files[of]) for file in files)
+            await run_quietly(partial(_verify_file, file, sha256) for file, sha256 in files.items())
             names = {*folder.names}
         await asyncio.to_thread(check_no_others, path, names)
+
+
+def _verify_file(file: Path, sha256: str, _scratch: Scratch) -> None:
+    verify_file(file, sha256)
 
 
 @contextlib.asynccontextmanager
