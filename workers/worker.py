@@ -70,74 +70,12 @@ from .sources.threads import NICE
 
 logger = logging.getLogger(__name__)
 
-
-def make_sources(config: WorkerConfig) -> WeightSources:
-    """Return the sources of weights and adapters that this worker may use."""
-    return WeightSources(
-        roots=[Path(root) for root in config.weight_roots],
-        own=None if config.model_path is None else Path(config.model_path),
-        cache=Path(config.cache_dir) / config.fleet,
-        model=config.model,
-        worker=config.worker_id,
-        objects=ObjectReader(
-            config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate, nice=NICE
-        ),
-        stage_bytes=config.stage_bytes,
-    )
-
-
-def make_control(
-    config: WorkerConfig,
-    nats: Connection,
-    lifecycle: WorkerLifecycle,
-    in_flight: InFlightRequests,
-    publisher: OutboundPublisher,
-    sources: WeightSources,
-) -> CommandHandler:
-    """Create the parts that execute commands, without starting them."""
-    versions = in_flight.links.versions
-    loras = Loras(in_flight, sources, versions)
-    weights = WeightManager(config, in_flight, sources, loras, versions)
-    weights.start.peers = StartPeers(config, nats)
-    transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
-    registers = Registers(in_flight, weights, loras, transfer)
-    store = DesiredStore(nats, Subjects(config.fleet))
-    # A worker with credentials may write no state: an admin creates the first one with the queue.
-    reader = DesiredReader(
-        store,
-        model=config.model,
-        worker=config.worker_id,
-        max_age_s=config.lease_s,
-        may_begin=config.credentials is None,
-    )
-    lifecycle.knows_target = lambda: reader.is_fresh
-    stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
-    reconciler = Reconciler(
-        reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
-    )
-    acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
-    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
-    one_off = OneOffCommands(lifecycle, in_flight, reconciler, reads)
-    return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)
-
-
 QUEUE_RETRY_S: Final = 1.0
 """Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
-
-
-async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
-    """Wait until the queue exists, because clients publish to it as soon as they know that a worker serves.
-
-    Args:
-        pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.
-    """
-    while not pulls.ensured:
-        try:
-            await ensure_queue(nats, subjects, model)
-            return
-        except BusBroken as exc:
-            logger.warning("worker.queue_awaited model=%s error=%s", model, exc)
-        await asyncio.sleep(QUEUE_RETRY_S)
+KEEP_S = 2.0
+"""Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""
+WIND_DOWN_S = 2.0
+"""Seconds for clients to acknowledge the last frames of a worker that stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +114,6 @@ class WorkerStats:
         for name, value in counted.items():
             counted[name] = round(value, 6) if isinstance(value, float) else value
         return WorkerCounters(**counted)
-
-
-KEEP_S = 2.0
-"""Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""
-WIND_DOWN_S = 2.0
-"""Seconds for clients to acknowledge the last frames of a worker that stops."""
 
 
 class Worker:
@@ -519,3 +451,68 @@ class Worker:
             weight_digest=reconciler.registers.weights.valid_digest,
             transfer=reconciler.registers.transfer.open,
         )
+
+
+def make_sources(config: WorkerConfig) -> WeightSources:
+    """Return the sources of weights and adapters that this worker may use."""
+    return WeightSources(
+        roots=[Path(root) for root in config.weight_roots],
+        own=None if config.model_path is None else Path(config.model_path),
+        cache=Path(config.cache_dir) / config.fleet,
+        model=config.model,
+        worker=config.worker_id,
+        objects=ObjectReader(
+            config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate, nice=NICE
+        ),
+        stage_bytes=config.stage_bytes,
+    )
+
+
+def make_control(
+    config: WorkerConfig,
+    nats: Connection,
+    lifecycle: WorkerLifecycle,
+    in_flight: InFlightRequests,
+    publisher: OutboundPublisher,
+    sources: WeightSources,
+) -> CommandHandler:
+    """Create the parts that execute commands, without starting them."""
+    versions = in_flight.links.versions
+    loras = Loras(in_flight, sources, versions)
+    weights = WeightManager(config, in_flight, sources, loras, versions)
+    weights.start.peers = StartPeers(config, nats)
+    transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
+    registers = Registers(in_flight, weights, loras, transfer)
+    store = DesiredStore(nats, Subjects(config.fleet))
+    # A worker with credentials may write no state: an admin creates the first one with the queue.
+    reader = DesiredReader(
+        store,
+        model=config.model,
+        worker=config.worker_id,
+        max_age_s=config.lease_s,
+        may_begin=config.credentials is None,
+    )
+    lifecycle.knows_target = lambda: reader.is_fresh
+    stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
+    reconciler = Reconciler(
+        reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
+    )
+    acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
+    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
+    one_off = OneOffCommands(lifecycle, in_flight, reconciler, reads)
+    return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)
+
+
+async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
+    """Wait until the queue exists, because clients publish to it as soon as they know that a worker serves.
+
+    Args:
+        pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.
+    """
+    while not pulls.ensured:
+        try:
+            await ensure_queue(nats, subjects, model)
+            return
+        except BusBroken as exc:
+            logger.warning("worker.queue_awaited model=%s error=%s", model, exc)
+        await asyncio.sleep(QUEUE_RETRY_S)

@@ -196,22 +196,13 @@ class Registers:
             await self._in_flight.stop(command.mode, command.timeout_s)
         if command.clear_cache:
             report("flushing")
-            await self._reset_cache(preempt=command.mode == "keep")
+            await self._in_flight.reset_cache(preempt=command.mode == "keep")
 
     async def _flush_cache(self, command: FlushCache, report: Report) -> None:
         if self.is_asleep:
             return
         report("flushing")
-        await self._reset_cache(preempt=command.preempt)
-
-    async def _reset_cache(self, *, preempt: bool) -> None:
-        with self._in_flight.runner.emptying_cache():
-            is_reset = await self._in_flight.runner.engine.reset_cache(preempt=preempt)
-        if not is_reset:
-            raise ControlError(
-                ControlCode.CACHE_IN_USE,
-                f"the prefix cache could not be reset: {self._in_flight.count} requests in flight use it",
-            )
+        await self._in_flight.reset_cache(preempt=command.preempt)
 
     async def _sleep(self, command: Sleep, report: Report) -> None:
         if self._sleep_level == command.level:

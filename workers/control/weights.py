@@ -164,7 +164,9 @@ class WeightManager:
         clear_cache = command.mode != "keep" if command.clear_cache is None else command.clear_cache
         if clear_cache:
             # Do this before any change. The cache stays empty, because the engine caches nothing until it resumes.
-            await self._reset_cache(command.mode, deadline, report)
+            report("flushing")
+            async with deadline.bound("flushing the cache"):
+                await self._in_flight.reset_cache(preempt=command.mode == "keep")
         canary = await self._load(path, digest, deadline, report, command.expected_canary)
         self.set_version(command.version, command.source)
         return canary
@@ -368,14 +370,6 @@ class WeightManager:
         check_weights_supported(source, self._in_flight.runner.engine.capabilities)
         async with deadline.bound("checking the checkpoint"):
             return await self._sources.checkpoint(source, report)
-
-    async def _reset_cache(self, mode: PauseMode, deadline: Deadline, report: Report) -> None:
-        report("flushing")
-        async with deadline.bound("flushing the cache"):
-            with self._in_flight.runner.emptying_cache():
-                is_reset = await self._in_flight.runner.engine.reset_cache(preempt=mode == "keep")
-            if not is_reset:
-                raise ControlError(ControlCode.CACHE_IN_USE, "the engine could not reset its prefix cache")
 
 
 def _ignore(_stage: str) -> None:

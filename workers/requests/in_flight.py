@@ -117,6 +117,18 @@ class InFlightRequests:
         self.flush()
         self.links.requests.hold(reason)
 
+    async def reset_cache(self, *, preempt: bool) -> None:
+        """Reset the engine's prefix cache.
+
+        Raises:
+            ControlError: `cache_in_use`.
+        """
+        with self.runner.emptying_cache():
+            is_reset = await self.runner.engine.reset_cache(preempt=preempt)
+        if not is_reset:
+            problem = f"the prefix cache could not be reset: {self.count} requests in flight use it"
+            raise ControlError(ControlCode.CACHE_IN_USE, problem)
+
     def hold_steps(self) -> None:
         """Hold all steps of the engine from now on."""
         if self._held_steps is None:
