@@ -2,21 +2,19 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...bus.protocol.states import WorkerRequestEvent
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch, TokenBatcher
 from ...bus.protocol.telemetry.experts import ExpertBook, Window, is_countable
-from ...bus.protocol.telemetry.requests import RETURNED
-from ...schemas.chunk import ChunkError, FinishReason
+from ...schemas.chunk import FinishReason
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, LocalProtocolError, RequestError
 from ...schemas.limits import MAX_EXPERT_CELLS, MAX_KV_PARAMS_BYTES
-from ...schemas.messages import RequestKey
 from ...schemas.presence import RoutedExpertsInfo
 from ...schemas.telemetry import ExpertLoad
 from .admission import Versions
-from .outbound import OutboundLink, OutboundRegistry
+from .outbound import OutboundRegistry
 from .table import Instructions, WorkerRequest, WorkerRequestTable
 
 logger = logging.getLogger(__name__)
@@ -202,103 +200,13 @@ class WorkerLinkStats:
             request.last_at = now
 
 
-class RequestTerminator:
-    """Ends requests. It shares the state of `WorkerLinks`."""
-
-    def __init__(
-        self, requests: WorkerRequestTable, outbound: OutboundRegistry, versions: Versions, stats: WorkerLinkStats
-    ) -> None:
-        self._requests = requests
-        self._outbound = outbound
-        self._versions = versions
-        self._stats = stats
-
-    def fail(self, request: WorkerRequest, error: RequestError) -> None:
-        """End an open request with `error`."""
-        request.outbound.sender.fail(request.origin.key, ChunkError.of(error), self._versions.weight_version)
-        self._outbound.touch(request.outbound)
-        self._requests.end(request, WorkerRequestEvent.FINISHED, error.code.value)
-
-    def fail_at(self, link: OutboundLink, key: RequestKey, error: RequestError, instructions: Instructions) -> None:
-        """End a request with `error` if its terminal chunk is not sent yet. The engine need not have the request."""
-        request = self._requests.find(link.client, link.incarnation, key)
-        if request is not None and self._requests.is_open(request):
-            self.fail(request, error)
-            instructions.abort.append(request.name)
-        else:
-            link.sender.fail(key, ChunkError.of(error), self._versions.weight_version)
-            self._outbound.touch(link)
-        self._stats.failed += 1
-
-    def abort(self, client: str, incarnation: str, key: RequestKey, instructions: Instructions) -> None:
-        """Abort a request for its client, and remove its message from the queue."""
-        request = self._requests.find(client, incarnation, key)
-        is_open = request is not None and self._requests.is_open(request)
-        if request is not None and is_open:
-            instructions.abort.append(request.name)
-        link = self._outbound.find(client, incarnation)
-        if link is None:
-            # In plain mode the engine ends the request, and the worker delivers all tokens until then.
-            return
-        if key in link.sender.keys:
-            self._stats.aborted += 1
-            link.sender.abort(key, self._versions.weight_version)
-            self._outbound.touch(link)
-        if request is not None:
-            if is_open:
-                self._requests.end(request, WorkerRequestEvent.STOPPED, FinishReason.ABORT.value)
-            self.ack(request, instructions)
-
-    def ack(self, request: WorkerRequest, instructions: Instructions) -> None:
-        """Ack the queue message of a request, if there is one."""
-        message = self._requests.pop_message(request)
-        if message is not None:
-            instructions.ack.append(message)
-
-    def remove_link(self, link: OutboundLink, instructions: Instructions, *, to_other_workers: bool = False) -> int:
-        """Remove a link and its requests. Return the number of requests.
-
-        Args:
-            to_other_workers: True to nak the queue messages, so that other workers receive them. False to ack them.
-        """
-        requests = self._requests.of_client(link.client, link.incarnation)
-        reason = RETURNED if to_other_workers else ErrorCode.CLIENT_LOST.value
-        for request in requests:
-            if self._requests.is_open(request):
-                instructions.abort.append(request.name)
-                self._requests.end(request, WorkerRequestEvent.STOPPED, reason)
-            message = self._requests.pop_message(request)
-            if message is not None and to_other_workers:
-                instructions.nak.append((message, 0.0))
-            elif message is not None:
-                instructions.ack.append(message)
-        self._outbound.remove(link)
-        return len(requests)
-
-    def keep_within(self, max_held_bytes: int, instructions: Instructions) -> None:
-        """Fail the requests with the most unacknowledged bytes until at most `max_held_bytes` remain."""
-        excess = self._outbound.held_bytes - max_held_bytes
-        if excess <= 0:
-            return
-        unsent = [
-            (link.sender.unsent_bytes(key), key, link) for link in self._outbound.links() for key in link.sender.keys
-        ]
-        error = RequestError(
-            code=ErrorCode.OVER_BUDGET,
-            message=f"this worker holds more than {max_held_bytes} unacknowledged bytes",
-        )
-        for num_bytes, key, link in sorted(unsent, key=lambda item: item[0], reverse=True):
-            if excess <= 0 or not num_bytes:
-                break
-            excess -= num_bytes
-            self._stats.over_budget += 1
-            self.fail_at(link, key, error, instructions)
-
-
 class StepDispatcher:
     """Forwards steps to the outbounds of their requests. Plain state, no I/O.
 
     Invariant: an outbound gets each token once, in order, and with the version of the weights that sampled it.
+
+    Args:
+        fail: ends an open request with an error.
     """
 
     def __init__(
@@ -306,14 +214,14 @@ class StepDispatcher:
         requests: WorkerRequestTable,
         outbound: OutboundRegistry,
         versions: Versions,
-        terminator: RequestTerminator,
         stats: WorkerLinkStats,
+        fail: Callable[[WorkerRequest, RequestError], None],
     ) -> None:
         self._requests = requests
         self._outbound = outbound
         self._versions = versions
-        self._terminator = terminator
         self._stats = stats
+        self._fail = fail
         self._gathering = TokenBatcher()
         self.experts = ExpertCounter()
         """Counts the experts that the model's routers chose for the tokens."""
@@ -440,7 +348,7 @@ class StepDispatcher:
     def _fail_invalid_output(self, request: WorkerRequest, exc: LocalProtocolError, instructions: Instructions) -> None:
         """Fail and abort a request with invalid engine output."""
         logger.error("request.output_rejected name=%s error=%s", request.name, exc)
-        self._terminator.fail(request, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
+        self._fail(request, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
         instructions.abort.append(request.name)
 
     def clear(self) -> None:
