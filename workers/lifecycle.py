@@ -20,16 +20,16 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
-from ...bus.logs import LOG_VARIABLE, RejectionCount
-from ...bus.nats.connection import Connection, publish
-from ...bus.protocol.fleet.leases import DuplicateWatch, OwnIncarnation, WorkerLease
-from ...bus.protocol.states import SPEAKING, WORKER, WorkerEvent
-from ...bus.subjects import Subjects
-from ...schemas.errors import BusBroken, DuplicateWorker, RemoteProtocolError
-from ...schemas.limits import MAX_NAME_CHARS
-from ...schemas.messages import decode_presence, encode_json
-from ...schemas.presence import WorkerPresence, WorkerState
-from ..config import LEASE_MARGIN_S, WorkerConfig
+from ..bus.logs import LOG_VARIABLE, RejectionCount
+from ..bus.nats.connection import Connection, publish
+from ..bus.protocol.fleet.leases import DuplicateWatch, OwnIncarnation, WorkerLease
+from ..bus.protocol.states import SPEAKING, WORKER, WorkerEvent
+from ..bus.subjects import Subjects
+from ..schemas.errors import BusBroken, DuplicateWorker, RemoteProtocolError
+from ..schemas.limits import MAX_NAME_CHARS
+from ..schemas.messages import decode_presence, encode_json
+from ..schemas.presence import WorkerPresence, WorkerState
+from .config import LEASE_MARGIN_S, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
