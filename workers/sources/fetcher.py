@@ -44,6 +44,232 @@ logger = logging.getLogger(__name__)
 
 MAX_SLACK: Final = 1024**2
 """Bytes by which a delta may exceed the size of all tensors."""
+_UPLOAD: Final = "upload"
+"""The subfolder of a partial folder into which a plain upload is fetched."""
+MAX_LOOKS: Final = 4
+"""Attempts to use or build a folder. A folder is damaged at most once, unless its disk is damaged, and other processes
+rarely delete it."""
+_MAX_PROBLEMS: Final = 3
+"""How many failed plans an error message lists; if more failed, it shows only the last."""
+_BUILT: Final = "folder"
+"""The subfolder of a partial folder in which the version is built."""
+
+
+class Checks(NamedTuple):
+    """The checks of a source. Both functions block, and raise ControlError (`bad_source`) for an invalid source."""
+
+    folder: Callable[[Path], None]
+    """Called with the folder before the folder is used."""
+    manifest: Callable[[Manifest], None]
+    """Called with the manifest, if the source has one, before anything else is fetched."""
+
+
+class Fetched(NamedTuple):
+    """A staged source."""
+
+    hold: Hold
+    published: PublishedVersion | None
+    """None for a plain upload, whose name may get other content later."""
+    content: str | None
+    """Digest of the weights, from the manifest; None for a plain upload."""
+
+
+class _Part(NamedTuple):
+    """The objects of one version that a plan fetches."""
+
+    link: Link
+    folder: FolderReader
+    is_anchor: bool
+    files: Mapping[str, int]
+    """The size in bytes of each object, by name."""
+    changes: Mapping[str, TensorDelta]
+    """The changes of a delta, by tensor name. The rest of the manifest is not kept, which saves memory."""
+
+    def path(self, partial: PartialFolder) -> Path:
+        """Return the target folder. The path is the same in each try, so a retry resumes the download."""
+        name = hashlib.sha256(self.link.objects.encode()).hexdigest()[:16]
+        return partial.path / f"{'anchor' if self.is_anchor else 'delta'}-{name}"
+
+
+class Fetcher:
+    """Fetches folders of the object store to this machine.
+
+    Args:
+        objects: reads the object store.
+        store: stores the fetched folders.
+    """
+
+    def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
+        self._objects = objects
+        self._store = store
+
+    async def fetch(self, objects: str, checks: Checks, progress: Progress) -> Fetched:
+        """Return the folder of a source, and hold it.
+
+        Cancellation: the fetched bytes stay for the next try.
+
+        Raises:
+            ControlError: `bad_source`, `storage`.
+        """
+        hold: Hold | None = None
+        published: PublishedVersion | None = None
+        content: str | None = None
+        try:
+            async with self._objects.open_folder(objects) as folder:
+                manifest = await read_manifest(folder, objects)
+                if manifest is not None:
+                    await asyncio.to_thread(checks.manifest, manifest)
+                    content = await asyncio.to_thread(published_content, manifest)
+                    published = describe(manifest, await folder.bucket_state())
+                hold = await self._find_or_build(folder, manifest, checks, progress)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            where += f"; {FREE_SPACE}" if is_disk_full(error) else ""
+            raise ControlError(
+                ControlCode.STORAGE, f"objects:{objects} cannot be staged: {error.strerror or error}{where}"
+            ) from error
+        except asyncio.CancelledError:
+            if hold is not None:  # cancelled while the object folder was being closed
+                hold.release()
+            raise
+        return Fetched(hold, published, content)
+
+    async def _find_or_build(
+        self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
+    ) -> Hold:
+        digest = folder.digest if manifest is None else manifest.digest
+        for _ in range(MAX_LOOKS):
+            opened = await self._store.open(digest, lambda: progress.begin("waiting"))
+            if isinstance(opened, PartialFolder):
+                async with _building(opened, progress):
+                    path = await self._build(folder, manifest, opened, progress)
+                    progress.begin("checking")
+                    await asyncio.to_thread(checks.folder, path)
+                    opened.complete(path, await asyncio.to_thread(files_stamp, path))
+                # The hold is None if another process locked the folder first, or has deleted it.
+                if (hold := self._store.hold(digest)) is not None:
+                    return hold
+            elif await self._is_sound(opened, folder, manifest, checks, progress):
+                return opened
+        raise ControlError(ControlCode.STORAGE, f"{self._store.folder(digest)} was found damaged or deleted repeatedly")
+
+    async def _is_sound(
+        self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
+    ) -> bool:
+        """Return True if a folder of the store is valid. A damaged folder is deleted."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(hold.release)
+            if not hold.is_of_this_boot or not await asyncio.to_thread(hold.is_unchanged):
+                files = await asyncio.to_thread(files_stamp, hold.folder)
+                try:
+                    await self._verify(folder, manifest, hold.folder, progress)
+                except (ControlError, OSError) as error:
+                    logger.warning("folders.damage_detected folder=%s error=%s", hold.folder, error)
+                    await asyncio.to_thread(hold.retire)
+                    return False
+                hold.confirm(files)
+            progress.begin("checking")
+            await asyncio.to_thread(checks.folder, hold.folder)
+            stack.pop_all()
+        return True
+
+    async def _build(
+        self, folder: FolderReader, manifest: Manifest | None, partial: PartialFolder, progress: Progress
+    ) -> Path:
+        if manifest is not None:
+            return await self._build_version(manifest, folder, partial, progress)
+        files = {name: info.size for name, info in folder.names.items()}
+        await run_quietly([lambda _: partial.make_room(sum(files.values()))])
+        progress.begin("fetching", sum(files.values()))
+        await fetch_files(folder, files, partial.path / _UPLOAD, progress)
+        return partial.path / _UPLOAD
+
+    async def _build_version(
+        self, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress
+    ) -> Path:
+        """Build a version and return its complete folder, which lies below `partial`.
+
+        Args:
+            newest: the validated manifest of the version.
+            folder: the objects of the version.
+
+        Cancellation: the fetched files stay in `partial`.
+
+        Raises:
+            ControlError: `bad_source`: every plan failed, so the caller can delete `partial`; `storage`.
+        """
+        problems: list[str] = []
+        for plan in fetch_plans(newest.links, await asyncio.to_thread(self._store.digests)):
+            try:
+                return await self._carry_out(plan, newest, folder, partial, progress)
+            except ControlError as error:
+                if error.code is not ControlCode.BAD_SOURCE:
+                    raise
+                problems.append(error.message)
+                logger.warning(
+                    "version.build_failed objects=%s way=%s error=%s", newest.own.objects, _shown(plan), error
+                )
+        shown = "; ".join(dict.fromkeys(problems)) if len(problems) <= _MAX_PROBLEMS else problems[-1]
+        nothing = f"objects:{newest.own.objects} has no anchor, and no chain that begins with a folder on this machine"
+        raise bad_source(shown or nothing)
+
+    async def _carry_out(
+        self, plan: FetchPlan, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress
+    ) -> Path:
+        async with contextlib.AsyncExitStack() as stack:
+            base: Path | None = None
+            if plan.base is not None:
+                base = stack.enter_context(_holding(self._store, plan.base)).folder
+            parts = await self._open_parts(stack, plan, newest, folder)
+            anchor = next((part for part in parts if part.is_anchor), None)
+            deltas = [part for part in parts if not part.is_anchor]
+            needed = sum(sum(part.files.values()) for part in parts)
+            is_written = anchor is None or bool(deltas)
+            # `run_quietly` waits for its threads even if it is cancelled, so no thread writes after the lock is freed.
+            await run_quietly([lambda _: _make_room(partial, needed, newest, is_written=is_written)])
+            progress.begin("fetching", needed)
+            for part in parts:
+                await fetch_files(part.folder, part.files, part.path(partial), progress)
+            if anchor is not None:
+                base = anchor.path(partial)
+                if not deltas:
+                    await verify_version(newest, base, progress)
+                    return base
+            if base is None:
+                raise bad_source(f"objects:{newest.own.objects} has no version to begin with")
+            return await _apply(base, deltas, newest, partial, progress)
+
+    async def _open_parts(
+        self, stack: contextlib.AsyncExitStack, plan: FetchPlan, newest: Manifest, folder: FolderReader
+    ) -> list[_Part]:
+        """Open the versions that a plan needs, and validate their manifests before any object is fetched."""
+        entries = await asyncio.to_thread(lambda: {entry.name: entry for entry in newest.tensors})
+        parts: list[_Part] = []
+        for link in (*(() if plan.anchor is None else (plan.anchor,)), *plan.deltas):
+            if link == newest.own:
+                opened, manifest = folder, newest
+            else:
+                opened = await stack.enter_async_context(self._objects.open_folder(link.objects))
+                manifest = await read_link(opened, link, newest)
+            is_anchor = link is plan.anchor
+            parts.append(await asyncio.to_thread(_check_part, link, opened, manifest, entries, is_anchor=is_anchor))
+        return parts
+
+    async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path, progress: Progress) -> None:
+        """Compare a folder with the store: a crash of the machine may have lost some of it, or people changed it.
+
+        Raises:
+            ControlError: `bad_source`.
+            OSError: a file was deleted during the check.
+        """
+        if manifest is not None:
+            await verify_version(manifest, path, progress)
+            names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
+        else:
+            files = {path / name: decode_digest(info).hex() for name, info in folder.names.items()}
+            await run_quietly(partial(_verify_file, file, sha256) for file, sha256 in files.items())
+            names = {*folder.names}
+        await asyncio.to_thread(check_no_others, path, names)
 
 
 async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
@@ -186,111 +412,6 @@ def anchor_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
     return files
 
 
-_MAX_PROBLEMS: Final = 3
-"""How many failed plans an error message lists; if more failed, it shows only the last."""
-_BUILT: Final = "folder"
-"""The subfolder of a partial folder in which the version is built."""
-
-
-class _Part(NamedTuple):
-    """The objects of one version that a plan fetches."""
-
-    link: Link
-    folder: FolderReader
-    is_anchor: bool
-    files: Mapping[str, int]
-    """The size in bytes of each object, by name."""
-    changes: Mapping[str, TensorDelta]
-    """The changes of a delta, by tensor name. The rest of the manifest is not kept, which saves memory."""
-
-    def path(self, partial: PartialFolder) -> Path:
-        """Return the target folder. The path is the same in each try, so a retry resumes the download."""
-        name = hashlib.sha256(self.link.objects.encode()).hexdigest()[:16]
-        return partial.path / f"{'anchor' if self.is_anchor else 'delta'}-{name}"
-
-
-class Builder:
-    """Builds versions below `store`, one at a time.
-
-    Args:
-        objects: reads the object store.
-        store: contains the local folders.
-    """
-
-    def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
-        self._objects = objects
-        self._store = store
-
-    async def build(self, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress) -> Path:
-        """Build a version and return its complete folder, which lies below `partial`.
-
-        Args:
-            newest: the validated manifest of the version.
-            folder: the objects of the version.
-
-        Cancellation: the fetched files stay in `partial`.
-
-        Raises:
-            ControlError: `bad_source`: every plan failed, so the caller can delete `partial`; `storage`.
-        """
-        problems: list[str] = []
-        for plan in fetch_plans(newest.links, await asyncio.to_thread(self._store.digests)):
-            try:
-                return await self._carry_out(plan, newest, folder, partial, progress)
-            except ControlError as error:
-                if error.code is not ControlCode.BAD_SOURCE:
-                    raise
-                problems.append(error.message)
-                logger.warning(
-                    "version.build_failed objects=%s way=%s error=%s", newest.own.objects, _shown(plan), error
-                )
-        shown = "; ".join(dict.fromkeys(problems)) if len(problems) <= _MAX_PROBLEMS else problems[-1]
-        nothing = f"objects:{newest.own.objects} has no anchor, and no chain that begins with a folder on this machine"
-        raise bad_source(shown or nothing)
-
-    async def _carry_out(
-        self, plan: FetchPlan, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress
-    ) -> Path:
-        async with contextlib.AsyncExitStack() as stack:
-            base: Path | None = None
-            if plan.base is not None:
-                base = stack.enter_context(_holding(self._store, plan.base)).folder
-            parts = await self._open_parts(stack, plan, newest, folder)
-            anchor = next((part for part in parts if part.is_anchor), None)
-            deltas = [part for part in parts if not part.is_anchor]
-            needed = sum(sum(part.files.values()) for part in parts)
-            is_written = anchor is None or bool(deltas)
-            # `run_quietly` waits for its threads even if it is cancelled, so no thread writes after the lock is freed.
-            await run_quietly([lambda _: _make_room(partial, needed, newest, is_written=is_written)])
-            progress.begin("fetching", needed)
-            for part in parts:
-                await fetch_files(part.folder, part.files, part.path(partial), progress)
-            if anchor is not None:
-                base = anchor.path(partial)
-                if not deltas:
-                    await verify_version(newest, base, progress)
-                    return base
-            if base is None:
-                raise bad_source(f"objects:{newest.own.objects} has no version to begin with")
-            return await _apply(base, deltas, newest, partial, progress)
-
-    async def _open_parts(
-        self, stack: contextlib.AsyncExitStack, plan: FetchPlan, newest: Manifest, folder: FolderReader
-    ) -> list[_Part]:
-        """Open the versions that a plan needs, and validate their manifests before any object is fetched."""
-        entries = await asyncio.to_thread(lambda: {entry.name: entry for entry in newest.tensors})
-        parts: list[_Part] = []
-        for link in (*(() if plan.anchor is None else (plan.anchor,)), *plan.deltas):
-            if link == newest.own:
-                opened, manifest = folder, newest
-            else:
-                opened = await stack.enter_async_context(self._objects.open_folder(link.objects))
-                manifest = await read_link(opened, link, newest)
-            is_anchor = link is plan.anchor
-            parts.append(await asyncio.to_thread(_check_part, link, opened, manifest, entries, is_anchor=is_anchor))
-        return parts
-
-
 def _check_part(
     link: Link, folder: FolderReader, manifest: Manifest, newest: Mapping[str, TensorEntry], *, is_anchor: bool
 ) -> _Part:
@@ -381,142 +502,6 @@ def _holding(store: FolderStore, digest: str) -> Iterator[Hold]:
         yield hold
     finally:
         hold.release()
-
-
-_UPLOAD: Final = "upload"
-"""The subfolder of a partial folder into which a plain upload is fetched."""
-MAX_LOOKS: Final = 4
-"""Attempts to use or build a folder. A folder is damaged at most once, unless its disk is damaged, and other processes
-rarely delete it."""
-
-
-class Checks(NamedTuple):
-    """The checks of a source. Both functions block, and raise ControlError (`bad_source`) for an invalid source."""
-
-    folder: Callable[[Path], None]
-    """Called with the folder before the folder is used."""
-    manifest: Callable[[Manifest], None]
-    """Called with the manifest, if the source has one, before anything else is fetched."""
-
-
-class Fetched(NamedTuple):
-    """A staged source."""
-
-    hold: Hold
-    published: PublishedVersion | None
-    """None for a plain upload, whose name may get other content later."""
-    content: str | None
-    """Digest of the weights, from the manifest; None for a plain upload."""
-
-
-class Fetcher:
-    """Fetches folders of the object store to this machine.
-
-    Args:
-        objects: reads the object store.
-        store: stores the fetched folders.
-    """
-
-    def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
-        self._objects = objects
-        self._store = store
-
-    async def fetch(self, objects: str, checks: Checks, progress: Progress) -> Fetched:
-        """Return the folder of a source, and hold it.
-
-        Cancellation: the fetched bytes stay for the next try.
-
-        Raises:
-            ControlError: `bad_source`, `storage`.
-        """
-        hold: Hold | None = None
-        published: PublishedVersion | None = None
-        content: str | None = None
-        try:
-            async with self._objects.open_folder(objects) as folder:
-                manifest = await read_manifest(folder, objects)
-                if manifest is not None:
-                    await asyncio.to_thread(checks.manifest, manifest)
-                    content = await asyncio.to_thread(published_content, manifest)
-                    published = describe(manifest, await folder.bucket_state())
-                hold = await self._find_or_build(folder, manifest, checks, progress)
-        except OSError as error:
-            where = f" ({error.filename})" if error.filename else ""
-            where += f"; {FREE_SPACE}" if is_disk_full(error) else ""
-            raise ControlError(
-                ControlCode.STORAGE, f"objects:{objects} cannot be staged: {error.strerror or error}{where}"
-            ) from error
-        except asyncio.CancelledError:
-            if hold is not None:  # cancelled while the object folder was being closed
-                hold.release()
-            raise
-        return Fetched(hold, published, content)
-
-    async def _find_or_build(
-        self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
-    ) -> Hold:
-        digest = folder.digest if manifest is None else manifest.digest
-        for _ in range(MAX_LOOKS):
-            opened = await self._store.open(digest, lambda: progress.begin("waiting"))
-            if isinstance(opened, PartialFolder):
-                async with _building(opened, progress):
-                    path = await self._build(folder, manifest, opened, progress)
-                    progress.begin("checking")
-                    await asyncio.to_thread(checks.folder, path)
-                    opened.complete(path, await asyncio.to_thread(files_stamp, path))
-                # The hold is None if another process locked the folder first, or has deleted it.
-                if (hold := self._store.hold(digest)) is not None:
-                    return hold
-            elif await self._is_sound(opened, folder, manifest, checks, progress):
-                return opened
-        raise ControlError(ControlCode.STORAGE, f"{self._store.folder(digest)} was found damaged or deleted repeatedly")
-
-    async def _is_sound(
-        self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
-    ) -> bool:
-        """Return True if a folder of the store is valid. A damaged folder is deleted."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(hold.release)
-            if not hold.is_of_this_boot or not await asyncio.to_thread(hold.is_unchanged):
-                files = await asyncio.to_thread(files_stamp, hold.folder)
-                try:
-                    await self._verify(folder, manifest, hold.folder, progress)
-                except (ControlError, OSError) as error:
-                    logger.warning("folders.damage_detected folder=%s error=%s", hold.folder, error)
-                    await asyncio.to_thread(hold.retire)
-                    return False
-                hold.confirm(files)
-            progress.begin("checking")
-            await asyncio.to_thread(checks.folder, hold.folder)
-            stack.pop_all()
-        return True
-
-    async def _build(
-        self, folder: FolderReader, manifest: Manifest | None, partial: PartialFolder, progress: Progress
-    ) -> Path:
-        if manifest is not None:
-            return await Builder(self._objects, self._store).build(manifest, folder, partial, progress)
-        files = {name: info.size for name, info in folder.names.items()}
-        await run_quietly([lambda _: partial.make_room(sum(files.values()))])
-        progress.begin("fetching", sum(files.values()))
-        await fetch_files(folder, files, partial.path / _UPLOAD, progress)
-        return partial.path / _UPLOAD
-
-    async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path, progress: Progress) -> None:
-        """Compare a folder with the store: a crash of the machine may have lost some of it, or people changed it.
-
-        Raises:
-            ControlError: `bad_source`.
-            OSError: a file was deleted during the check.
-        """
-        if manifest is not None:
-            await verify_version(manifest, path, progress)
-            names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
-        else:
-            files = {path / name: decode_digest(info).hex() for name, info in folder.names.items()}
-            await run_quietly(partial(_verify_file, file, sha256) for file, sha256 in files.items())
-            names = {*folder.names}
-        await asyncio.to_thread(check_no_others, path, names)
 
 
 def _verify_file(file: Path, sha256: str, _scratch: Scratch) -> None:
