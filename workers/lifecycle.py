@@ -42,6 +42,8 @@ CONFIRM_S = 1.0
 MAX_INCARNATIONS = 16
 """Number of its last incarnations that this process recognises in presence. Its own presence arrives earlier than after
 this many fences."""
+HOST: Final = socket.gethostname()[:MAX_NAME_CHARS]
+"""Name of this machine in presence."""
 
 
 class WorkerLifecycle:
@@ -240,10 +242,6 @@ async def _wait_while(left_s: Callable[[], float]) -> None:
 def new_incarnation() -> str:
     """Return a unique name for one incarnation of a worker."""
     return uuid.uuid4().hex[:8]
-
-
-HOST: Final = socket.gethostname()[:MAX_NAME_CHARS]
-"""Name of this machine in presence."""
 
 
 def log_name() -> str | None:

@@ -30,6 +30,11 @@ from .desired import RegisterOutcome
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_S: Final = 1.0
+"""Seconds between two acks that only report staging progress, because many workers of a large fleet report it."""
+UNREADABLE: Final = "unreadable"
+"""Name in the ack of a command that cannot be decoded."""
+
 
 @dataclass(slots=True, eq=False)
 class ReceivedCommand:
@@ -99,12 +104,6 @@ class CommandLog:
     def clear(self) -> None:
         """Remove the open commands, because another incarnation of this worker must not answer them."""
         self._under_way.clear()
-
-
-PROGRESS_S: Final = 1.0
-"""Seconds between two acks that only report staging progress, because many workers of a large fleet report it."""
-UNREADABLE: Final = "unreadable"
-"""Name in the ack of a command that cannot be decoded."""
 
 
 class AckPublisher:

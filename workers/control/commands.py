@@ -72,6 +72,12 @@ READS_PER_S: Final = 20
 sends three reads in 5 s."""
 OWN_READS_PER_S: Final = 5
 """Maximum answers per second to a client that reads its own requests."""
+RECORD_RETRY_S: Final = 1.0
+"""Seconds between attempts to record a command while JetStream is not available."""
+LATE_S: Final = 1.0
+"""Seconds after its `timeout_s` at which a recorded command is answered even if its register still waits."""
+MAX_READ_BYTES: Final = 4096
+"""Maximum size of a read, before it is decoded. Names are its largest fields."""
 
 
 class TelemetryReads:
@@ -208,14 +214,6 @@ class OneOffCommands:
                     await transfer.add_chunk(command, by)
         # A controller decides about the finish by presence.
         self._lifecycle.request_presence()
-
-
-RECORD_RETRY_S: Final = 1.0
-"""Seconds between attempts to record a command while JetStream is not available."""
-LATE_S: Final = 1.0
-"""Seconds after its `timeout_s` at which a recorded command is answered even if its register still waits."""
-MAX_READ_BYTES: Final = 4096
-"""Maximum size of a read, before it is decoded. Names are its largest fields."""
 
 
 class CommandHandler:

@@ -41,6 +41,11 @@ SLEEP = "sleep"
 
 _STATUSES = {ControlCode.UNSUPPORTED: AckStatus.UNSUPPORTED, ControlCode.STALE: AckStatus.STALE}
 """Ack status of each error code that does not mean `failed`."""
+READ_S = 5.0
+"""Maximum seconds between two reads, in case messages were missed. There are at least two reads per lease, so that one
+late read does not invalidate the state. The cost for a fleet of hundreds is negligible."""
+RETRY_S = 1.0
+"""Seconds between a failed read and the next read: the server may be starting, or have no JetStream for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +176,6 @@ def _has_not_received(handled: Mapping[str, HandledRegister]) -> bool:
 
 def _is_applied(handled: Mapping[str, HandledRegister], register: str) -> bool:
     return register in handled and handled[register].outcome.is_applied
-
-
-READ_S = 5.0
-"""Maximum seconds between two reads, in case messages were missed. There are at least two reads per lease, so that one
-late read does not invalidate the state. The cost for a fleet of hundreds is negligible."""
-RETRY_S = 1.0
-"""Seconds between a failed read and the next read: the server may be starting, or have no JetStream for a while."""
 
 
 class _ReadCommand(NamedTuple):

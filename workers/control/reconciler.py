@@ -46,6 +46,18 @@ logger = logging.getLogger(__name__)
 
 FETCH_RETRY_S: Final = 30.0
 """Seconds before a failed fetch of weights is tried again, because the store or the disk may work again."""
+CUT_S = 1.0
+"""Maximum seconds that a command waits until frames are published. Clients without credit and a slow network must not
+delay a command further."""
+MARGIN_S = 5.0
+"""Seconds after its `timeout_s` at which a command is cancelled. Each step of a command checks `timeout_s` itself."""
+WITHOUT_PAUSE = frozenset(
+    {WorkerState.SERVING, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS}
+)
+"""States that a worker leaves when other weights are recorded. A paused, drained or sleeping worker keeps its state
+while it stages these weights."""
+RESET_S = 600.0
+"""Maximum seconds to undo a register, which may include a load of weights."""
 
 
 class HandledRegisters:
@@ -203,20 +215,6 @@ class TransferEnds:
             self._needed_read = self._reader.request_read()
         pending = pending_registers(self._reader.effective, self._handled.by_name)
         return self._reader.num_read >= self._needed_read and all(due.register != WEIGHTS for due in pending)
-
-
-CUT_S = 1.0
-"""Maximum seconds that a command waits until frames are published. Clients without credit and a slow network must not
-delay a command further."""
-MARGIN_S = 5.0
-"""Seconds after its `timeout_s` at which a command is cancelled. Each step of a command checks `timeout_s` itself."""
-WITHOUT_PAUSE = frozenset(
-    {WorkerState.SERVING, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS}
-)
-"""States that a worker leaves when other weights are recorded. A paused, drained or sleeping worker keeps its state
-while it stages these weights."""
-RESET_S = 600.0
-"""Maximum seconds to undo a register, which may include a load of weights."""
 
 
 class Reconciler:

@@ -23,6 +23,11 @@ from ..sources.sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
+WAITING: Final = "waiting"
+"""Stage of a source that waits until another source is staged."""
+MAX_COSTS: Final = 8
+"""Maximum stored costs: of the update in progress, and of recent updates that a fleet returns to."""
+
 
 class UnknownFailure(ControlError):
     """An undocumented error of an engine or a source: the effect of the command is unknown."""
@@ -112,12 +117,6 @@ def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
             f"{source} is refused: processes of this engine may run on several machines, but fetched files are only on "
             "the worker's machine; allowed: the path of a folder that all these machines share",
         )
-
-
-WAITING: Final = "waiting"
-"""Stage of a source that waits until another source is staged."""
-MAX_COSTS: Final = 8
-"""Maximum stored costs: of the update in progress, and of recent updates that a fleet returns to."""
 
 
 class StageKey(NamedTuple):

@@ -9,6 +9,13 @@ from typing import Final
 
 NUM_SPANS: Final = 64
 """Number of spans into which the tokens of one cache capacity are divided. It sets the resolution of the age."""
+MEMORY_S: Final = 10.0
+"""Seconds of computing after which the weight of a measurement drops to 1/e. This covers some steps of a large model
+and adapts soon to another load."""
+MIN_PREFILL: Final = 64
+"""Prompt tokens of a step from which the prefill speed is measured. Fewer, as those of a canary, take about as long as
+a step without any. A worker that has computed nothing else would seem ten times slower than it is.
+"""
 
 
 class PrefixAge:
@@ -58,15 +65,6 @@ class PrefixAge:
     def oldest_s(self, now: float) -> float | None:
         """Return the age in seconds of the oldest prefix that may be cached; None: nothing was evicted for certain."""
         return now - self._spans[0][0] if self._num_spanned >= self._capacity else None
-
-
-MEMORY_S: Final = 10.0
-"""Seconds of computing after which the weight of a measurement drops to 1/e. This covers some steps of a large model
-and adapts soon to another load."""
-MIN_PREFILL: Final = 64
-"""Prompt tokens of a step from which the prefill speed is measured. Fewer, as those of a canary, take about as long as
-a step without any. A worker that has computed nothing else would seem ten times slower than it is.
-"""
 
 
 class TokenRates:

@@ -9,6 +9,21 @@ from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
 from ...schemas.request_fields import check_prompt, check_sampling
 
+_SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
+"""One or more tokens of a subject, without wildcards and without characters that end a line of the NATS protocol."""
+WEIGHTS_ARE_COMING_S = 0.25
+"""Seconds until the queue redelivers a request that needs the desired weights, because a worker will soon have them."""
+MAX_TOO_NEW_S = 4.0
+"""Maximum seconds until the queue redelivers a request that needs weights which this worker does not know. The value
+limits how long the request waits after these weights exist. With it, a thousand waiting requests cost a fleet 2% of one
+core."""
+MAX_DOUBLINGS = 5
+"""Enough doublings to get from one second to more than `MAX_TOO_NEW_S`."""
+ADAPTER_S = 0.25
+"""Seconds until the first redelivery of a request whose adapter this worker lacks. Usually another worker has it."""
+MAX_SHOWN_LORAS = 8
+"""Maximum names in an error message: enough to find a misspelt name."""
+
 
 @dataclass(slots=True)
 class Versions:
@@ -39,22 +54,6 @@ class Versions:
     def target(self, lora: str | None) -> int:
         """Return the desired value of `served`."""
         return (self.base_adapter_version or 0) if lora == self.model else self.target_version
-
-
-_SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
-"""One or more tokens of a subject, without wildcards and without characters that end a line of the NATS protocol."""
-WEIGHTS_ARE_COMING_S = 0.25
-"""Seconds until the queue redelivers a request that needs the desired weights, because a worker will soon have them."""
-MAX_TOO_NEW_S = 4.0
-"""Maximum seconds until the queue redelivers a request that needs weights which this worker does not know. The value
-limits how long the request waits after these weights exist. With it, a thousand waiting requests cost a fleet 2% of one
-core."""
-MAX_DOUBLINGS = 5
-"""Enough doublings to get from one second to more than `MAX_TOO_NEW_S`."""
-ADAPTER_S = 0.25
-"""Seconds until the first redelivery of a request whose adapter this worker lacks. Usually another worker has it."""
-MAX_SHOWN_LORAS = 8
-"""Maximum names in an error message: enough to find a misspelt name."""
 
 
 def check_reply_to(reply_to: str, prefix: str) -> None:

@@ -37,6 +37,11 @@ from .table import Instructions, RequestOrigin
 
 logger = logging.getLogger(__name__)
 
+MAX_ARRIVALS = 4096
+"""Maximum requests that wait to enter the engine. Further requests go back to the queue."""
+ADMIT_AT_ONCE = 16
+"""Requests of a burst that are admitted, in a few milliseconds, before the loop may publish engine steps."""
+
 
 @dataclass(slots=True)
 class IntakeStats:
@@ -134,12 +139,6 @@ class WaitingFollowers:
             self.remove(names)
             self._links.refuse(names, RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason))
             self._execute(Instructions())
-
-
-MAX_ARRIVALS = 4096
-"""Maximum requests that wait to enter the engine. Further requests go back to the queue."""
-ADMIT_AT_ONCE = 16
-"""Requests of a burst that are admitted, in a few milliseconds, before the loop may publish engine steps."""
 
 
 class RequestIntake:

@@ -59,6 +59,18 @@ _SAME: Final = (
 """Fields of config.json that change how a model computes, but not the shapes of its tensors. An engine that reloads its
 weights keeps the fields that it read at its start. If they differed, a worker would compute differently from a worker
 that starts on the new checkpoint."""
+ADAPTER_CONFIG: Final = "adapter_config.json"
+TENSORS: Final = "adapter_model.safetensors"
+MAX_RANK: Final = 512
+"""The largest rank that vLLM can be configured for. An engine may allow less and then states its limit."""
+_PREFIX: Final = "base_model.model."
+"""The prefix that PEFT puts before the module names of the base model."""
+_SIDES: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+JOB_BYTES: Final = 64 * 1024**2
+"""Bytes that one job reads. Cancellation takes effect between two jobs."""
+MEMORY_SHARE: Final = 2
+"""Files larger than the free memory divided by this value are not read ahead: the last files would displace the first
+files from the page cache."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -229,15 +241,6 @@ def _shown(value: object) -> str:
     return msgspec.json.encode(value).decode()[:200]
 
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-TENSORS: Final = "adapter_model.safetensors"
-MAX_RANK: Final = 512
-"""The largest rank that vLLM can be configured for. An engine may allow less and then states its limit."""
-_PREFIX: Final = "base_model.model."
-"""The prefix that PEFT puts before the module names of the base model."""
-_SIDES: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-
-
 class _Config(msgspec.Struct, frozen=True):
     """The fields of adapter_config.json that the worker validates."""
 
@@ -366,13 +369,6 @@ def _check_base(file: Path, module: str, pair: tuple[Tensor, Tensor], own_tensor
             f"is for another base: {module!r} makes {[b.shape[0], a.shape[1]]}; expected: {list(weight.shape)}, as the "
             "worker's model",
         )
-
-
-JOB_BYTES: Final = 64 * 1024**2
-"""Bytes that one job reads. Cancellation takes effect between two jobs."""
-MEMORY_SHARE: Final = 2
-"""Files larger than the free memory divided by this value are not read ahead: the last files would displace the first
-files from the page cache."""
 
 
 class FolderContent(NamedTuple):

@@ -29,6 +29,21 @@ MAX_ENTRIES: Final = 16_384
 """Maximum number of files and folders in a source: far more than a checkpoint has, and few enough to check quickly."""
 _MAX_SHOWN: Final = 8
 """Maximum number of roots in an error message."""
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""The dtypes that the tensors of an adapter may have."""
+PIECE_BYTES: Final = 4 * 1024**2
+"""Bytes read at a time."""
+SETTLED_NS: Final = 2_000_000_000
+"""Age in ns from which a file's digests are kept. A younger file may change again within the resolution of its time
+stamps, and then look unchanged."""
+MAX_KEPT: Final = 1024
+"""Files whose digests a machine keeps; a large checkpoint has a few hundred. The oldest are deleted."""
+POLL_S: Final = 0.1
+"""Seconds between two tries to get the lock of the machine."""
+CORES_FOR_ONE: Final = 4
+MAX_THREADS: Final = 8
+"""One thread for each four cores hashes, between two and eight: SHA-256 takes about a second for a GB, and a file is
+read at ten times that speed. The threads have the lowest priority."""
 
 
 def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
@@ -130,10 +145,6 @@ def _shown_root(entry: str | Path | None, folder: Path, path: str) -> str:
     return str(Path(path, Path(entry).relative_to(folder)))
 
 
-FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
-"""The dtypes that the tensors of an adapter may have."""
-
-
 class Tensor(NamedTuple):
     """One tensor of a checkpoint."""
 
@@ -171,21 +182,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
     finally:
         os.close(fd)
     return {name: Tensor(stored.dtype, stored.shape, path, stored.begin) for name, stored in tensors.items()}
-
-
-PIECE_BYTES: Final = 4 * 1024**2
-"""Bytes read at a time."""
-SETTLED_NS: Final = 2_000_000_000
-"""Age in ns from which a file's digests are kept. A younger file may change again within the resolution of its time
-stamps, and then look unchanged."""
-MAX_KEPT: Final = 1024
-"""Files whose digests a machine keeps; a large checkpoint has a few hundred. The oldest are deleted."""
-POLL_S: Final = 0.1
-"""Seconds between two tries to get the lock of the machine."""
-CORES_FOR_ONE: Final = 4
-MAX_THREADS: Final = 8
-"""One thread for each four cores hashes, between two and eight: SHA-256 takes about a second for a GB, and a file is
-read at ten times that speed. The threads have the lowest priority."""
 
 
 class FileNote(NamedTuple):

@@ -35,6 +35,18 @@ fetches or hashes bytes. The limit allows for a disk or an object store that doe
 
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 """The error numbers of file systems without locks."""
+SHARED: Final = "shared.weights"
+"""The folder that all workers of a fleet on a machine share. Worker names have no dot, so no worker has this name."""
+_OLD_PREFIXES: Final = ("objects-", ".objects-")
+"""The name prefixes of folders that releases before 0.2 fetched into one folder for each worker."""
+LEFT_S: Final = 24 * 3600.0
+"""Seconds without use after which partial folders, and folders of models of other workers, are deleted."""
+MAX_MARK_BYTES: Final = 4096
+"""Bytes read of a lock file: the ids have about 100 bytes, and a model's name fits into the rest."""
+RETIRING: Final = ".retiring.lock"
+"""A process locks this file briefly while it removes a damaged folder."""
+POLL_S: Final = 0.1
+"""Seconds between two tries to get a lock that another process holds. A wait in a thread could not be cancelled."""
 
 
 def can_lock(folder: Path) -> bool:
@@ -114,12 +126,6 @@ class LockWatch:
             )
 
 
-SHARED: Final = "shared.weights"
-"""The folder that all workers of a fleet on a machine share. Worker names have no dot, so no worker has this name."""
-_OLD_PREFIXES: Final = ("objects-", ".objects-")
-"""The name prefixes of folders that releases before 0.2 fetched into one folder for each worker."""
-
-
 def store_root(cache: Path, worker: str) -> Path:
     """Return the folder that the workers of a fleet share. On a file system without locks, return this worker's own.
 
@@ -162,16 +168,6 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-LEFT_S: Final = 24 * 3600.0
-"""Seconds without use after which partial folders, and folders of models of other workers, are deleted."""
-MAX_MARK_BYTES: Final = 4096
-"""Bytes read of a lock file: the ids have about 100 bytes, and a model's name fits into the rest."""
-RETIRING: Final = ".retiring.lock"
-"""A process locks this file briefly while it removes a damaged folder."""
-POLL_S: Final = 0.1
-"""Seconds between two tries to get a lock that another process holds. A wait in a thread could not be cancelled."""
 
 
 class _Mark(NamedTuple):

@@ -19,6 +19,12 @@ from ...schemas.weights import Staging, WeightSource
 
 Report = Callable[[str], None]
 """Called with the stage that a command has reached, for display to users."""
+NUM_THREADS: Final = 2
+"""One thread hashes while the other reads or writes."""
+NICE: Final = 15
+"""The nice value. If another thread keeps a core busy, each of these threads gets 3 % of the core. An idle core is used
+fully. With the value 10 they got 10 %, and two engines on two cores kept only 75 % of their throughput, because each
+engine step waits for the slowest thread of the engine."""
 
 
 class Progress:
@@ -71,14 +77,6 @@ class Progress:
     def _move(self) -> None:
         if (on_move := self.on_move) is not None:
             on_move()
-
-
-NUM_THREADS: Final = 2
-"""One thread hashes while the other reads or writes."""
-NICE: Final = 15
-"""The nice value. If another thread keeps a core busy, each of these threads gets 3 % of the core. An idle core is used
-fully. With the value 10 they got 10 %, and two engines on two cores kept only 75 % of their throughput, because each
-engine step waits for the slowest thread of the engine."""
 
 
 class Scratch:

@@ -31,6 +31,9 @@ from .config import SyntheticConfig
 MULTIPLIER = 0x9E3779B97F4A7C15
 """An odd number, so that its powers are never 0 modulo 2**64."""
 MASK = 2**64 - 1
+BLOCK_TOKENS = 16
+"""Number of tokens in a block. The cache finds whole blocks only."""
+READ_BYTES = 1024**2
 
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -43,10 +46,6 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def mix_one(value: int) -> int:
     """Return `mix` of one number modulo 2**64."""
     return int(mix(np.array([value & MASK], np.uint64))[0])
-
-
-BLOCK_TOKENS = 16
-"""Number of tokens in a block. The cache finds whole blocks only."""
 
 
 class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,9 +131,6 @@ class PrefixCache:
         """Remove all prefixes."""
         self._blocks.clear()
         self._has_forgotten = False
-
-
-READ_BYTES = 1024**2
 
 
 class SyntheticWeights(NamedTuple):

@@ -13,6 +13,9 @@ WATCH = "rollbus_watch_kv"
 OUTDATE = "rollbus_outdate_kv"
 RECOMPUTED_AT = -1.0
 """Timestamp of the events that this module adds. vLLM's own events never have it, because no clock returns it."""
+FLAT = 2
+"""Number of dimensions of a query that the kernel rotates correctly."""
+Kernel = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def install() -> None:
@@ -91,11 +94,6 @@ def outdate_kv(core: Any, lora_number: int | None = None) -> None:
 def _uses(request: Any, lora_number: int | None) -> bool:
     lora = request.lora_request
     return lora_number is None or (lora is not None and lora.lora_int_id == lora_number)
-
-
-FLAT = 2
-"""Number of dimensions of a query that the kernel rotates correctly."""
-Kernel = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def rotate_all_heads(model_runner: Any) -> None:

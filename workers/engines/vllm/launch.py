@@ -43,6 +43,24 @@ AUX_OUTPUT = "aux_output_config"
 """Field of `VllmConfig` and of the engine arguments since 0.31. It contains the flag that 0.30 has in `ModelConfig`."""
 VLLM_REFUSALS = ("AuxOutput Connector", "--enable-return-routed-experts")
 """Parts of vLLM's messages that reject routed experts (config/vllm.py: _verify_aux_output_compatibility)."""
+OWN_SLOTS = 1
+"""Requests that the engine runs beyond `max_num_seqs`, so that the worker's own request has a slot in a full batch."""
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Default KV cache size on a CPU. vLLM's own default is a share of the whole machine, so a second worker on the machine
+does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_cache_memory_bytes`,
+`gpu_memory_utilization` or `VLLM_CPU_KVCACHE_SPACE`."""
+KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+CPU_KV_BLOCK_TOKENS = 32
+"""Only whole blocks of KV are transferred. A short prompt does not fill a block of vLLM's default of 128 tokens."""
+GRAMMARS = "structured_outputs_config"
+GRAMMAR_BACKEND = "xgrammar"
+CPU_UNUSED_LORAS = 1
+"""Adapter slots that stay empty. On a CPU, vLLM adds the adapter in the last slot to every request without an adapter
+(lora/ops/torch_ops/lora_ops.py uses -1, which means none, as an index)."""
+JSON_LOGS = Path(str(files(__package__))) / "json_logs.json"
+"""vLLM's logging configuration if this process logs JSON. This process and each vLLM process read it."""
+LARGEST_THAT_FITS = -1
+"""Value of `max_model_len`: the model's own maximum, or less if the KV cache holds less."""
 
 
 def returns_routing(config: Any) -> bool:
@@ -93,27 +111,6 @@ def vllm_refusal(error: Exception) -> str | None:
         f"vLLM cannot return routed experts with these engine arguments: {message}. "
         f"The engine argument '{ARGUMENT}': false starts the engine without routed experts"
     )
-
-
-OWN_SLOTS = 1
-"""Requests that the engine runs beyond `max_num_seqs`, so that the worker's own request has a slot in a full batch."""
-
-CPU_KV_CACHE_BYTES = 1 << 30
-"""Default KV cache size on a CPU. vLLM's own default is a share of the whole machine, so a second worker on the machine
-does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_cache_memory_bytes`,
-`gpu_memory_utilization` or `VLLM_CPU_KVCACHE_SPACE`."""
-KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
-CPU_KV_BLOCK_TOKENS = 32
-"""Only whole blocks of KV are transferred. A short prompt does not fill a block of vLLM's default of 128 tokens."""
-GRAMMARS = "structured_outputs_config"
-GRAMMAR_BACKEND = "xgrammar"
-CPU_UNUSED_LORAS = 1
-"""Adapter slots that stay empty. On a CPU, vLLM adds the adapter in the last slot to every request without an adapter
-(lora/ops/torch_ops/lora_ops.py uses -1, which means none, as an index)."""
-JSON_LOGS = Path(str(files(__package__))) / "json_logs.json"
-"""vLLM's logging configuration if this process logs JSON. This process and each vLLM process read it."""
-LARGEST_THAT_FITS = -1
-"""Value of `max_model_len`: the model's own maximum, or less if the KV cache holds less."""
 
 
 class Launch:

@@ -21,6 +21,7 @@ from .params import no_token_left
 VllmMask = tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]] | None, Any]
 """vLLM's `SamplingMaskLists` (v1/outputs.py): all ids, the offset of each token's ids, and an unused field.
 Without offsets, all ids belong to one token, as in every step of 0.30."""
+KV_NOT_LOADED = "the KV of the prompt could not be loaded; the engine's log gives the reason"
 
 
 def mask_of(mask: VllmMask | None, token_ids: Sequence[int], vocab_size: int) -> SamplingMask:
@@ -44,9 +45,6 @@ def mask_of(mask: VllmMask | None, token_ids: Sequence[int], vocab_size: int) ->
         if token_id not in own:
             raise ValueError(f"token {token_id} is not among the {len(own)} ids of its mask")
     return found
-
-
-KV_NOT_LOADED = "the KV of the prompt could not be loaded; the engine's log gives the reason"
 
 
 class LogprobTable(NamedTuple):

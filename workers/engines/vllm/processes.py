@@ -43,6 +43,16 @@ if TYPE_CHECKING:
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 """Environment variable with the cores of an engine: a list, `nobind`, or `auto`."""
 NUM_THREADS = "OMP_NUM_THREADS"
+GRACE_S = 10.0
+"""Seconds in which an orphaned engine core ends its own children, before it is killed."""
+TRAVELS = "_rollbus_travels"
+"""Attribute of the class with the arguments of `adopt` in the engine core's process."""
+PRELOADED = "rollbus.workers.engines.vllm.preloaded"
+READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+"""Environment variables that vLLM sets for its processes (platforms/cpu.py: check_and_update_config). torch reads them
+when it is imported."""
+_forks: ContextVar[bool] = ContextVar("_forks", default=False)
+"""True if engine cores that vLLM starts in this context are forked from the fork server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +104,6 @@ def compute_in_core(args: "AsyncEngineArgs", config: "VllmConfig") -> Cores | No
     is_auto = os.environ.get(BINDING, "auto") == "auto"
     num_threads = None if is_auto and NUM_THREADS in os.environ else len(chosen[0])
     return Cores(num_threads, () if is_auto else tuple(chosen[0]))
-
-
-GRACE_S = 10.0
-"""Seconds in which an orphaned engine core ends its own children, before it is killed."""
-TRAVELS = "_rollbus_travels"
-"""Attribute of the class with the arguments of `adopt` in the engine core's process."""
 
 
 def owned_executor(executor_class: type, cores: Cores | None = None) -> type:
@@ -180,15 +184,6 @@ def _end_with(owner_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-PRELOADED = "rollbus.workers.engines.vllm.preloaded"
-READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
-"""Environment variables that vLLM sets for its processes (platforms/cpu.py: check_and_update_config). torch reads them
-when it is imported."""
-
-_forks: ContextVar[bool] = ContextVar("_forks", default=False)
-"""True if engine cores that vLLM starts in this context are forked from the fork server."""
 
 
 def begin_preload() -> None:

@@ -21,17 +21,6 @@ from ....schemas.errors import ControlCode, ForeignError, foreign_code
 
 logger = logging.getLogger(__name__)
 
-
-def done(**facts: Any) -> dict[str, Any]:
-    """Return the answer of a successful call, with `facts` as additional fields."""
-    return {"code": None, "error": None, **facts}
-
-
-def failed(code: ControlCode, error: object) -> dict[str, Any]:
-    """Return the answer of a failed call; `error` states the reason."""
-    return {"code": str(code), "error": str(error)}
-
-
 INIT_TRANSFER = "init_weight_transfer_engine"
 START_TRANSFER = "start_weight_update"
 UPDATE_TRANSFER = "update_weights"
@@ -43,6 +32,16 @@ LOGS_UNLOADED = ("vllm.v1.worker.gpu_model_runner", "vllm.model_executor.model_l
 """The modules that log this message, depending on the release."""
 MAX_NAMED = 3
 """Maximum number of tensors in an error message."""
+
+
+def done(**facts: Any) -> dict[str, Any]:
+    """Return the answer of a successful call, with `facts` as additional fields."""
+    return {"code": None, "error": None, **facts}
+
+
+def failed(code: ControlCode, error: object) -> dict[str, Any]:
+    """Return the answer of a failed call; `error` states the reason."""
+    return {"code": str(code), "error": str(error)}
 
 
 class _NotLoaded(Exception):

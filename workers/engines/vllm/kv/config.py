@@ -52,6 +52,19 @@ TRANSFERS = frozenset(
     }
 )
 """vLLM's connectors that transfer KV only for requests whose `kv_transfer_params` request it."""
+EXTRA_ARG = "kv_transfer_params"
+"""Key of the KV transfer parameters in a request's `extra_args` (v1/request.py: Request.__init__)."""
+TAKES_KV = "do_remote_prefill"
+"""Key by which vLLM and its connectors mark a decode phase in the KV transfer parameters."""
+PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    TAKES_KV: False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""KV transfer parameters of a prefill phase for every connector; vLLM's own proxies send the same."""
 
 
 def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -165,21 +178,6 @@ def connector_refusal(config: Any) -> str | None:
         f"whose KV this engine did not compute; allowed with routed experts: {allowed} alone, or the engine argument "
         "'enable_return_routed_experts': false"
     )
-
-
-EXTRA_ARG = "kv_transfer_params"
-"""Key of the KV transfer parameters in a request's `extra_args` (v1/request.py: Request.__init__)."""
-TAKES_KV = "do_remote_prefill"
-"""Key by which vLLM and its connectors mark a decode phase in the KV transfer parameters."""
-PREFILL_PARAMS = {
-    "do_remote_decode": True,
-    TAKES_KV: False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""KV transfer parameters of a prefill phase for every connector; vLLM's own proxies send the same."""
 
 
 def decode_params(kv: KvTransfer | None, request: GenerateRequest, config: Any) -> dict[str, Any] | None:

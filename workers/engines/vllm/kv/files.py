@@ -26,6 +26,8 @@ SWEEP_INTERVAL_S = 10.0
 """Maximum seconds between two searches for abandoned KV; a search lists the folder once."""
 SWEEPS_PER_LIFE = 10
 """Minimum number of searches within `ttl_s` seconds."""
+GIVES = "do_remote_decode"
+TAKES = "do_remote_prefill"
 
 
 def new_kv_id() -> str:
@@ -115,10 +117,6 @@ class Sweeper:
                 continue
             if num_swept:
                 logger.warning("kv.swept legs=%d older_than_s=%g", num_swept, self._folder.ttl_s)
-
-
-GIVES = "do_remote_decode"
-TAKES = "do_remote_prefill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
