@@ -13,7 +13,7 @@ import pytest
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.http.openai import parsers, routes
 from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
-from rollbus.frontend.http.service import Settings
+from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, client_of
