@@ -106,6 +106,14 @@ def test_a_cause_is_a_sentence_and_a_command() -> None:
     ]
 
 
+def test_a_cause_cannot_control_the_terminal() -> None:
+    """Escape sequences in names, reasons and ids of other programs are shown as text."""
+    hostile = "x\x1b[2J\nrollbus: all is well"
+    lines = list(cause_lines([Cause(hostile, hostile, None, hostile, hostile)], 1000))
+    assert len(lines) == 2
+    assert all(line.isprintable() and r"\x1b[2J\n" in line for line in lines)
+
+
 @pytest.mark.slow
 async def test_why_shows_a_pause_on_one_screen(nats_url: str, fleet: str) -> None:
     """A healthy fleet has no cause. A pause is shown with its author and the request that it holds."""

@@ -21,7 +21,7 @@ from ....schemas.presence import WorkerState
 from ..console import print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..options import START_SOME, check_known_model, no_workers
-from ..tables import wrapped
+from ..tables import printable, wrapped
 from .traces import id_of, state_of
 
 IDLE_S: Final = 5.0
@@ -50,11 +50,15 @@ class Cause:
 
 
 def cause_lines(causes: list[Cause], width: int) -> Iterator[str]:
-    """Yield lines for each cause: what it is, in at most `width` columns, and the next command as it is typed."""
+    """Yield lines for each cause: what it is, in at most `width` columns, and the next command as it is typed.
+
+    Characters that could control the terminal are escaped: ids, authors and reasons come from other programs.
+    """
     for each in causes:
         seconds = "" if each.seconds is None else f", for {each.seconds:,.0f} s"
-        yield from wrapped(f"{each.of}: {each.cause}{seconds}{f', by {each.by}' if each.by else ''}", width)
-        yield f"  -> {each.next}"
+        text = f"{each.of}: {each.cause}{seconds}{f', by {each.by}' if each.by else ''}"
+        yield from wrapped(printable(text), width)
+        yield f"  -> {printable(each.next)}"
 
 
 def find_causes(state: FleetState, running: RequestList | None, now: float) -> list[Cause]:
@@ -163,7 +167,7 @@ async def run(args: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size().columns
         lines = [*_summary(state, running, is_blocked=bool(causes)), *([unknown] if unknown and state.workers else [])]
-        parts = [part for line in lines for part in wrapped(line, width)]
+        parts = [part for line in lines for part in wrapped(printable(line), width)]
         write("\n".join([*parts, *([""] if causes else []), *cause_lines(causes, width)]))
     if not state.workers:
         if args.model is None:
