@@ -45,6 +45,18 @@ def check_known_model(state: "FleetState", model: str) -> None:
         raise CommandFailed(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}", ExitCode.USAGE)
 
 
+def check_drawable(option: str) -> None:
+    """Check that matplotlib, which draws the picture of `option`, is installed.
+
+    Raises:
+        CommandFailed: it is not.
+    """
+    try:
+        import matplotlib  # noqa: F401 - checks that it is installed
+    except ImportError as exc:
+        raise CommandFailed(f"{option} requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
+
+
 def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
     """Check that the user gave none of these options.
 

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...bus import RunRecord, read_record
-from ...schemas.options import pip_install
 from .console import note, print_json, write
-from .exits import CommandFailed, ExitCode
+from .exits import ExitCode
+from .options import check_drawable
 
 MAX_BINS = 200
 """Most points of a line, so that the picture of a long run stays small."""
@@ -69,7 +69,7 @@ def _updates(times: Numbers, versions: Numbers) -> Numbers:
 def run(args: argparse.Namespace) -> int:
     """Print the counts and problems of the record, and draw its picture."""
     if args.svg is not None:
-        _check_drawable()
+        check_drawable("--svg")
     record = read_record(args.directory)
     lengths, opened_at, ended_at = (record.column(name) for name in ("num_tokens", "opened_at", "ended_at"))
     seconds = float(ended_at.max() - opened_at.min()) if len(lengths) else 0.0
@@ -94,10 +94,3 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         note(f"rollbus: the picture is in {args.svg}")
     return ExitCode.OK
-
-
-def _check_drawable() -> None:
-    try:
-        import matplotlib  # noqa: F401 - checks that it is installed
-    except ImportError as exc:
-        raise CommandFailed(f"--svg requires {exc.name}, which is not installed: {pip_install('rl')}") from exc

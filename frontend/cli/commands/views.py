@@ -1,14 +1,13 @@
 """Subcommands that only show: the fleet, its requests, experts and weights, records of runs, and problems."""
 
 import argparse
-from typing import Final
+from typing import Final, get_args
 
+from ....schemas.limits import MAX_TIMELINES
 from ....schemas.options import duration
+from ....schemas.telemetry import RequestKind
 from ..arguments import arg, command, flag, one_of
 
-LISTS: Final = ("running", "slowest", "failed", "resumed")
-"""The lists of requests."""
-MAX_LISTED: Final = 256
 SORTS: Final = ("state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits")
 """Orders of the workers in `rollbus top`."""
 MIN_INTERVAL_S: Final = 0.1
@@ -58,7 +57,7 @@ def top() -> None:
 @command(
     "list requests: running, slowest, failed or resumed",
     "watch.traces:run_list",
-    arg("show", LISTS, "the list (default: running)", nargs="?", default="running"),
+    arg("show", get_args(RequestKind), "the list (default: running)", nargs="?", default="running"),
     arg("--client", "NAME", "only requests of this client (default: of all)"),
     arg("--model", "NAME", "only requests for this model (default: for all)"),
     arg(
@@ -71,9 +70,9 @@ def top() -> None:
     arg(
         "--limit",
         "N",
-        f"maximum number of requests, up to {MAX_LISTED} (default: 50)",
+        f"maximum number of requests, up to {MAX_TIMELINES} (default: 50)",
         type=int,
-        choices=range(1, MAX_LISTED + 1),
+        choices=range(1, MAX_TIMELINES + 1),
         default=50,
     ),
     flag("--once", "print the list once, also in a terminal (implied by --json)"),

@@ -16,10 +16,9 @@ import numpy as np
 from .... import bus
 from ....bus import ExpertAnswers
 from ....bus.protocol.telemetry.experts import Counts, ExpertWindow, PlaneLoad, VersionLoad, imbalance
-from ....schemas.options import pip_install
 from ..console import note, print_json, write
 from ..exits import CommandFailed, ExitCode
-from ..options import refuse_options
+from ..options import check_drawable, refuse_options
 from ..tables import print_table, print_text
 
 
@@ -166,7 +165,7 @@ MAX_NAMED = 8
 async def run(args: argparse.Namespace) -> int:
     """Ask the workers and print their counts."""
     if args.png is not None:
-        _check_drawable()
+        check_drawable("--png")
     elif args.json:
         refuse_options(args, ["plane"], "with --json, which has both")
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
@@ -191,13 +190,6 @@ async def run(args: argparse.Namespace) -> int:
         note(f"rollbus: not counted: {'; '.join(left_out)}")
         return ExitCode.PARTIAL
     return ExitCode.OK
-
-
-def _check_drawable() -> None:
-    try:
-        import matplotlib  # noqa: F401 - checks that it is installed
-    except ImportError as exc:
-        raise CommandFailed(f"--png requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
 
 
 def _draw(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> None:
