@@ -40,6 +40,7 @@ test: setup
 
 test-trainers: setup .venv-trainers/ready
 	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=1 $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations)
+	@$(if $(ARGS),:,.ci/unchanged test-trainers --record)
 
 .venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv .venv-next .ci/requirements-next.lock
