@@ -40,6 +40,7 @@ test: setup
 
 test-trainers: setup .venv-trainers/ready
 	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=1 $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations)
+	@$(if $(ARGS),:,.ci/unchanged test-trainers --record)
 
 .venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv .venv-next .ci/requirements-next.lock
@@ -49,7 +50,7 @@ test-vllm-next: .venv-next/ready
 	@.venv-next/bin/pytest $(or $(ARGS),tests/engine --ignore=tests/engine/test_transport_bench.py)
 
 vllm-contract: setup
-	@$(BIN)/python .ci/vllm_contract.py
+	@PYTHONPATH=. $(BIN)/python .ci/vllm_contract.py
 	@$(BIN)/pytest tests/engine/test_unpacked_releases.py
 
 soak: setup

@@ -4,7 +4,7 @@ It downloads each wheel without dependencies, half a gigabyte for GPUs, and stor
 .make/vllm/. It installs nothing and needs no GPU. `make vllm-contract` then runs the tests that use classes of those
 releases.
 
-    python .ci/vllm_contract.py [WHEEL==VERSION ...]
+    PYTHONPATH=. python .ci/vllm_contract.py [WHEEL==VERSION ...]
 """
 
 import subprocess
@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from rollbus.workers.engines.vllm.contract_check import find_gaps, needs_of, release_in
+from tests.engine.vllm_contract.sources import find_gaps, needs_of, release_in
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".make" / "vllm"

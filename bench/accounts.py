@@ -8,7 +8,6 @@ nats-server, the worker, and this program, which is the client. `ratio` is the f
 figure without them in the same round.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -21,16 +20,14 @@ from functools import partial
 import uvloop
 
 import rollbus
-from bench.cpu import cpu_s
-from bench.loads import Load, parse_loads
-from bench.on_the_bus import FLEET, START_S, WORKER, bus_request, secure_bus, worker_process
-from bench.report import Report, Spread, add_arguments, in_turns
+from bench.processes import FLEET, START_S, WORKER, bus_request, secure_bus, worker_process
+from bench.report import Load, Report, cpu_s, parse_loads, program
 from rollbus.bus.nats.connection import connected, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
-
-__all__: list[str] = []
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread, in_turns
 
 FRAME = bytes(64 * 1024)
 FRAMES_AT_ONCE = 64
@@ -154,17 +151,11 @@ async def run_all(report: Report, loads: Sequence[Load], frames: int, rounds: in
         await compare(report, "frames", sides, partial(run_frames, count=frames), rounds, ("nats", "client"))
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.accounts", description="Measure the cost of accounts.")
-    parser.add_argument("--loads", nargs="+", default=["256x64"], metavar="REQUESTSxTOKENS")
-    parser.add_argument("--frames", type=int, default=2000, help="number of frames in a round (default: %(default)s)")
-    add_arguments(parser)
-    args = parser.parse_args()
-    report = Report("accounts")
-    uvloop.run(run_all(report, parse_loads(args.loads), args.frames, args.rounds))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "accounts",
+        "Measure the cost of accounts.",
+        lambda args, report: uvloop.run(run_all(report, parse_loads(args.loads), args.frames, args.rounds)),
+        arg("--loads", "REQUESTSxTOKENS", "", nargs="+", default=["256x64"]),
+        arg("--frames", None, "number of frames in a round (default: %(default)s)", type=int, default=2000),
+    )

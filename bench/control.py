@@ -10,7 +10,6 @@ last worker includes the times of all others. In the idle seconds before, all wo
 receives it. A worker counts as lost if it has disappeared or has another incarnation at the end.
 """
 
-import argparse
 import asyncio
 import time
 from collections import defaultdict
@@ -20,12 +19,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import psutil
 
 import rollbus
-from bench.report import Report, Spread, add_arguments, percentile
-from bench.ways import Way, running
+from bench.processes import Way, own_process
+from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.control import Ack, AckStatus
-
-__all__: list[str] = []
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread, percentile
+from rollbus.schemas.acks import Ack, AckStatus
 
 START_TIMEOUT_S = 180.0
 """Seconds until all workers must serve, on a small machine."""
@@ -58,7 +57,7 @@ async def fleet_of(url: str, num_workers: int, num_processes: int) -> AsyncItera
         for i in range(min(num_processes, num_workers)):
             count = num_workers // num_processes + (i < num_workers % num_processes)
             args = (url, fleet, f"p{i}-w", count)
-            processes.append(await stack.enter_async_context(running(f"process {i}", "bench.many_workers", *args)))
+            processes.append(await stack.enter_async_context(own_process(f"process {i}", "processes:workers", *args)))
         rb = await stack.enter_async_context(rollbus.connect(url, fleet=fleet))
         await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
         yield rb, processes
@@ -112,21 +111,11 @@ async def run(report: Report, counts: Sequence[int], num_processes: int, rounds:
             await measure(report, server, num_workers, num_processes, rounds)
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.control", description="Measure how fast workers answer commands."
-    )
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument(
-        "--processes", type=int, default=2, help="number of processes for the workers (default: %(default)s)"
-    )
-    add_arguments(parser)
-    args = parser.parse_args()
-    report = Report("control")
-    asyncio.run(run(report, args.workers, args.processes, args.rounds))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "control",
+        "Measure how fast workers answer commands.",
+        lambda args, report: asyncio.run(run(report, args.workers, args.processes, args.rounds)),
+        arg("--workers", None, "", type=int, nargs="+", default=[1, 10, 100, 1000]),
+        arg("--processes", None, "number of processes for the workers (default: %(default)s)", type=int, default=2),
+    )

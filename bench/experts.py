@@ -16,13 +16,13 @@ from typing import Final
 
 import numpy as np
 
-from bench.report import Report, Spread, add_arguments
-from rollbus.bus.protocol.telemetry.expert_book import ExpertBook
+from bench.report import Report, program
+from rollbus.bus.protocol.telemetry.experts import ExpertBook
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
-
-__all__: list[str] = []
 
 SHAPES: Final = ((48, 8, 128), (61, 8, 384))
 """Layers, experts of a token, experts: a model with 30 billion parameters, and a model with a trillion."""
@@ -69,24 +69,22 @@ def measure(report: Report, shape: tuple[int, int, int], tokens_per_s: float, ro
     )
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.experts", description="Measure the cost of counting experts."
-    )
-    parser.add_argument(
-        "--tokens-per-s",
-        type=float,
-        default=5000.0,
-        help="generated tokens per second, with as many prompt tokens (default: %(default)s)",
-    )
-    add_arguments(parser, rounds=7)
-    args = parser.parse_args()
-    report = Report("experts")
+def _run(args: argparse.Namespace, report: Report) -> None:
     for shape in SHAPES:
         measure(report, shape, args.tokens_per_s, args.rounds)
-    report.finish(args.json)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "experts",
+        "Measure the cost of counting experts.",
+        _run,
+        arg(
+            "--tokens-per-s",
+            None,
+            "generated tokens per second, with as many prompt tokens (default: %(default)s)",
+            type=float,
+            default=5000.0,
+        ),
+        rounds=7,
+    )

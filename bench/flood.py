@@ -8,7 +8,6 @@ after the other. The bench measures the time of each request, first alone, then 
 `waits_behind_s` is the time in which the engine finishes that share, the longest time for which Alice waits.
 """
 
-import argparse
 import asyncio
 import json
 import time
@@ -16,11 +15,11 @@ import time
 import uvloop
 
 import rollbus
-from bench.on_the_bus import START_S, WORKER, bus_request, secure_bus, worker_process
-from bench.report import Report, add_arguments, percentile
-from rollbus.bus.queue.limits import QueueLimits
-
-__all__: list[str] = []
+from bench.processes import START_S, WORKER, bus_request, secure_bus, worker_process
+from bench.report import Report, program
+from rollbus.bus.queue.streams import QueueLimits
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import percentile
 
 TOKENS = 16
 STEP_S = 0.005
@@ -80,24 +79,18 @@ def add(report: Report, case: str, seconds: list[float]) -> None:
     )
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.flood", description="Measure a trainer beside a trainer that floods the queue."
-    )
-    parser.add_argument(
-        "--flood",
-        type=int,
-        default=20_000,
-        help="open requests of the trainer that floods the queue (default: %(default)s)",
-    )
-    parser.add_argument("--samples", type=int, default=30, help="number of measured requests (default: %(default)s)")
-    add_arguments(parser, rounds=1)
-    args = parser.parse_args()
-    report = Report("flood")
-    uvloop.run(run(report, args.flood, args.samples))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "flood",
+        "Measure a trainer beside a trainer that floods the queue.",
+        lambda args, report: uvloop.run(run(report, args.flood, args.samples)),
+        arg(
+            "--flood",
+            None,
+            "open requests of the trainer that floods the queue (default: %(default)s)",
+            type=int,
+            default=20000,
+        ),
+        arg("--samples", None, "number of measured requests (default: %(default)s)", type=int, default=30),
+        rounds=1,
+    )

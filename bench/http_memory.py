@@ -8,7 +8,6 @@ streamed answer, and the size of the answer. The routed experts have the width o
 experts for each token.
 """
 
-import argparse
 import asyncio
 import json
 import sys
@@ -19,11 +18,13 @@ import httpx
 import numpy as np
 
 import rollbus
-from bench.memory import peak_bytes, reset_peak, resident_bytes
-from bench.report import Report, add_arguments, in_turns, spreads
+from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import in_turns, spreads
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 
 MEGABYTE = 1024 * 1024
@@ -107,20 +108,10 @@ async def run(megabytes: int, rounds: int, report: Report) -> None:
         report.add(answer="streamed" if stream else "at once", routing_mib=megabytes, **spreads(figures))
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.http_memory", description="Measure the memory of the HTTP service."
-    )
-    parser.add_argument(
-        "--megabytes", type=int, default=16, help="MiB of routed experts in the answer (default: %(default)s)"
-    )
-    add_arguments(parser)
-    args = parser.parse_args()
-    report = Report("http_memory")
-    asyncio.run(run(args.megabytes, args.rounds, report))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "http_memory",
+        "Measure the memory of the HTTP service.",
+        lambda args, report: asyncio.run(run(args.megabytes, args.rounds, report)),
+        arg("--megabytes", None, "MiB of routed experts in the answer (default: %(default)s)", type=int, default=16),
+    )

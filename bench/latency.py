@@ -8,19 +8,83 @@ together, and all times start with the first of them, so the time that the clien
 added time is the difference between the two ways in one round. `synthetic` makes a step every 20 ms and is mostly idle.
 `vllm` computes a tiny MoE on the cores of this machine, which the bus needs too. So its rows also show how engine and
 bus slow each other down.
+
+Each way runs in a process of its own, with the input and output of the ways of `bench.real_engine`.
 """
 
-import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from bench.latency_ways import IN_PROCESS, OVER_THE_BUS
-from bench.real_engine import ask, on_real_engines
-from bench.report import Report, add_arguments, in_turns, percentile, spreads
-from bench.ways import Way, running
+import msgspec
 
-__all__: list[str] = []
+from bench.processes import Way, bus_request, on_the_bus, own_process
+from bench.real_engine import Count, Run, ask, gathered, on_real_engines, serve, streamed
+from bench.report import Report, program
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import in_turns, percentile, spreads
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+
+IN_PROCESS = "in-process"
+OVER_THE_BUS = "rollbus"
+ENGINE_CONFIG = SyntheticConfig(step_s=0.02, max_num_seqs=256, num_experts=0)
+"""Steps of the length of a real engine. They need so little CPU that a core has time to spare with 256 requests."""
+
+
+@asynccontextmanager
+async def in_process() -> AsyncIterator[Run]:
+    """Run the engine in this process. A queue for each request receives the output of the steps."""
+    engine = SyntheticEngine(ENGINE_CONFIG)
+    # The queue of a request holds at most the tokens that the request may generate.
+    queues: dict[str, asyncio.Queue[RequestStep]] = {}
+    keys = map(str, itertools.count())
+
+    async def hand_out() -> None:
+        async for steps in engine.steps():
+            for step in split(steps):
+                queues[step.key].put_nowait(step)
+
+    async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+        key = next(keys)
+        queue = queues[key] = asyncio.Queue(max_tokens)
+        await engine.add(key, bus_request(prompt, max_tokens))
+        while True:
+            step = await queue.get()
+            count.add(len(step.token_ids), 0)
+            if step.finish_reason is not None:
+                del queues[key]
+                return
+
+    await engine.start()
+    async with asyncio.TaskGroup() as tasks:
+        handing_out = tasks.create_task(hand_out(), name="hand out")
+        yield gathered(one)
+        handing_out.cancel()
+
+
+@asynccontextmanager
+async def over_the_bus() -> AsyncIterator[Run]:
+    """Run a worker with the engine in one process, a server in another, and the client in this process."""
+    args = json.dumps(msgspec.to_builtins(ENGINE_CONFIG))
+    async with on_the_bus("--engine", "synthetic", "--engine-args", args) as (rb, _):
+        yield streamed(rb)
+
+
+WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
+    IN_PROCESS: in_process,
+    OVER_THE_BUS: over_the_bus,
+}
+"""The two ways, by name."""
+
+
+async def way(name: str) -> None:
+    """Serve one way in this process."""
+    await serve(WAYS[name]())
+
 
 SAMPLES = 100
 """Minimum requests of each way and round. The 99th percentile needs this number."""
@@ -35,7 +99,7 @@ async def on_synthetic_engines() -> AsyncIterator[list[Way]]:
     """Start both ways."""
     async with AsyncExitStack() as stack:
         yield [
-            await stack.enter_async_context(running(name, "bench.latency_ways", name))
+            await stack.enter_async_context(own_process(name, "latency:way", name))
             for name in (IN_PROCESS, OVER_THE_BUS)
         ]
 
@@ -64,17 +128,11 @@ async def measure(report: Report, engine: str, concurrencies: Sequence[int], rou
                 report.add(way=name, concurrent=concurrency, **spreads(figures))
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.latency", description="Measure the time to the first token.")
-    parser.add_argument("--engine", choices=("synthetic", "vllm"), default="synthetic")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 256])
-    add_arguments(parser)
-    args = parser.parse_args()
-    report = Report("latency")
-    asyncio.run(measure(report, args.engine, args.concurrency, args.rounds))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "latency",
+        "Measure the time to the first token.",
+        lambda args, report: asyncio.run(measure(report, args.engine, args.concurrency, args.rounds)),
+        arg("--engine", ("synthetic", "vllm"), "", default="synthetic"),
+        arg("--concurrency", None, "", type=int, nargs="+", default=[1, 64, 256]),
+    )

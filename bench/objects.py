@@ -16,11 +16,14 @@ from pathlib import Path
 
 import uvloop
 
-from bench.report import Report, Spread, add_arguments, in_turns
+from bench.report import Report, program
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.objects import ObjectReader, put_folder
 from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.writer import put_folder
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread, in_turns
 
 MEGABYTE = 1024 * 1024
 BUCKET = "bench"
@@ -108,19 +111,11 @@ async def run(args: argparse.Namespace, report: Report) -> None:
             await nats.shut()
 
 
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.objects", description="Measure MiB/s through NATS's object store."
-    )
-    parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--peer-megabytes", type=int, default=16, help="MiB that nats-py gets (default: %(default)s)")
-    add_arguments(parser)
-    args = parser.parse_args()
-    report = Report("objects")
-    uvloop.run(run(args, report))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "objects",
+        "Measure MiB/s through NATS's object store.",
+        lambda args, report: uvloop.run(run(args, report)),
+        arg("--megabytes", None, "", type=int, default=256),
+        arg("--peer-megabytes", None, "MiB that nats-py gets (default: %(default)s)", type=int, default=16),
+    )

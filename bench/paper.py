@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from bench.report import Spread, cell
-
-__all__ = ["with_tables"]
+from rollbus.frontend.cli.tables import Spread, cell
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOC: Final = ROOT / "docs" / "performance.md"

@@ -17,14 +17,23 @@ a flood, times are those of the client that does not flood, and tokens are those
 time to 99 % of the samples, divided by the time of the queue if the trainer sends the longest samples first. Only a
 trainer that knows the lengths can do this. `decision_us` is the median of the real time of a decision in the
 simulation.
+
+With `--dynamo`, Dynamo's KV router is compared with its round robin, on its own mocker, with the same traces.
+
+One dependency of Dynamo (`aisimulate`) has no wheel on PyPI, and Dynamo's replay does not need it. So install Dynamo
+into a separate environment:
+
+    python -m venv DIR; DIR/bin/pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+    DIR/bin/pip install typing_extensions pydantic pyyaml
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,19 +43,90 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import rollbus
-from bench.on_the_bus import START_S, worker_process
 from bench.placement_choices import LeastLoaded, Ours, QueueOnly, SessionsOnly, Static
-from bench.placement_engine import EngineShape
-from bench.placement_peer import MODES, play_on_dynamo
-from bench.placement_sim import Simulation, Way
-from bench.placement_traces import TRACES, Shape, Trace, least_computed, make_trace
+from bench.placement_sim import EngineShape, Simulation, Way
+from bench.placement_traces import GROUP, TRACES, Shape, Tokens, Trace, block_keys, least_computed, make_trace
 from bench.placement_ways import SLOW, WAYS
-from bench.report import Report, add_arguments, percentile, spreads
-from bench.ways import Way as PlayerProcess
-from bench.ways import running
+from bench.processes import START_S, own_process, worker_process
+from bench.processes import Way as PlayerProcess
+from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import percentile, spreads
 
-__all__ = ["FLEETS", "SIMULATED", "SIMULATED_TRACES", "Fleet", "run_fleet", "simulate"]
+MODES: Final = {"dynamo, round robin": "round_robin", "dynamo, kv": "kv_router"}
+"""Ways and Dynamo's names for them."""
+SCRIPT: Final = Path(__file__).with_name("placement_dynamo.py")
+
+
+def _prompts(trace: Trace) -> Iterator[tuple[str, int, Tokens, int]]:
+    """Yield session, number of samples, prompt and number of tokens of each request. Outputs are random."""
+    outputs = np.random.default_rng(0)
+    for conversation in trace.conversations:
+        before = np.empty(0, np.int32)
+        for turn in conversation.turns:
+            prompt = np.concatenate([before, turn.new_tokens])
+            yield conversation.name, conversation.samples, prompt, turn.max_tokens
+            before = np.concatenate([prompt, outputs.integers(10, 500, turn.max_tokens, np.int32)])
+
+
+def trace_lines(trace: Trace, block_tokens: int) -> Iterator[str]:
+    """Yield the lines of a trace in Mooncake's format.
+
+    A number stands for each block of a prompt together with all blocks before it.
+    """
+    numbers: dict[int, int] = {}
+    begun: set[str] = set()
+    for name, samples, prompt, max_tokens in _prompts(trace):
+        # Append a token, because the last block counts here too.
+        keys = block_keys(np.append(prompt, np.int32(0)), block_tokens)
+        blocks = [numbers.setdefault(key, len(numbers)) for key in keys]
+        if len(prompt) % block_tokens:
+            blocks.append(numbers.setdefault(hash(prompt.tobytes()), len(numbers)))
+        for sample in range(samples):
+            session = f"{name}/{sample}"
+            when = {"delay": 0} if session in begun else {"timestamp": 0}
+            begun.add(session)
+            sizes = {"input_length": len(prompt), "output_length": max_tokens, "hash_ids": blocks}
+            yield json.dumps({"session_id": session, **when, **sizes})
+
+
+async def play_on_dynamo(python: Path, trace: Trace, mode: str, num_workers: int, shape: EngineShape) -> dict[str, Any]:
+    """Play a trace. Return the data from which `bench.placement` computes figures.
+
+    Raises:
+        RuntimeError: Dynamo did not play the whole trace.
+    """
+    engine = {
+        "num_gpu_blocks": shape.cache_tokens // shape.block_tokens,
+        "block_size": shape.block_tokens,
+        "max_num_seqs": shape.slots,
+        "max_num_batched_tokens": 8192,
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.writelines(f"{line}\n" for line in trace_lines(trace, shape.block_tokens))
+        file.flush()
+        in_flight = max(trace.max_in_flight, GROUP)
+        process = await asyncio.create_subprocess_exec(
+            *(python, SCRIPT, file.name, str(num_workers), str(in_flight), mode, str(shape.block_tokens)),
+            json.dumps(engine),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=os.environ | {"DYN_LOG": "error"},
+        )
+        output, _ = await process.communicate()
+    requests = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
+    if process.returncode or len(requests) != sum(samples for _, samples, _, _ in _prompts(trace)):
+        raise RuntimeError(f"Dynamo exited with code {process.returncode} after {len(requests)} requests")
+    return {
+        "computed": sum(one["input_length"] - one["reused_input_tokens"] for one in requests),
+        "least": least_computed(((prompt, [prompt] * n) for _, n, prompt, _ in _prompts(trace)), shape.block_tokens),
+        "tokens": trace.num_tokens,
+        "seconds": max(one["terminal_time_ms"] for one in requests) / 1000,
+        "ended_s": [one["terminal_time_ms"] / 1000 for one in requests],
+        "first_s": [one["ttft_ms"] / 1000 for one in requests],
+    }
+
 
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 BUSY: Final = 0.75
@@ -224,7 +304,7 @@ async def started(
         players = {}
         for way in ways:
             numbers = (fleet.slots, fleet.block_tokens, int(fleet.caches_outputs))
-            player = running(way, "bench.placement_ways", way, server.url, *numbers, folder)
+            player = own_process(way, "placement_ways:play", way, server.url, *numbers, folder)
             players[way] = await stack.enter_async_context(player)
         yield rb, players
 
@@ -296,31 +376,9 @@ async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
                 add_rows(report, f"{num_workers} mocked", trace.name, found, baseline="dynamo, round robin")
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement", description="Compare ways to place requests.")
-    parser.add_argument("--fleets", nargs="+", choices=["simulated", *FLEETS], default=["simulated", *FLEETS])
-    parser.add_argument("--traces", nargs="+", choices=list(TRACES), help="traces (default: the recorded traces)")
-    parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=RECORDED_WAYS, help="ways; must include queue (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--simulated", type=int, nargs="+", default=[64], help="simulated workers (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=int, default=4, help="workers with synthetic engines (default: %(default)s)")
-    parser.add_argument(
-        "--vllm-workers", type=int, default=2, help="workers with vLLM and a tiny MoE (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dynamo",
-        type=Path,
-        help="Python executable of an environment with Dynamo, as in `bench.placement_peer` (default: no Dynamo)",
-    )
-    add_arguments(parser, rounds=3)
-    args = parser.parse_args()
+def _run(args: argparse.Namespace, report: Report) -> None:
     if "queue" not in args.ways:
-        parser.error("--ways must include queue, because the other ways are compared with it")
-    report = Report("placement")
+        args.fail("--ways must include queue, because the other ways are compared with it")
     if "simulated" in args.fleets:
         run_simulated(args, report)
         if args.dynamo is not None:
@@ -329,8 +387,24 @@ def main() -> None:
         if name in args.fleets:
             num_workers = args.vllm_workers if name == "vllm" else args.workers
             asyncio.run(run_fleet(fleet, num_workers, args, report))
-    report.finish(args.json)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "placement",
+        "Compare ways to place requests.",
+        _run,
+        arg("--fleets", ["simulated", *FLEETS], "", nargs="+", default=["simulated", *FLEETS]),
+        arg("--traces", list(TRACES), "traces (default: the recorded traces)", nargs="+"),
+        arg("--ways", WAYS, "ways; must include queue (default: %(default)s)", nargs="+", default=RECORDED_WAYS),
+        arg("--simulated", None, "simulated workers (default: %(default)s)", type=int, nargs="+", default=[64]),
+        arg("--workers", None, "workers with synthetic engines (default: %(default)s)", type=int, default=4),
+        arg("--vllm-workers", None, "workers with vLLM and a tiny MoE (default: %(default)s)", type=int, default=2),
+        arg(
+            "--dynamo",
+            None,
+            "Python executable of an environment with Dynamo, as in `bench.placement` (default: no Dynamo)",
+            type=Path,
+        ),
+        rounds=3,
+    )

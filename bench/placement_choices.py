@@ -3,15 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from bench.placement_engine import Job
+from bench.placement_sim import Job
 from bench.placement_traces import Conversation
-from rollbus.bus.protocol.placement.policy import Placement, PlacementNeeds, PlacementPolicy, PlacementReason
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from rollbus.bus.protocol.placement.worker_load import WorkerLoad
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 from rollbus.schemas.presence import WorkerPresence
-
-__all__ = ["LeastLoaded", "Ours", "QueueOnly", "SessionsOnly", "Static", "session_of"]
 
 
 def session_of(conversation: Conversation) -> str:
@@ -122,7 +118,7 @@ class Static(QueueOnly):
 
 
 class Ours(QueueOnly):
-    """Uses the policy of `rollbus.bus.protocol.placement` with the information that a client has."""
+    """Uses the policy of `rollbus.bus.protocol.queue.placement` with the information that a client has."""
 
     follows = True
 
@@ -189,4 +185,4 @@ def _wanted(job: Job) -> PlacementNeeds:
     conversation, scope = job.conversation, PrefixScope()
     session_id = conversation.name if conversation.is_session else None
     pieces = piece_hashes(job.prompt, scope)
-    return PlacementNeeds.of(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)
+    return PlacementNeeds(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)

@@ -1,4 +1,4 @@
-"""Plays a trace through Dynamo's router and its mocker, in the Python that has Dynamo; for `bench.placement_peer`.
+"""Plays a trace through Dynamo's router and its mocker, in the Python that has Dynamo; for `bench.placement`.
 
     PYTHON bench/placement_dynamo.py TRACE WORKERS IN_FLIGHT round_robin|kv_router BLOCK_TOKENS ENGINE
 

@@ -13,21 +13,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "GROUP",
-    "LENGTH_SIGMA",
-    "MAX_TIMES",
-    "TRACES",
-    "Conversation",
-    "Shape",
-    "Tokens",
-    "Trace",
-    "Turn",
-    "block_keys",
-    "least_computed",
-    "make_trace",
-]
-
 Tokens = npt.NDArray[np.int32]
 GROUP: Final = 8
 """Samples of one prompt, as in GRPO."""

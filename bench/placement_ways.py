@@ -2,7 +2,7 @@
 
     python -m bench.placement_ways WAY URL SLOTS BLOCK_TOKENS CACHES_OUTPUTS WEIGHTS
 
-It is a way of `bench.ways`. Each line `TRACE SHAPE`, with a `Shape` as JSON, plays that trace. The answer is a
+It is a way of `bench.processes`. Each line `TRACE SHAPE`, with a `Shape` as JSON, plays that trace. The answer is a
 `Played`. The numbers describe the engine of one worker. WEIGHTS is the folder with which the fleet is updated in traces
 with faults. All ways send the same requests:
 
@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,26 +26,15 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
-import uvloop
 
 import rollbus
-from bench.on_the_bus import START_S
 from bench.placement_choices import session_of
 from bench.placement_traces import Conversation, Shape, Tokens, Trace, Turn, least_computed, make_trace
-from bench.ways import answer
-from rollbus.bus.protocol.placement.policy import (
-    Placement,
-    PlacementNeeds,
-    PlacementPolicy,
-    PlacementReason,
-)
-from rollbus.bus.protocol.placement.prefix_index import PrefixIndex
-from rollbus.bus.protocol.placement.worker_load import WorkerLoad
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from bench.processes import START_S, answer
+from rollbus.bus.protocol.queue.load import PrefixIndex, WorkerLoad
+from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 
-__all__ = ["SLOW", "WAYS", "Played", "Player", "patched"]
-
-POLICY: Final = "rollbus.bus.protocol.placement.model_policies.PlacementPolicy"
+POLICY: Final = "rollbus.bus.protocol.queue.placement.PlacementPolicy"
 """The class that the other ways replace in their clients."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 SETTLE_S: Final = 2.0
@@ -315,7 +303,8 @@ async def run(way: str, url: str, slots: int, block_tokens: int, *, caches_outpu
             await answer(measure)
 
 
-if __name__ == "__main__":
-    name, address, *numbers, folder = sys.argv[1:]
+async def play(name: str, address: str, *numbers_and_folder: str) -> None:
+    """Play one way in this process."""
+    *numbers, folder = numbers_and_folder
     worker_slots, tokens, caches = map(int, numbers)
-    uvloop.run(run(name, address, worker_slots, tokens, caches_outputs=bool(caches), weights=folder))
+    await run(name, address, worker_slots, tokens, caches_outputs=bool(caches), weights=folder)

@@ -2,20 +2,26 @@
 
 A bench measures in rounds. The ways that it compares take turns within a round, so that a slow phase of the machine
 affects all of them. A figure is the median of the rounds, with their range.
+
+CPU time of processes has the resolution of the kernel, because `psutil` has only hundredths of a second. Memory is
+that which Linux reports.
 """
 
 import argparse
+import ctypes
+import gc
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rollbus.frontend.cli.figures import Spread, Value, as_json, cell, in_turns, machine, percentile, spreads
-from rollbus.frontend.cli.tables import table_text
-
-__all__ = ["Report", "Spread", "Value", "add_arguments", "cell", "in_turns", "percentile", "spreads"]
+from rollbus.frontend.cli.arguments import Option, add_options
+from rollbus.frontend.cli.tables import Value, as_json, cell, machine, table_text
 
 ROUNDS = 5
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +57,23 @@ class Report:
             json_file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> None:
-    """Add the options of all benches: `--rounds` and `--json`."""
+def program(
+    bench: str,
+    description: str,
+    run: Callable[[argparse.Namespace, Report], object],
+    *options: Option,
+    rounds: int = ROUNDS,
+) -> None:
+    """Run a bench as a program: parse the command line, measure with `run`, and print the report."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{bench}", description=description)
+    parser.set_defaults(fail=parser.error)
+    add_options(parser, options)
     parser.add_argument("--rounds", type=int, default=rounds, help="number of rounds (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="JSON file for the figures (default: no file)")
+    args = parser.parse_args()
+    report = Report(bench)
+    run(args, report)
+    report.finish(args.json)
 
 
 def shown_argument(argument: str) -> str:
@@ -74,3 +93,62 @@ def commit() -> str:
     """Return the commit that is measured."""
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return asked.stdout.strip() or "no commit"
+
+
+_libc = ctypes.CDLL(None)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the seconds, user and system, that all threads of a process have used so far.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    clock = ctypes.c_int()
+    error = _libc.clock_getcpuclockid(pid, ctypes.byref(clock))
+    if error:
+        raise OSError(error, f"{os.strerror(error)}: process {pid}")
+    return time.clock_gettime(clock.value)
+
+
+def reset_peak(process: int | str = "self") -> None:
+    """Set the peak size to the present size."""
+    Path(f"/proc/{process}/clear_refs").write_text("5")
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the present size of the process."""
+    return _status_bytes(process, "VmRSS")
+
+
+def peak_bytes(process: int | str = "self") -> int:
+    """Return the peak size of the process since its start or the last `reset_peak`."""
+    return _status_bytes(process, "VmHWM")
+
+
+def give_back() -> None:
+    """Return the freed memory of this process to the system. A later allocation would otherwise not show as growth."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status_bytes(process: int | str, field: str) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/{process}/status has no {field}")
+
+
+Load = tuple[int, int]
+"""Number of requests at once, and tokens of each request."""
+
+
+def parse_loads(texts: Sequence[str]) -> list[Load]:
+    """Parse the loads of a command line."""
+    return [(int(text.split("x")[0]), int(text.split("x")[1])) for text in texts]
+
+
+def rate(answer: Mapping[str, Any]) -> float:
+    """Return the tokens per second of one measurement from its `tokens` and `seconds`."""
+    return float(answer["tokens"] / answer["seconds"])

@@ -9,23 +9,30 @@ nats-server (`bare`): see `bench.routing_ways`. The time starts when the engine 
 processes share. A peak is the maximum growth of a process over its idle size, in payloads. It includes the engine's
 array and the tensor. CPU is the time of a process in ms per payload. Each tensor is compared with the engine's array.
 Then the bench measures how late the tokens of other requests are, without routed experts and with routed experts at
-`--flow` MB/s: `bench.routing_flow`.
+`--flow` MB/s.
+
+For that, the server is a worker whose engine makes a step every 5 ms. The client reads streams with one token per step.
+It answers `measure SECONDS MB_PER_S` with the latencies, from the output of the engine to the loop over chunks, and
+with the gaps between two tokens of a stream. Meanwhile it sends whole requests with 12.6 MB of routed experts each and
+makes tensors of the results, on the same connection and in the same loop, at the given rate.
 """
 
 import argparse
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from bench.memory import peak_bytes, reset_peak, resident_bytes
-from bench.report import Report, Spread, add_arguments, in_turns, spreads
-from bench.routing_engine import CASES, Case
-from bench.routing_ways import WAYS
-from bench.ways import Way, running
-from rollbus.bus.nats.embedded import EmbeddedServer
+import torch
 
-__all__: list[str] = []
+import rollbus
+from bench.processes import Way, answer, own_process
+from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes
+from bench.routing_ways import CASES, CLOCK, WAYS, Case, RoutedEngine, bus_request, clock_us, running_worker
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread, in_turns, percentile, spreads
 
 
 @dataclass(slots=True)
@@ -93,10 +100,9 @@ class Pair:
 @asynccontextmanager
 async def started(way: str, case_name: str, nats: EmbeddedServer) -> AsyncIterator[Pair]:
     """Start both sides of a way and warm them up."""
-    module = "bench.routing_ways"
-    async with running(f"{way} server", module, "server", way, case_name, nats.url) as server:
+    async with own_process(f"{way} server", "routing_ways:side", "server", way, case_name, nats.url) as server:
         address = (await server.ask("address"))["address"]
-        async with running(f"{way} client", module, "client", way, case_name, address) as client:
+        async with own_process(f"{way} client", "routing_ways:side", "client", way, case_name, address) as client:
             pair = Pair(way, server, client, nats)
             if way != "rollbus":
                 del pair.peaks["nats"]
@@ -120,11 +126,10 @@ async def compare(report: Report, case_name: str, ways: list[str], rounds: int) 
 
 async def measure_flow(report: Report, rounds: int, seconds: float, mb_per_s: float) -> None:
     """Measure how late tokens are, without and with routed experts of other requests."""
-    module = "bench.routing_flow"
     async with (
         EmbeddedServer() as nats,
-        running("worker", module, "server", nats.url),
-        running("client", module, "client", nats.url) as client,
+        own_process("worker", "routing:run_server", nats.url),
+        own_process("client", "routing:run_client", nats.url) as client,
     ):
         found: dict[float, list[dict[str, float]]] = {0.0: [], mb_per_s: []}
         for rate in in_turns(rounds, found):
@@ -142,26 +147,115 @@ async def run(args: argparse.Namespace, report: Report) -> None:
         await measure_flow(report, args.rounds, args.seconds, args.flow)
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.routing", description="Measure routed experts from array to tensor."
-    )
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, default=5, help="seconds of tokens in a round (default: %(default)s)")
-    parser.add_argument(
-        "--flow",
-        type=float,
-        default=80,
-        help="MB/s of routed experts beside the tokens; 0: no tokens (default: %(default)s)",
-    )
-    add_arguments(parser)
-    args = parser.parse_args()
-    report = Report("routing")
-    asyncio.run(run(args, report))
-    report.finish(args.json)
+CASE = CASES["u1"]
+STEP_S = 0.005
+NUM_STREAMS = 16
+NUM_PROMPT = 16
+SETTLE_TOKENS = 20
+"""Tokens of each stream that come before its figures count."""
+MAX_IN_FLIGHT = 8
+"""Maximum number of requests with routed experts. So a path that is too slow delivers less and does not accumulate
+requests."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Times in milliseconds, and the bytes of the tensors."""
+
+    latencies: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+async def read_stream(rb: rollbus.Client, num_tokens: int, figures: Figures) -> None:
+    """Read the tokens of a request as they arrive."""
+    count, last = 0, 0
+    async for chunk in rb.generate(bus_request(NUM_PROMPT, num_tokens)):
+        now = clock_us()
+        if count > SETTLE_TOKENS:
+            figures.latencies += [(now - token) % CLOCK / 1000 for token in chunk.token_ids.tolist()]
+            figures.gaps.append((now - last) % CLOCK / 1000)
+        count += chunk.num_tokens
+        last = now
+
+
+async def flow(rb: rollbus.Client, mb_per_s: float, figures: Figures) -> None:
+    """Request routed experts at this rate until cancelled."""
+    turns = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def one() -> None:
+        try:
+            generation = await rb.complete(bus_request(CASE.num_tokens))
+            if generation.routed_experts is None or len(generation.routed_experts) != CASE.num_tokens:
+                raise RuntimeError(f"the result has wrong routed experts: {generation}")
+            figures.num_bytes += torch.from_numpy(generation.routed_experts).nbytes
+        finally:
+            turns.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        next_at = time.monotonic()
+        while True:
+            await turns.acquire()
+            tasks.create_task(one())
+            next_at = max(next_at + CASE.num_bytes / (mb_per_s * 1e6), time.monotonic())
+            await asyncio.sleep(next_at - time.monotonic())
+
+
+async def measure(rb: rollbus.Client, seconds: float, mb_per_s: float) -> dict[str, float]:
+    """Return the figures of all streams together."""
+    figures = Figures()
+    async with asyncio.TaskGroup() as tasks:
+        flowing = tasks.create_task(flow(rb, mb_per_s, figures)) if mb_per_s else None
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as streams:
+            for _ in range(NUM_STREAMS):
+                streams.create_task(read_stream(rb, SETTLE_TOKENS + round(seconds / STEP_S), figures))
+        num_bytes, taken_s = figures.num_bytes, time.monotonic() - started
+        if flowing is not None:
+            flowing.cancel()
+    return {
+        "p50_ms": percentile(figures.latencies, 50),
+        "p99_ms": percentile(figures.latencies, 99),
+        "gap_p50_ms": percentile(figures.gaps, 50),
+        "gap_p99_ms": percentile(figures.gaps, 99),
+        "flow_mb_per_s": num_bytes / 1e6 / taken_s,
+    }
+
+
+async def run_server(url: str) -> None:
+    """Run the worker."""
+    async with running_worker(RoutedEngine(CASE, step_s=STEP_S, is_fresh=False), url):
+
+        async def refuse(arguments: list[str]) -> object:
+            raise ValueError(f"unknown command: {arguments}")
+
+        await answer(refuse)
+
+
+async def run_client(url: str) -> None:
+    """Run the client."""
+    async with rollbus.connect(url) as rb:
+        await rb.fleet.wait_for_workers(timeout_s=30)
+
+        async def answer_one(arguments: list[str]) -> object:
+            return await measure(rb, float(arguments[1]), float(arguments[2]))
+
+        await answer(answer_one)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "routing",
+        "Measure routed experts from array to tensor.",
+        lambda args, report: asyncio.run(run(args, report)),
+        arg("--cases", CASES, "", nargs="*", default=list(CASES)),
+        arg("--ways", WAYS, "", nargs="+", default=list(WAYS)),
+        arg("--seconds", None, "seconds of tokens in a round (default: %(default)s)", type=float, default=5),
+        arg(
+            "--flow",
+            None,
+            "MB/s of routed experts beside the tokens; 0: no tokens (default: %(default)s)",
+            type=float,
+            default=80,
+        ),
+    )

@@ -1,30 +1,37 @@
 """The ways of a request's routed experts from the engine's array to a writable tensor that `bench.routing` compares.
 
-    python -m bench.routing_ways server|client WAY CASE ADDRESS
-
 Each side is a separate process. The ways:
 
 - `rollbus`: a worker and `Client.complete`;
 - `json`: the answer of vLLM's `/inference/v1/generate`. The server writes it as vLLM does: the bytes of a numpy file in
   base64 by pybase64, in JSON by the standard library. The client reads it as vLLM's documentation describes;
 - `orjson`: the same with orjson, and pybase64 on both sides;
-- `bare`: only sockets through the same nats-server (`bench.routing_bare`).
+- `bare`: only sockets through the same nats-server and a thread at each end.
 
 A server answers `address` and `handed`, the time at which the engine output its array. A client answers `get`, the time
 at which the tensor was complete, and `check`, which is true if the tensor is correct. Both answer `idle`, after which
 memory and CPU time count, `grown` and `cpu`.
+
+An engine with precomputed routed experts, so that a bench measures only their transport to the client.
+
+Moves rows through nats-server with bare sockets. This is the limit for all ways through that server on a machine.
+
+There is no client, no msgpack, no credit, no acknowledgement and no check. A thread writes segments of the array to one
+socket. Another thread reads them from a second socket into the memory of the tensor.
 """
 
+import asyncio
 import base64
 import hashlib
 import io
+import json
 import socket
-import sys
 import time
 from asyncio import TaskGroup
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlparse
 
 import aiohttp
 import numpy as np
@@ -33,22 +40,218 @@ import orjson
 import pybase64
 import torch
 import uvicorn
-import uvloop
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import rollbus
-from bench.memory import give_back, peak_bytes, reset_peak, resident_bytes
-from bench.routing_bare import bare_client, bare_server
-from bench.routing_engine import CASES, Case, RoutedEngine, make_rows
-from bench.ways import answer
+from bench.processes import answer
+from bench.report import give_back, peak_bytes, reset_peak, resident_bytes
+from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
+from rollbus.schemas.messages import KvTransfer
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import DTYPES, Rows, dtype_for
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.engine import Engine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 
-__all__ = ["WAYS", "bus_request", "running_worker"]
+CLOCK = 2**31
+"""Token ids count microseconds below this number, which is half an hour, and then start from 0 again."""
+
+
+class Case(NamedTuple):
+    """The routed experts of one request. All its tokens except one belong to the prompt."""
+
+    num_tokens: int
+    """Number of rows: all tokens of prompt and answer except the last."""
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_tokens * self.num_layers * self.top_k * DTYPES[dtype_for(self.num_experts)].itemsize
+
+
+CASES = {"u1": Case(32_768, 48, 8, 128), "u2": Case(32_768, 61, 8, 384)}
+"""Cases by the dtype of their rows: 12.6 MB as in Qwen3-30B-A3B, and 32 MB as in Kimi-K2."""
+
+
+def make_rows(case: Case) -> Rows:
+    """Return u1|u2[num_tokens, num_layers, top_k], the same each time."""
+    shape = (case.num_tokens, case.num_layers, case.top_k)
+    dtype = DTYPES[dtype_for(case.num_experts)]
+    return np.random.default_rng(1).integers(0, case.num_experts, shape, dtype)
+
+
+def clock_us() -> int:
+    """Return the microseconds that token ids count, on the clock that all processes of a machine share."""
+    return time.monotonic_ns() // 1000 % CLOCK
+
+
+class RoutedEngine(SyntheticEngine):
+    """A synthetic engine with the rows of a case. Its token ids are the time at which the engine output them.
+
+    No request may be longer than the case.
+
+    Args:
+        step_s: seconds between two steps.
+        is_fresh: True: each request's rows are a new array, as in a real engine, so that their memory counts. False:
+            all rows are views of one array, so that an engine in the process of its worker needs no time for copies.
+
+    Attributes:
+        handed_at: time of the output of the last step, on `time.monotonic()`.
+    """
+
+    def __init__(self, case: Case, *, step_s: float, is_fresh: bool) -> None:
+        super().__init__(SyntheticConfig(num_experts=0, step_s=step_s))
+        _, num_layers, top_k, num_experts = case
+        routing = RoutedExpertsInfo(
+            num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype_for(num_experts)
+        )
+        self.capabilities = replace(self.capabilities, routed_experts=routing, vocab_size=CLOCK)
+        self._rows = make_rows(case)
+        self._is_fresh = is_fresh
+        self._positions: dict[str, int] = {}
+        self._prompts: dict[str, int] = {}
+        self.handed_at = 0.0
+
+    async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
+        """Queue a request."""
+        self._positions[key], self._prompts[key] = request.routed_experts_prompt_start, request.prompt_len
+        await super().add(key, request, kv)
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
+        """Yield one batch of output for each step, with its rows."""
+        async for made in super().steps():
+            steps = split(made)
+            for step in steps:
+                self._route(step)
+            now = clock_us()
+            for step in steps:
+                step.token_ids[:] = now
+            self.handed_at = time.monotonic()
+            yield steps
+
+    def _route(self, step: RequestStep) -> None:
+        """Add the prompt's rows to the first token, and one row to each further token."""
+        if len(step.token_ids):
+            start = self._positions[step.key]
+            end = max(start + 1, self._prompts[step.key])
+            rows = self._rows[start:end]
+            step.routed_experts = rows.copy() if self._is_fresh else rows
+            step.routed_experts_start = start
+            self._positions[step.key] = end
+        if step.finish_reason is not None:
+            del self._positions[step.key], self._prompts[step.key]
+
+
+ASK, ROWS = "bench.ask", "bench.rows"
+"""Subjects of the number of requested rows, and of their segments."""
+OPTIONS = json.dumps({"verbose": False, "pedantic": False})
+
+
+class Bare:
+    """A connection to a NATS server that subscribes to one subject."""
+
+    def __init__(self, address: str, subject: str) -> None:
+        url = urlparse(address)
+        self.socket = socket.create_connection((url.hostname, url.port))
+        self._stream = io.BufferedReader(socket.SocketIO(self.socket, "r"), 64 * 1024)
+        self._stream.readline()  # Skip INFO.
+        self.socket.sendall(f"CONNECT {OPTIONS}\r\nSUB {subject} 1\r\nPING\r\n".encode())
+        while self._stream.readline() != b"PONG\r\n":
+            pass
+
+    def close(self) -> None:
+        """Close it."""
+        self._stream.close()
+        self.socket.close()
+
+    def send(self, subject: str, payload: bytes | memoryview) -> None:
+        """Publish, and wait until the operating system has accepted all bytes."""
+        self.socket.sendall(f"PUB {subject} {len(payload)}\r\n".encode())
+        self.socket.sendall(payload)
+        self.socket.sendall(b"\r\n")
+
+    def receive(self) -> int:
+        """Wait for the first line of the next message and return its size. Return 0 if the connection ended."""
+        while line := self._stream.readline():
+            if line.startswith(b"MSG"):
+                return int(line.split()[-1])
+            if line == b"PING\r\n":
+                self.socket.sendall(b"PONG\r\n")
+        return 0
+
+    def read(self, size: int) -> bytearray:
+        """Read a message of this size."""
+        data = bytearray(size)
+        self.fill(memoryview(data))
+        return data
+
+    def fill(self, view: memoryview) -> None:
+        """Read a message of the size of `view` into `view`."""
+        while len(view):
+            view = view[self._stream.readinto(view) :]
+        self._stream.read(2)
+
+
+@asynccontextmanager
+async def bare_server(case: Case, address: str) -> AsyncIterator[tuple[str, Callable[[], float]]]:
+    """Run the side that has the array."""
+    made, handed_at = make_rows(case), 0.0
+    connection = await asyncio.to_thread(Bare, address, ASK)
+
+    def serve() -> None:
+        nonlocal handed_at
+        while size := connection.receive():
+            rows = made[: int(connection.read(size))].copy()
+            handed_at = time.monotonic()
+            connection.send(ROWS, json.dumps({"shape": rows.shape, "dtype": str(rows.dtype)}).encode())
+            data = rows.data.cast("B")
+            for first in range(0, len(data), SEGMENT_BYTES):
+                connection.send(ROWS, data[first : first + SEGMENT_BYTES])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(serve))
+        try:
+            yield address, lambda: handed_at
+        finally:
+            # The shutdown ends the read of the thread.
+            connection.socket.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@asynccontextmanager
+async def bare_client(address: str) -> AsyncIterator[Callable[[int], Awaitable[torch.Tensor]]]:
+    """Run the side that receives the array."""
+    connection = await asyncio.to_thread(Bare, address, ROWS)
+
+    def fetch(num_tokens: int) -> torch.Tensor:
+        connection.send(ASK, str(num_tokens).encode())
+        rows = np.empty(**json.loads(connection.read(connection.receive())))
+        view = rows.data.cast("B")
+        while len(view):
+            size = connection.receive()
+            connection.fill(view[:size])
+            view = view[size:]
+        return torch.from_numpy(rows)
+
+    async def get(num_tokens: int) -> torch.Tensor:
+        return await asyncio.to_thread(fetch, num_tokens)
+
+    try:
+        yield get
+    finally:
+        connection.close()
+
 
 Handed = Callable[[], float]
 """Time of the engine's last output of an array, on `time.monotonic()`."""
@@ -254,6 +457,6 @@ def digest(rows: npt.NDArray[Any]) -> str:
     return f"{rows.shape} {rows.dtype} {hashlib.sha256(rows.data).hexdigest()}"
 
 
-if __name__ == "__main__":
-    side, name, case_name, where = sys.argv[1:]
-    uvloop.run((run_server if side == "server" else run_client)(name, CASES[case_name], where))
+async def side(name: str, way: str, case_name: str, where: str) -> None:
+    """Run the server or the client of a way in this process."""
+    await (run_server if name == "server" else run_client)(way, CASES[case_name], where)

@@ -14,21 +14,304 @@ subtracts the cost of an idle fleet for the same time, so it needs the whole mac
 - `backlog`: one client queues 100,000 requests in front of paused workers, and then the workers serve them. Then the
   same number passes while 10,000 of them wait at any time. Figures are for slices: `at` is the number of requests that
   were queued or done at the end of a slice.
+
+A process has many workers or many clients. Each process answers with `Counts`. Clients understand three commands. `run
+REQUESTS TOKENS MAX_IN_FLIGHT` starts requests with whole results. `stream` with the same arguments reads token by
+token. `wait` answers when the requests of the last command have ended. Any other command is answered immediately.
 """
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.report import Report, add_arguments, spreads
-from bench.scale_fleet import Fleet, Used, started_fleet
-from rollbus.bus.client.dispatch import ORPHAN_AGE_S
-from rollbus.workers.engines.synthetic import SyntheticConfig
+import msgspec
 
-__all__ = ["PARTS", "measure_backlog", "measure_fleets", "measure_models"]
+import rollbus
+from bench.processes import Way, answer, many_workers, own_process
+from bench.report import Report, cpu_s, program, resident_bytes
+from rollbus.bus.client.dispatch import ORPHAN_AGE_S
+from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
+from rollbus.bus.subjects import Subjects
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import spreads
+from rollbus.schemas.errors import RequestError
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+
+FLEET = "bench"
+PROMPT_TOKENS = 64
+"""Tokens of a prompt. They are few, as in later turns, because the bench does not measure prompts."""
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts of the clients of a process so far."""
+
+    process: int = 0
+    """Process id. 0: counts of several processes."""
+    done: int = 0
+    """Number of requests that have ended."""
+    failed: int = 0
+    """Number of requests that have ended with an error. stderr has the errors."""
+    frames: int = 0
+    """Number of received frames, including heartbeats."""
+
+
+class Load:
+    """Runs the load of the clients of one process, and counts.
+
+    Args:
+        clients: connected clients.
+        tasks: task group in which the load runs.
+    """
+
+    def __init__(self, clients: list[rollbus.Client], tasks: asyncio.TaskGroup) -> None:
+        self._clients = clients
+        self._tasks = tasks
+        self._running: list[asyncio.Task[None]] = []
+        self._done = self._failed = 0
+
+    async def answer(self, arguments: list[str]) -> object:
+        """Start a load, wait for its end, or only count. Return the counts."""
+        match arguments:
+            case ["run", requests, tokens, max_in_flight]:
+                self._running = [
+                    self._tasks.create_task(self._complete(rb, int(requests), int(tokens), int(max_in_flight)))
+                    for rb in self._clients
+                ]
+            case ["stream", requests, tokens, max_in_flight]:
+                sources = [(rb, _requests(int(requests), int(tokens))) for rb in self._clients]
+                self._running = [
+                    self._tasks.create_task(self._stream(rb, source))
+                    for rb, source in sources
+                    for _ in range(int(max_in_flight))
+                ]
+            case ["wait"]:
+                await asyncio.wait(self._running)
+        return asdict(Counts(os.getpid(), self._done, self._failed, sum(rb.stats().frames for rb in self._clients)))
+
+    async def _complete(self, rb: rollbus.Client, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
+        results = rb.complete_many(_requests(num_requests, num_tokens), max_in_flight=max_in_flight)
+        async for generation in results:
+            self._done += 1
+            if generation.error is not None:
+                self._failed += 1
+                sys.stderr.write(f"{generation.error}\n")
+
+    async def _stream(self, rb: rollbus.Client, source: Iterator[rollbus.GenerateRequest]) -> None:
+        """Run the requests of `source` one after the other, and read each token as it arrives."""
+        for request in source:
+            try:
+                async for _ in rb.generate(request):
+                    pass
+            except RequestError as error:
+                self._failed += 1
+                sys.stderr.write(f"{error}\n")
+            self._done += 1
+
+
+def _requests(num_requests: int, num_tokens: int) -> Iterator[rollbus.GenerateRequest]:
+    sampling = rollbus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    for i in range(num_requests):
+        prompt = [(i + j) % 1000 + 10 for j in range(PROMPT_TOKENS)]
+        yield rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
+
+
+async def run_workers(url: str, prefix: str, count: str, engine_args: str) -> None:
+    """Run workers in this process."""
+    config = SyntheticConfig.from_args(json.loads(engine_args))
+
+    async def no_answer(_words: list[str]) -> object:
+        return asdict(Counts(os.getpid()))
+
+    async with many_workers(url, FLEET, prefix, int(count), config):
+        await answer(no_answer)
+
+
+async def run_clients(url: str, prefix: str, count: str) -> None:
+    """Run clients. Each has its own connection and thread, as in separate programs."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(rollbus.connect(url, fleet=FLEET, client=f"{prefix}{i}"))
+            for i in range(int(count))
+        ]
+        await clients[-1].fleet.wait_for_workers(1, timeout_s=START_TIMEOUT_S)
+        async with asyncio.TaskGroup() as tasks:
+            await answer(Load(clients, tasks).answer)
+
+
+MODEL: Final = "synthetic"
+"""Name of the model in `bench.processes`."""
+PER_PROCESS: Final = 16
+"""Maximum number of workers or clients in one process: 64 workers are in four processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The resources that all processes of one side use."""
+
+    cpu_s: float
+    rss_bytes: int
+    """Resident bytes. Shared libraries count in each process."""
+
+    @classmethod
+    def of(cls, processes: Sequence[int]) -> "Side":
+        """Return the resources that these processes have used so far."""
+        return cls(sum(map(cpu_s, processes)), sum(map(resident_bytes, processes)))
+
+    def since(self, earlier: "Side") -> "Side":
+        """Return the CPU seconds between `earlier` and this, with the memory of this."""
+        return Side(self.cpu_s - earlier.cpu_s, self.rss_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """The resources that each side has used until one moment, or between two moments."""
+
+    at_s: float
+    worker: Side
+    client: Side
+    server: Side
+
+    def since(self, earlier: "Used") -> "Used":
+        """Return the resources that were used between `earlier` and this."""
+        return Used(
+            self.at_s - earlier.at_s,
+            self.worker.since(earlier.worker),
+            self.client.since(earlier.client),
+            self.server.since(earlier.server),
+        )
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """The resources of each side, by name."""
+        return {"worker": self.worker, "client": self.client, "server": self.server}
+
+
+class Queue:
+    """Reads the number of requests in the model's queue.
+
+    Args:
+        nats: open connection.
+    """
+
+    def __init__(self, nats: Connection) -> None:
+        self._nats = nats
+
+    async def num_waiting(self) -> int:
+        """Return the number of requests that no worker has pulled."""
+        return sum(depth.waiting for depth in await queue_depths(self._nats, Subjects(FLEET), (MODEL,)))
+
+
+class Fleet:
+    """A running fleet.
+
+    Args:
+        server: server of all workers and clients.
+        worker_ids: process ids of the workers.
+        clients: processes of the clients.
+        client_ids: process ids of the clients.
+    """
+
+    def __init__(
+        self, server: EmbeddedServer, worker_ids: Sequence[int], clients: Sequence[Way], client_ids: Sequence[int]
+    ) -> None:
+        self._server = server
+        self._worker_ids = worker_ids
+        self._clients, self._client_ids = clients, client_ids
+
+    def used(self) -> Used:
+        """Return the resources that each side has used so far."""
+        sides = Side.of(self._worker_ids), Side.of(self._client_ids), Side.of([self._server.pid])
+        return Used(time.monotonic(), *sides)
+
+    async def counts(self) -> Counts:
+        """Return the counts of all clients so far.
+
+        Raises:
+            RuntimeError: a request has failed, or a process has ended.
+        """
+        counts = await _ask(self._clients, "count")
+        if any(one.failed for one in counts):
+            raise RuntimeError("requests have failed; the clients printed the errors to stderr")
+        return Counts(done=sum(one.done for one in counts), frames=sum(one.frames for one in counts))
+
+    async def begin(self, num_requests: int, num_tokens: int, max_in_flight: int, *, streams: bool = False) -> None:
+        """Let each client start `num_requests` requests.
+
+        Args:
+            streams: read the tokens as they arrive. False: read whole results.
+        """
+        await _ask(self._clients, "stream" if streams else "run", num_requests, num_tokens, max_in_flight)
+
+    async def finish(self) -> None:
+        """Wait until all requests have ended."""
+        await _ask(self._clients, "wait")
+
+    async def pause(self) -> None:
+        """Pause the workers, so that requests wait in the queue."""
+        async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
+            await rb.fleet.pause()
+
+    async def resume(self) -> None:
+        """Resume the workers."""
+        async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
+            await rb.fleet.resume()
+
+    @asynccontextmanager
+    async def wide_queue(self, max_msgs: int) -> AsyncIterator[Queue]:
+        """Raise the limit of the queue to `max_msgs` requests.
+
+        The limit lasts until a worker finds that the queue is missing and creates it.
+        """
+        nats = await open_connection(self._server.url, name="bench")
+        try:
+            await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs))
+            yield Queue(nats)
+        finally:
+            await nats.shut()
+
+
+@asynccontextmanager
+async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticConfig) -> AsyncIterator[Fleet]:
+    """Run a fleet while the body runs, and wait until all its workers serve."""
+    async with EmbeddedServer() as server, AsyncExitStack() as stack:
+        url = server.url
+
+        async def start(side: str, count: int, *args: object) -> list[Way]:
+            ways = []
+            for first in range(0, count, PER_PROCESS):
+                prefix, size = f"{side[0]}{first}-", min(PER_PROCESS, count - first)
+                way = own_process(prefix, f"scale:run_{side}", url, prefix, size, *args)
+                ways.append(await stack.enter_async_context(way))
+            return ways
+
+        workers = await start("workers", num_workers, msgspec.json.encode(engine).decode())
+        async with rollbus.connect(url, fleet=FLEET) as rb:
+            await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
+        clients = await start("clients", num_clients)
+        yield Fleet(server, await _ids(workers), clients, await _ids(clients))
+
+
+async def _ids(ways: Sequence[Way]) -> list[int]:
+    return [one.process for one in await _ask(ways, "count")]
+
+
+async def _ask(ways: Sequence[Way], *question: object) -> list[Counts]:
+    """Send a command to one process after the other. Return the answers."""
+    return [Counts(**await way.ask(*question)) for way in ways]
+
 
 SIZES: Final = (1, 4, 16, 64)
 SHAPES: Final = tuple(
@@ -206,25 +489,22 @@ async def measure(report: Report, args: argparse.Namespace) -> None:
         await PARTS[part](report, args)
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scale", description="Measure requests as fleets grow.")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--requests", type=int, default=800, help="requests of the part fleet (default: %(default)s)")
-    parser.add_argument(
-        "--queued", type=int, default=100_000, help="requests of the part backlog (default: %(default)s)"
-    )
-    parser.add_argument("--plot", type=Path, help="SVG file for the figures of fleet and backlog (default: no file)")
-    add_arguments(parser, rounds=2)
-    args = parser.parse_args()
-    report = Report("scale")
+def _run(args: argparse.Namespace, report: Report) -> None:
     asyncio.run(measure(report, args))
-    report.finish(args.json)
     if args.plot is not None:
-        from bench.scale_plot import plot
+        from bench.scale_paper import plot
 
         plot(report.rows, args.plot)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "scale",
+        "Measure requests as fleets grow.",
+        _run,
+        arg("--parts", PARTS, "", nargs="+", default=list(PARTS)),
+        arg("--requests", None, "requests of the part fleet (default: %(default)s)", type=int, default=800),
+        arg("--queued", None, "requests of the part backlog (default: %(default)s)", type=int, default=100000),
+        arg("--plot", None, "SVG file for the figures of fleet and backlog (default: no file)", type=Path),
+        rounds=2,
+    )

@@ -2,6 +2,8 @@
 
 python -m bench.scale --json bench/results/scale.json --plot docs/img/scale.svg
 python -m bench.scale_paper
+
+The table on new weights, with and without deltas, is computed, not measured.
 """
 
 import json
@@ -13,18 +15,180 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bench.scale_plot import number, plot
-from bench.weights_paper import weights_rows
-from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.schemas.messages import WIRE_VERSION, LinkMessage, RequestKey
+from rollbus.bus.protocol.stream.link_sender import LinkSender
+from rollbus.bus.protocol.weights.chain import needed_for_chain
+from rollbus.frontend.cli.tables import Spread
+from rollbus.schemas.decoding import WIRE_VERSION
+from rollbus.schemas.manifest import Link
+from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
 
-__all__ = ["DOC", "RESULTS", "frame_bytes", "with_tables"]
+Row = Mapping[str, Any]
+COLORS = {"worker": "#1f77b4", "client": "#d95f02", "server": "#4d4d4d"}
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Draw the rows of fleets and backlogs as SVG. Equal rows give equal bytes."""
+    mpl.rcParams.update({"svg.hashsalt": "rollbus", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9})
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    axes = figure.subplots(2, 3)
+    shapes = _shapes(rows)
+    top = 1.1 * max((number(row[f"{side}_ms"]) for row in rows if row["part"] == "fleet" for side in COLORS), default=1)
+    for place, (shape, members) in zip(axes[0], shapes.items(), strict=True):
+        place.set_title(f"the same load, more {shape}")
+        for side, color in COLORS.items():
+            place.plot(_sizes(members), [number(row[f"{side}_ms"]) for row in members], ".-", color=color, label=side)
+        _finish(place, shape, "CPU ms a request", top)
+        place.legend()
+    idle, cpu, memory = axes[1]
+    idle.set_title("a fleet with nothing to do")
+    for (shape, members), line in zip(shapes.items(), ("-", "--", ":"), strict=True):
+        values = [sum(number(row[f"{side}_idle"]) for side in COLORS) for row in members]
+        idle.plot(_sizes(members), values, line, color="black", marker=".", label=f"more {shape}")
+    idle.legend()
+    _finish(idle, "workers, clients, or each", "CPU ms a second, all sides")
+    cpu.set_title("a backlog")
+    _slices(cpu, rows, "ms", "CPU ms a request")
+    memory.set_title("memory meanwhile")
+    _slices(memory, rows, "mb", "MB")
+    figure.savefig(file, format="svg", metadata={"Date": None})
+
+
+def _shapes(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of the fleets by the side that grows."""
+    fleets = [row for row in rows if row["part"] == "fleet"]
+    return {
+        "workers": [row for row in fleets if row["clients"] == 1],
+        "clients": [row for row in fleets if row["workers"] == 1],
+        "workers and clients": [row for row in fleets if row["workers"] == row["clients"]],
+    }
+
+
+def _sizes(fleets: Sequence[Row]) -> list[float]:
+    return [max(number(row["workers"]), number(row["clients"])) for row in fleets]
+
+
+def _slices(axes: Axes, rows: Sequence[Row], figure: str, label: str) -> None:
+    """Draw the parts of the backlog one after the other on one axis."""
+    first = 0.0
+    for part in ("queueing", "draining", "passing"):
+        members = [row for row in rows if row["part"] == part]
+        if not members:
+            continue
+        places = [first + number(row["at"]) for row in members]
+        for side, color in COLORS.items():
+            values = [number(row[f"{side}_{figure}"]) for row in members]
+            axes.plot(places, values, ".-", color=color, label=side if first == 0 else None)
+        axes.annotate(part, ((first + places[-1]) / 2, 0.93), xycoords=("data", "axes fraction"), ha="center")
+        first = places[-1]
+        axes.axvline(first, color="#cccccc", linewidth=0.8)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
+    _finish(axes, "requests", label, top=1.15 * axes.get_ylim()[1])
+
+
+def _finish(axes: Axes, x: str, y: str, top: float | None = None) -> None:
+    if x != "requests":
+        axes.set_xscale("log", base=4)
+        axes.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
+        axes.minorticks_off()
+    axes.set_ylim(0, top)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+
+
+def number(value: Any) -> float:
+    """Return a figure as one number: the median of a spread, as an object or from JSON."""
+    if isinstance(value, Spread):
+        return value.median
+    return float(value["median"] if isinstance(value, dict) else value)
+
+
+DELTA_SHARE: Final = 0.025
+"""Share of a checkpoint in bfloat16 that a delta has, for a step at a learning rate of 3e-6. docs/performance.md lists
+the shares by step."""
+WORKERS_PER_MACHINE: Final = 4
+FLEETS: Final = (64, 1000)
+SERVER_BYTES_PER_S: Final = 1e9
+"""Bytes per second that one server sends."""
+UPLOAD_BYTES_PER_S: Final = 0.5e9
+"""Bytes per second that one process uploads into the store."""
+COMPARE_BYTES_PER_S: Final = 1e9
+"""Bytes per second that one core of the trainer compares and encodes."""
+BUILD_BYTES_PER_S: Final = 0.5e9
+"""Bytes per second at which a machine builds a folder from the previous one.
+
+It reads, changes, hashes and writes the whole checkpoint.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    name: str
+    num_bytes: float
+
+
+PUBLISHED: Final = (_Model("0.6B", 1.19e9), _Model("30B-A3B", 61.1e9))
+
+
+def weights_rows() -> list[list[str]]:
+    """Return the head and the rows of the table, with a column for each model and fleet."""
+    cases = [(model, workers) for model in PUBLISHED for workers in FLEETS]
+    names = [name for name, _ in _figures(*cases[0])]
+    figures = [[text for _, text in _figures(*case)] for case in cases]
+    head = ["one version", *(f"{model.name}, {workers:,} workers" for model, workers in cases)]
+    return [head, *(list(line) for line in zip(names, *figures, strict=True))]
+
+
+def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
+    machines, full, delta = workers / WORKERS_PER_MACHINE, model.num_bytes, model.num_bytes * DELTA_SHARE
+    return [
+        ("machines", f"{machines:,.0f}"),
+        ("whole, for each worker: the server sends", _bytes(workers * full)),
+        ("time for that", _time(workers * full / SERVER_BYTES_PER_S)),
+        ("whole, once for each machine: the server sends", _bytes(machines * full)),
+        ("time for that", _time(machines * full / SERVER_BYTES_PER_S)),
+        ("upload of the whole checkpoint by the trainer", _time(full / UPLOAD_BYTES_PER_S)),
+        ("**delta, once for each machine: the server sends**", f"**{_bytes(machines * delta)}**"),
+        ("**time for that**", f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**"),
+        ("comparison by the trainer, on one core", _time(full / COMPARE_BYTES_PER_S)),
+        ("upload of the delta, at the same time", _time(delta / UPLOAD_BYTES_PER_S)),
+        ("build of the folder on each machine", _time(full / BUILD_BYTES_PER_S)),
+        (
+            "size of the bucket, for two anchors and the deltas between them",
+            _bytes(needed_for_chain([_largest(model)])),
+        ),
+    ]
+
+
+def _largest(model: _Model) -> Link:
+    """Return a version with an anchor and a delta."""
+    return Link(
+        objects="b/versions/1-1-00000000",
+        version=1,
+        digest="0" * 64,
+        anchor_bytes=int(model.num_bytes),
+        delta_bytes=int(model.num_bytes * DELTA_SHARE),
+    )
+
+
+def _bytes(count: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("MB", 1e6), ("GB", 1e9)) if count < 1000 * size), ("TB", 1e12))
+    return f"{count / size:.3g} {unit}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
+
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOC: Final = ROOT / "docs" / "scaling.md"
@@ -36,7 +200,7 @@ PROMPT_TOKENS: Final = 2048
 GENERATED_TOKENS: Final = 8192
 REQUEST_BYTES: Final = 4 * PROMPT_TOKENS + 512
 """Bytes of a request in the queue: its prompt, its other fields and its headers."""
-SERVER_BYTES_PER_S: Final = 1e9
+
 """Bytes per second that one server receives and sends: see the page."""
 SHARE: Final = 0.5
 """The planned share of the capacity of a server or a client."""

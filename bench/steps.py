@@ -29,13 +29,13 @@ from typing import Final
 import numpy as np
 
 import rollbus
-from bench.on_the_bus import START_S, worker_process
 from bench.placement_traces import LENGTH_SIGMA, MAX_TIMES
-from bench.report import Report, Spread, add_arguments
+from bench.processes import START_S, worker_process
+from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
-
-__all__ = ["Load", "prompts_of", "take_steps"]
 
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 NUM_WORKERS: Final = 2
@@ -135,27 +135,27 @@ async def measure(report: Report, load: Load, overs: Sequence[float], rounds: in
         report.add(over=over, **columns, times_all=Spread.of(ratios))
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.steps", description="Measure steps of a trainer.")
-    parser.add_argument(
-        "--over",
-        nargs="+",
-        type=float,
-        default=[1.25, 1.5, 2.0],
-        help="values of `over` besides 1 (default: %(default)s)",
-    )
-    parser.add_argument("--steps", type=int, default=6, help="steps in each round (default: %(default)s)")
-    parser.add_argument("--need", type=int, default=8, help="groups in a step (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=4, help="answers in a group (default: %(default)s)")
-    parser.add_argument("--mean-tokens", type=int, default=64, help="mean tokens of an answer (default: %(default)s)")
-    add_arguments(parser, rounds=3)
-    args = parser.parse_args()
-    report = Report("steps")
+def _run(args: argparse.Namespace, report: Report) -> None:
     load = Load(args.steps, args.need, args.samples, args.mean_tokens)
     asyncio.run(measure(report, load, args.over, args.rounds))
-    report.finish(args.json)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "steps",
+        "Measure steps of a trainer.",
+        _run,
+        arg(
+            "--over",
+            None,
+            "values of `over` besides 1 (default: %(default)s)",
+            nargs="+",
+            type=float,
+            default=[1.25, 1.5, 2.0],
+        ),
+        arg("--steps", None, "steps in each round (default: %(default)s)", type=int, default=6),
+        arg("--need", None, "groups in a step (default: %(default)s)", type=int, default=8),
+        arg("--samples", None, "answers in a group (default: %(default)s)", type=int, default=4),
+        arg("--mean-tokens", None, "mean tokens of an answer (default: %(default)s)", type=int, default=64),
+        rounds=3,
+    )

@@ -5,35 +5,395 @@
 
 The HTTP ways use base64 in JSON. The bench measures a sequence of 48 layers and top-8 with each number of prompt
 tokens. The other tokens are sampled. All ways must give the same tensors. Their rounds take turns. Messages are in
-memory, so the network is not measured. `bench.trainer_ways` describes the ways. `bench.trainer_peak` measures memory.
+memory, so the network is not measured.
 
 Then the bench stitches and packs conversations of 4 turns each, with several lengths. The milliseconds should be
 proportional to the bytes. The last row describes the line through the other rows: the time per megabyte, the time at 0
 MB, and the largest distance of a measurement from the line, as a share of its own time.
+
+The ways, from the bytes of one finished request to the tensors of a training step. `rollbus`: the worker's frames,
+received as a client does, then `Stitcher` and `pack`. The other ways read the answer of an HTTP server, a base64 string
+in JSON. They make their tensors as prime-rl does: from Python lists, with expert ids as int32. prime-rl also sends the
+data to an orchestrator and from there to the trainer. These steps are not measured. pybase64 is installed with vLLM.
+
+Memory is measured in a process for each way: the maximum growth of the process in bytes, from Linux's `VmHWM`. This
+includes the memory of numpy and torch, and the finished tensors. It reads messages from the file one by one when the
+way asks for them, as from a socket. So a frame counts while it is in use, and an HTTP body counts as a whole.
 """
 
 import argparse
+import asyncio
+import base64
 import gc
+import io
+import json
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import pybase64
+import torch
 
 import rollbus
-from bench.report import Report, Spread, Value, add_arguments, in_turns
-from bench.trainer_peak import write_messages
-from bench.trainer_ways import NUM_LAYERS, TOP_K, WAYS, Rollout, differences, make_rollout, tensor_bytes
+from bench.report import Report, give_back, peak_bytes, program, reset_peak, resident_bytes
+from rollbus.bus.client.calls import Call, Inbox
+from rollbus.bus.client.coordinator import AttemptCoordinator, ChildRequest
+from rollbus.bus.protocol.attempt.events import PublishingPossible
+from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.link_sender import LinkSender
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import Spread, Value, in_turns
 from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
+from rollbus.schemas.errors import RequestError
+from rollbus.schemas.messages import LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.rows import Rows
+from rollbus.schemas.sampling import SamplingParams
 from rollbus.trainer import MicroBatch, Stitcher, pack
 
-__all__ = ["MAX_TOKENS", "make_conversation", "measure_conversations", "measure_ways", "peak_of", "stitch_and_pack"]
+NUM_LAYERS, TOP_K, NUM_EXPERTS = 48, 8, 128
+"""The shape of Qwen3-30B-A3B."""
+VOCABULARY = 151_936
+WEIGHT_VERSION = 7
+ADVANTAGE = 0.5
+MAX_FRAME_BYTES = 1024**2
+"""Default `max_payload` of NATS."""
+CREDIT = 2**60
+
+Tensors = dict[str, torch.Tensor]
+"""Tensors of an HTTP way: each is [1, S], and `routed_experts` is i32[1, S - 1, L, K]."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished request."""
+
+    prompt: npt.NDArray[np.int32]
+    """i4[Lp]."""
+    sampled: npt.NDArray[np.int32]
+    """i4[G]."""
+    logprobs: npt.NDArray[np.float32]
+    """f4[G]."""
+    rows: Rows
+    """u1[Lp + G - 1, L, K]."""
+
+
+def make_prompt(num_tokens: int) -> npt.NDArray[np.int32]:
+    """Return i4[num_tokens], the same each time."""
+    return np.random.default_rng(0).integers(0, VOCABULARY, num_tokens, np.int32)
+
+
+def make_rollout(num_tokens: int, num_prompt: int) -> Rollout:
+    """Return a sequence of `num_tokens` tokens with `num_prompt` prompt tokens, the same each time."""
+    rng, num_sampled = np.random.default_rng(1), num_tokens - num_prompt
+    return Rollout(
+        make_prompt(num_prompt),
+        rng.integers(0, VOCABULARY, num_sampled, np.int32),
+        -rng.exponential(size=num_sampled).astype(np.float32),
+        rng.integers(0, NUM_EXPERTS, (num_tokens - 1, NUM_LAYERS, TOP_K), np.uint8),
+    )
+
+
+# rollbus
+
+
+class _Nowhere:
+    """Replaces the queue and the workers: each request can be published immediately, and aborts are not sent."""
+
+    def add(self, child: ChildRequest) -> None:
+        child.handle(PublishingPossible(max_bytes=1 << 20, is_served=True), time.monotonic())
+
+    def record_admission(self, child: ChildRequest, waited_s: float) -> None:
+        pass
+
+    def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
+        pass
+
+    def is_blocked(self, child: ChildRequest) -> bool:
+        return False
+
+    def others(self, child: ChildRequest) -> tuple[()]:
+        return ()
+
+    def waiting_reason(self, child: ChildRequest) -> str:
+        return ""
+
+    def abort(self, worker: str, key: RequestKey) -> None:
+        pass
+
+
+def _steps(rollout: Rollout) -> Iterator[RequestStep]:
+    """Yield the steps as an engine makes them: the prompt's rows with the first token, then a row with each token."""
+    num_prompt, last = len(rollout.prompt), len(rollout.sampled) - 1
+    for i in range(last + 1):
+        first = num_prompt + i - 1 if i else 0
+        yield RequestStep(
+            key="",
+            token_ids=rollout.sampled[i : i + 1],
+            logprobs=rollout.logprobs[i : i + 1],
+            routed_experts=rollout.rows[first : num_prompt + i],
+            routed_experts_start=first,
+            finish_reason=FinishReason.LENGTH if i == last else None,
+        )
+
+
+def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
+    sender = LinkSender(incarnation="life", link=0, client_incarnation="me", max_frame_bytes=MAX_FRAME_BYTES)
+    key = RequestKey("rollout")
+    routing = RoutedExpertsInfo(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=NUM_EXPERTS, dtype="u1")
+    writer = ChunkWriter(key, prompt_len=len(rollout.prompt), routing=routing, start=0, segment_bytes=SEGMENT_BYTES)
+    sender.open(key, writer)
+    frames: list[bytes] = []
+
+    def send() -> None:
+        data: bytes | None = b""
+        while data is not None:
+            sender.receive(
+                LinkMessage(
+                    WIRE_VERSION, [], client_incarnation="me", incarnation="life", acked=len(frames), credit=CREDIT
+                )
+            )
+            data = sender.seal()
+            if data is not None:
+                frames.append(data)
+
+    for step in _steps(rollout):
+        sender.add_step(key, step, WEIGHT_VERSION)
+        if not merge:
+            send()
+    send()
+    return frames
+
+
+async def _receive(request: GenerateRequest, frames: Iterable[bytes]) -> rollbus.Generation:
+    """Process the frames of one request as a client does, from its NATS subscription to its caller."""
+    exchange, receiver = AttemptCoordinator(), LinkReceiver("me")
+    exchange.connect(_Nowhere(), _Nowhere().abort)
+    call = Call(request, Inbox(lambda callback: None), streams=False)
+    exchange.submit(call)
+    for data in frames:
+        frame = decode_frame(data)
+        if receiver.receive(frame, len(data), time.monotonic()) is FrameVerdict.ACCEPTED:
+            exchange.handle_frame("worker", frame)
+    if call.error is not None:
+        raise call.error
+    return call.generation()
+
+
+def _read_frames(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> MicroBatch:
+    request = GenerateRequest(
+        prompt_token_ids=prompt,
+        request_id="rollout",
+        sampling=SamplingParams(max_tokens=None),
+        return_routed_experts=True,
+    )
+    stitcher = Stitcher()
+    stitcher.add(prompt, asyncio.run(_receive(request, messages)))
+    sample = stitcher.sample(advantage=ADVANTAGE)
+    del stitcher
+    return pack([sample], max_tokens=len(sample) - 1)[0]
+
+
+# HTTP
+
+
+def _answer(rollout: Rollout, routed_experts: object) -> bytes:
+    """Return the answer of `/inference/v1/generate` as vLLM 0.30 writes it, for `logprobs=1`."""
+    ids, logprobs = rollout.sampled.tolist(), rollout.logprobs.tolist()
+    content = []
+    for token, logprob in zip(ids, logprobs, strict=True):
+        entry = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+        content.append({**entry, "top_logprobs": [entry]})
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "token_ids": ids,
+        "routed_experts": routed_experts,
+        "sampling_mask": None,
+    }
+    answer = {"request_id": "rollout", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+def _write_npy(rollout: Rollout) -> list[bytes]:
+    """Write the answer as vLLM does: the string contains a numpy file."""
+    file = io.BytesIO()
+    np.save(file, rollout.rows)
+    return [_answer(rollout, base64.b64encode(file.getvalue()).decode())]
+
+
+def _write_raw(rollout: Rollout) -> list[bytes]:
+    """Write the answer as the modified servers of prime-rl and Dynamo do."""
+    rows = rollout.rows
+    data = base64.b64encode(rows.tobytes()).decode()
+    return [_answer(rollout, {"data": data, "shape": list(rows.shape), "start": 0, "dtype": rows.dtype.name})]
+
+
+def _to_tensors(prompt: list[int], sampled: list[int], logprobs: list[float], rows: torch.Tensor) -> Tensors:
+    num_prompt, num_sampled = len(prompt), len(sampled)
+    return {
+        "input_ids": torch.tensor(prompt + sampled, dtype=torch.long).unsqueeze(0),
+        "position_ids": torch.tensor(list(range(num_prompt + num_sampled)), dtype=torch.long).unsqueeze(0),
+        "loss_mask": torch.tensor([False] * num_prompt + [True] * num_sampled, dtype=torch.bool).unsqueeze(0),
+        "advantages": torch.tensor([ADVANTAGE] * (num_prompt + num_sampled), dtype=torch.float).unsqueeze(0),
+        "logprobs": torch.tensor([0.0] * num_prompt + logprobs, dtype=torch.float).unsqueeze(0),
+        "routed_experts": rows.to(torch.int32).unsqueeze(0),
+    }
+
+
+def _read_json(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
+    """Read the answer with the standard library only."""
+    choice = json.loads(next(iter(messages)))["choices"][0]
+    rows = np.load(io.BytesIO(base64.b64decode(choice.pop("routed_experts"))))
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return _to_tensors(prompt.tolist(), choice["token_ids"], logprobs, torch.from_numpy(rows))
+
+
+class _Entry(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs
+    token_ids: list[int]
+    routed_experts: str
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+def _read_msgspec(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
+    """Read the answer with a typed decoder that skips unused fields, and base64 with SIMD."""
+    choice = _decoder.decode(next(iter(messages))).choices[0]
+    rows = np.load(io.BytesIO(pybase64.b64decode(choice.routed_experts)))
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
+    return _to_tensors(prompt.tolist(), choice.token_ids, logprobs, torch.from_numpy(rows))
+
+
+_DATA_PREFIX = b'"routed_experts":{"data":"'
+
+
+def _read_cut_out(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
+    """Read the answer as prime-rl's client does: cut the string out of the body, and decode the rest with `json`."""
+    body = next(iter(messages))
+    first = body.index(_DATA_PREFIX) + len(_DATA_PREFIX)
+    last = body.index(b'"', first)
+    choice: dict[str, Any] = json.loads(body[:first] + body[last:])["choices"][0]
+    data = pybase64.b64decode_as_bytearray(memoryview(body)[first:last])
+    routed = choice["routed_experts"]
+    rows = torch.frombuffer(data, dtype=getattr(torch, routed["dtype"])).reshape(routed["shape"])
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return _to_tensors(prompt.tolist(), choice["token_ids"], logprobs, rows)
+
+
+# All ways
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way from a request's bytes to tensors."""
+
+    what: str
+    """Name in the table."""
+    write: Callable[[Rollout], list[bytes]]
+    """Returns the messages that the other side sends."""
+    read: Callable[[npt.NDArray[np.int32], Iterable[bytes]], MicroBatch | Tensors]
+    """The measured function. Its arguments are the prompt, which the client knows, and the messages."""
+
+
+WAYS = {
+    "rollbus-streamed": Way("rollbus, a frame per token", lambda r: _write_frames(r, merge=False), _read_frames),
+    "rollbus-merged": Way("rollbus, merged frames", lambda r: _write_frames(r, merge=True), _read_frames),
+    "json": Way("HTTP, json + base64", _write_npy, _read_json),
+    "msgspec": Way("HTTP, msgspec + pybase64", _write_npy, _read_msgspec),
+    "cut-out": Way("HTTP, string cut out", _write_raw, _read_cut_out),
+}
+"""The ways, by name."""
+
+
+def differences(batch: MicroBatch, tensors: Tensors) -> list[str]:
+    """Return the names of the tensors that differ.
+
+    Positions in the tensors of an HTTP way are tokens. Positions in a batch are predictions.
+    """
+    experts = torch.empty(0) if batch.routed_experts is None else batch.routed_experts.to(torch.int32)
+    pairs = {
+        "input_ids": (batch.input_ids, tensors["input_ids"][:, :-1]),
+        "target_ids": (batch.target_ids, tensors["input_ids"][:, 1:]),
+        "position_ids": (batch.position_ids, tensors["position_ids"][:, :-1]),
+        "loss_mask": (batch.loss_mask, tensors["loss_mask"][:, 1:]),
+        "advantages": (batch.advantages, tensors["advantages"][:, 1:]),
+        "logprobs": (batch.sampler_logprobs, tensors["logprobs"][:, 1:]),
+        "routed_experts": (experts, tensors["routed_experts"]),
+    }
+    return [name for name, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)]
+
+
+def tensor_bytes(result: MicroBatch | Tensors) -> int:
+    """Return the bytes of the tensors of a result."""
+    values = result.values() if isinstance(result, dict) else (getattr(result, name) for name in result.__slots__)
+    return sum(value.nbytes for value in values if value is not None)
+
+
+_SIZE = struct.Struct("<Q")
+WARM_UP_TOKENS = 64
+
+
+def write_messages(path: Path, messages: Iterable[bytes]) -> None:
+    """Store messages for `read_messages`."""
+    with path.open("wb") as file:
+        for message in messages:
+            file.write(_SIZE.pack(len(message)))
+            file.write(message)
+
+
+def read_messages(path: Path) -> Iterator[bytes]:
+    """Yield the messages of a file one at a time, without storing them."""
+    with path.open("rb", buffering=0) as file:
+        while size := file.read(_SIZE.size):
+            yield file.read(_SIZE.unpack(size)[0])
+
+
+def grown_bytes(name: str, path: Path, num_prompt: int) -> int:
+    """Return the maximum growth of this process while it reads a file's messages."""
+    way, prompt = WAYS[name], make_prompt(num_prompt)
+    small = make_rollout(WARM_UP_TOKENS, WARM_UP_TOKENS // 2)
+    # Do not count memory that the first request allocates once.
+    way.read(small.prompt, way.write(small))
+    give_back()
+    reset_peak()
+    before = resident_bytes()
+    way.read(prompt, read_messages(path))
+    return peak_bytes() - before
+
+
+def print_growth(way: str, path: str, prompt_tokens: str) -> None:
+    """Print the growth of this process."""
+    sys.stdout.write(f"{grown_bytes(way, Path(path), int(prompt_tokens))}\n")
+
 
 ROOT = Path(__file__).resolve().parent.parent
 MEGABYTE = 10**6
@@ -103,7 +463,7 @@ def peak_of(name: str, messages: list[bytes], num_prompt: int) -> int:
     with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as folder:
         path = Path(folder) / "messages"
         write_messages(path, messages)
-        command = [sys.executable, "-m", "bench.trainer_peak", name, str(path), str(num_prompt)]
+        command = [sys.executable, "-m", "bench.processes", "trainer:print_growth", name, str(path), str(num_prompt)]
         return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
 
 
@@ -181,18 +541,7 @@ def check_linear(megabytes: Sequence[float], milliseconds: Sequence[float]) -> d
     }
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.trainer", description="Measure time and memory from the wire to tensors."
-    )
-    parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[4096, 31_744])
-    parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--sample-tokens", type=int, nargs="*", default=[128, 256, 512, 1024])
-    add_arguments(parser, rounds=9)
-    args = parser.parse_args()
-    report = Report("trainer")
+def _run(args: argparse.Namespace, report: Report) -> None:
     for num_prompt in args.prompt_tokens:
         for row in measure_ways(args.tokens, num_prompt, args.rounds):
             report.add(**row)
@@ -205,8 +554,16 @@ def main() -> None:
             milliseconds.append(row["ms"].median)
     if len(megabytes) > 2:
         report.add(**check_linear(megabytes, milliseconds))
-    report.finish(args.json)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "trainer",
+        "Measure time and memory from the wire to tensors.",
+        _run,
+        arg("--tokens", None, "", type=int, default=32768),
+        arg("--prompt-tokens", None, "", type=int, nargs="*", default=[4096, 31744]),
+        arg("--samples", None, "", type=int, default=1000),
+        arg("--sample-tokens", None, "", type=int, nargs="*", default=[128, 256, 512, 1024]),
+        rounds=9,
+    )

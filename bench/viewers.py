@@ -7,7 +7,6 @@ synthetic engine, and the client that keeps it busy over the bus. The bench prin
 per second of the fleet and the processor time that the service needs per second.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -18,8 +17,10 @@ from urllib.parse import urlsplit
 
 import rollbus
 from bench.http_memory import running_service, running_worker
-from bench.report import Report, add_arguments, in_turns, spreads
+from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.arguments import arg
+from rollbus.frontend.cli.tables import in_turns, spreads
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 
@@ -35,12 +36,12 @@ def processor_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) * CLOCK_TICKS_S
 
 
-async def watch(address: str, count: int) -> None:
+async def watch(address: str, count: str) -> None:
     """Read the events as `count` viewers until killed. Print a line when all viewers have their first event."""
     url = urlsplit(address)
     head = f"GET /v1/rl/events HTTP/1.1\r\nHost: {url.hostname}\r\n\r\n".encode()
     readers = []
-    for _ in range(count):
+    for _ in range(int(count)):
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         writer.write(head)
         readers.append((reader, writer))
@@ -62,7 +63,7 @@ async def watch(address: str, count: int) -> None:
 @asynccontextmanager
 async def watched(address: str, count: int) -> AsyncIterator[None]:
     """Run `count` viewers in a separate process while the body runs."""
-    command = [sys.executable, "-m", "bench.viewers", "--watch", address, "--viewers", str(count)]
+    command = [sys.executable, "-m", "bench.processes", "viewers:watch", address, str(count)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         if process.stdout is None:
@@ -118,23 +119,11 @@ async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None
         report.add(viewers=count, **spreads(figures))
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.viewers", description="Measure the cost of viewers of a fleet."
-    )
-    parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each round (default: %(default)s)")
-    parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
-    add_arguments(parser)
-    args = parser.parse_args()
-    if args.watch is not None:
-        asyncio.run(watch(args.watch, args.viewers))
-        return
-    report = Report("viewers")
-    asyncio.run(run(args.viewers, args.seconds, args.rounds, report))
-    report.finish(args.json)
-
-
 if __name__ == "__main__":
-    main()
+    program(
+        "viewers",
+        "Measure the cost of viewers of a fleet.",
+        lambda args, report: asyncio.run(run(args.viewers, args.seconds, args.rounds, report)),
+        arg("--viewers", None, "", type=int, default=50),
+        arg("--seconds", None, "seconds of each round (default: %(default)s)", type=float, default=5.0),
+    )

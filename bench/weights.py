@@ -21,28 +21,279 @@ CPU time of the trainer's process for each GB that it compares. `compare_s` is t
 
 `--link 50` puts 50 MB/s between the server and the trainer, and between the server and the workers' machine, in each
 direction. Then the bench measures only ways through the link. `--small` uses a tiny MoE, for a trial of the bench.
+
+vLLM's own server updates its weights from a disk over HTTP. `/update_weights` of vLLM 0.30 receives weights only
+through NCCL and CUDA memory. `reload_weights` by `/collective_rpc`, between `/pause` and `/resume`, loads a folder. It
+compares no data, computes no canary, and reports no version. On a CPU it keeps the old output projection of models with
+tied embeddings, which rollbus packs again.
 """
 
 import argparse
 import asyncio
+import itertools
+import json
 import os
 import shutil
+import socket
+import sys
 import tempfile
+import time
+from asyncio import sleep
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import aiohttp
 import torch
 
 import rollbus
-from bench.cpu import cpu_s
-from bench.report import Report, Spread, add_arguments, in_turns, spreads
-from bench.weights_fleet import ENGINE_ARGS, MODEL, SETTLE_S, STREAMS, Fleet, started
-from bench.weights_peer import peers
-from bench.weights_trainer import MEASURED, Trainer, make_checkpoint
+from bench.processes import START_S, Way, own_process, worker_process
+from bench.real_engine import until_ready
+from bench.report import Report, cpu_s, program
+from bench.weights_trainer import MEASURED, Trainer, make_checkpoint, model_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.cli.arguments import arg, flag
+from rollbus.frontend.cli.tables import Spread, in_turns, spreads
+from rollbus.schemas.acks import Ack
 
-__all__: list[str] = []
+MAX_TOKENS = 400
+
+
+class Peer:
+    """One server with requests in flight.
+
+    Args:
+        session: session with the address of the server.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._serials = itertools.count()
+
+    async def update(self, folder: Path) -> float:
+        """Load a folder while requests wait. Return the seconds for which they waited."""
+        started = time.monotonic()
+        await self._post("/pause?mode=keep")
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        await self._post("/resume")
+        return time.monotonic() - started
+
+    async def stream(self) -> None:
+        """Stream one request after the other until cancelled."""
+        while True:
+            sampling = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+            body = {"token_ids": [next(self._serials) % 500] * 16, "sampling_params": sampling, "stream": True}
+            async with self._session.post("/inference/v1/generate", json=body) as response:
+                response.raise_for_status()
+                async for _ in response.content:
+                    pass
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        async with self._session.post(path, json=body) as response:
+            response.raise_for_status()
+            await response.read()
+
+
+@asynccontextmanager
+async def peers(model: Path, engine_args: Mapping[str, Any], count: int, num_streams: int) -> AsyncIterator[list[Peer]]:
+    """Run servers on this machine while the body runs, each with `num_streams` requests in flight."""
+    options = [
+        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+        for name, value in engine_args.items()
+    ]
+    servers: list[asyncio.subprocess.Process] = []
+    sessions: list[aiohttp.ClientSession] = []
+    try:
+        for number in range(count):
+            port = _free_port()
+            servers.append(
+                await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--tokens-only", "--model", model),
+                    *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "error"),
+                    *("--disable-log-stats", *options),
+                    stdout=asyncio.subprocess.DEVNULL,
+                    env=os.environ | own_cores(number, count) | {"VLLM_SERVER_DEV_MODE": "1"},
+                )
+            )
+            sessions.append(_session(f"http://127.0.0.1:{port}"))
+        for session, server in zip(sessions, servers, strict=True):
+            await until_ready(session, server)
+        found = [Peer(session) for session in sessions]
+        async with asyncio.TaskGroup() as tasks:
+            streams = [tasks.create_task(peer.stream()) for peer in found for _ in range(num_streams)]
+            yield found
+            for stream in streams:
+                stream.cancel()
+    finally:
+        for session in sessions:
+            await session.close()
+        for server in servers:
+            server.terminate()
+            await server.wait()
+
+
+def own_cores(number: int, count: int) -> dict[str, str]:
+    """Return the environment of one of several engines: separate cores, with some left for other processes."""
+    share = (os.cpu_count() or 1) // (count + 1)
+    cores = range(number * share, (number + 1) * share)
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if cores else {}
+
+
+def _session(url: str) -> aiohttp.ClientSession:
+    # Use a new connection for each request. The server may close an idle connection just when a request reuses it.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+MODEL: Final = "model"
+ENGINE_ARGS: Final = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 1 << 28,
+}
+STREAMS: Final = 4
+"""Requests in flight in each engine."""
+QUIET_S: Final = 5.0
+"""Seconds of the quiet times before and after each update. Only the engines work then, and their tokens per second are
+counted."""
+SETTLE_S: Final = 1.0
+"""Seconds before a quiet time in which paused requests continue."""
+MIN_WINDOW_S: Final = 2.0
+"""Minimum seconds of a window. A shorter window has too few engine steps for a rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A time window on `time.monotonic`."""
+
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the window."""
+        return self.end - self.begin
+
+
+class Fleet:
+    """Workers on their own bus, a client, and a load of endless requests.
+
+    Args:
+        model_bytes: bytes of all tensors.
+    """
+
+    def __init__(self, rb: rollbus.Client, load: Way, model_bytes: int) -> None:
+        self.rb = rb
+        self.model_bytes = model_bytes
+        self._load = load
+        self._version = 0
+        self._staging_at = self._stopped_at = 0.0
+
+    async def update(
+        self, call: Callable[..., Awaitable[rollbus.CommandResult | rollbus.PublishedWeights]]
+    ) -> dict[str, float]:
+        """Let `call` update the weights to the `version` in its arguments. Return the figures of the update."""
+        quiet = [await self._rest()]
+        self._version += 1
+        self._staging_at = self._stopped_at = 0.0
+        cpu_before, began = cpu_s(os.getpid()), time.monotonic()
+        result = await call(version=self._version, on_ack=self._take)
+        update = Window(began, time.monotonic())
+        trainer_s = cpu_s(os.getpid()) - cpu_before
+        quiet.append(await self._rest())
+
+        publishing = Window(began, self._staging_at or update.end)
+        staging = Window(publishing.end, self._stopped_at or update.end)
+        undisturbed = sum([await self._rate(window) for window in quiet]) / len(quiet)
+        rates = {"publish_serving": publishing, "serving": staging}
+        found: dict[str, float] = {}
+        if isinstance(result, rollbus.PublishedWeights):
+            found["stored_percent"] = 100 * result.stored_bytes / self.model_bytes
+            found["trainer_s"] = trainer_s / (self.model_bytes / 1e9)
+        found |= {"all_serve_s": update.seconds, "publish_s": publishing.seconds}
+        found |= self._ledger_figures(result)
+        for name, window in rates.items():
+            if window.seconds >= MIN_WINDOW_S:
+                found[name] = await self._rate(window) / undisturbed
+        return found
+
+    def _ledger_figures(self, result: rollbus.CommandResult | rollbus.PublishedWeights) -> dict[str, float]:
+        ledger = result.ledger if isinstance(result, rollbus.PublishedWeights) else result
+        if ledger is None:
+            raise RuntimeError("the version was only stored")
+        timings = [ack.timing for ack in ledger.applied.values() if ack.timing is not None]
+        fetched = [timing.fetched_bytes for timing in timings]
+        return {
+            "fetched_percent": 100 * sum(fetched) / self.model_bytes,
+            "second_percent": 100 * min(fetched) / self.model_bytes,
+            "staged_s": max(timing.staged_s for timing in timings),
+            "paused_s": ledger.paused_s or 0.0,
+            "load_s": max(timing.loaded_s for timing in timings),
+            "canary_s": max(timing.canary_s for timing in timings),
+        }
+
+    def _take(self, ack: Ack) -> None:
+        now = time.monotonic()
+        self._staging_at = self._staging_at or now
+        if ack.stage == "pausing":
+            self._stopped_at = self._stopped_at or now
+
+    async def _rest(self) -> Window:
+        await sleep(SETTLE_S)
+        begin = time.monotonic()
+        await sleep(QUIET_S)
+        return Window(begin, time.monotonic())
+
+    async def _rate(self, window: Window) -> float:
+        answer = await self._load.ask(window.begin, window.end)
+        return float(answer["tokens"]) / window.seconds
+
+
+@asynccontextmanager
+async def started(model: Path, folders: Path, num_workers: int, link: int | None) -> AsyncIterator[Fleet]:
+    """Start a server, workers, a client, and the load on the workers.
+
+    Args:
+        link: MB per second between the server and the trainer, and between the server and all workers. None: no limit.
+    """
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(EmbeddedServer())
+        urls = [await _linked(stack, server.url, link) for _ in range(2)]
+        options = ["--model", str(model), "--served-model-name", MODEL, "--engine-args", json.dumps(ENGINE_ARGS)]
+        options += ["--weight-root", str(folders), "--cache-dir", str(folders / "cache")]
+        rb = await stack.enter_async_context(rollbus.connect(urls[0]))
+        for number in range(num_workers):
+            own = own_cores(number, num_workers)
+            await stack.enter_async_context(worker_process(urls[1], *options, env=own))
+        await rb.fleet.wait_for_workers(num_workers, timeout_s=START_S)
+        [capabilities, *_] = [worker.capabilities for worker in rb.fleet.workers]
+        vocab_size = 0 if capabilities is None else capabilities.vocab_size
+        arguments = (server.url, vocab_size, STREAMS * num_workers)
+        load = await stack.enter_async_context(own_process("load", "weights_link:load", *arguments))
+        yield Fleet(rb, load, model_bytes(model))
+
+
+async def _linked(stack: AsyncExitStack, url: str, link: int | None) -> str:
+    """Return the URL of a new link to the server, or without a limit the URL of the server."""
+    if link is None:
+        return url
+    way = await stack.enter_async_context(own_process("link", "weights_link:link", url, link))
+    answer = await way.ask("url")
+    return str(answer["url"])
+
+
 CACHE: Final = Path.home() / ".cache" / "rollbus" / "bench"
 
 
@@ -141,24 +392,20 @@ async def run(args: argparse.Namespace, report: Report) -> None:
             await measure_peer(model, trainer, folders, args, report)
 
 
-def main() -> None:
-    """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.weights", description="Measure updates of weights.")
-    parser.add_argument(
-        "--workers", type=int, default=2, help="number of workers; 0: only the store (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=10, help="published optimizer steps (default: %(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", choices=list(MEASURED), default=list(MEASURED))
-    parser.add_argument("--link", type=int, metavar="MBYTES_PER_S", help="link of each machine (default: no limit)")
-    parser.add_argument("--small", action="store_true", help="use a tiny MoE for a trial")
-    add_arguments(parser, rounds=3)
-    args = parser.parse_args()
-    report = Report("weights")
-    # Use one thread, which stands for one core of a trainer's machine.
+def _run(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     asyncio.run(run(args, report))
-    report.finish(args.json)
 
 
 if __name__ == "__main__":
-    main()
+    program(
+        "weights",
+        "Measure updates of weights.",
+        _run,
+        arg("--workers", None, "number of workers; 0: only the store (default: %(default)s)", type=int, default=2),
+        arg("--steps", None, "published optimizer steps (default: %(default)s)", type=int, default=10),
+        arg("--rates", None, "", type=float, nargs="+", choices=list(MEASURED), default=list(MEASURED)),
+        arg("--link", "MBYTES_PER_S", "link of each machine (default: no limit)", type=int),
+        flag("--small", "use a tiny MoE for a trial"),
+        rounds=3,
+    )

@@ -1,23 +1,23 @@
-"""A link of limited bandwidth for `bench.weights` in its own process: TCP to a server, as over a network card.
+"""The processes beside a fleet for `bench.weights`: a link of limited bandwidth, and clients that keep the fleet busy.
 
-    python -m bench.weights_link URL MBYTES_PER_S
+The link is TCP to a server, as over a network card. All connections through it share this number of megabytes per
+second in each direction. It answers each line on stdin with its URL.
 
-All connections through the link share this number of megabytes per second in each direction. The program answers each
-line on stdin with its URL.
+The clients have their own process, so that they do not count for the trainer. STREAMS requests are streamed at any
+time. When a request ends, the next one starts. The program answers each line `FROM TO` on stdin, in seconds of
+`time.monotonic`, with the number of tokens that arrived in that time.
 """
 
 import asyncio
 import contextlib
+import itertools
 import socket
-import sys
 import time
+from bisect import bisect
 from typing import Any, Final
 
-import uvloop
-
-from bench.ways import answer
-
-__all__ = ["Link"]
+import rollbus
+from bench.processes import answer, bus_request
 
 PIECE_BYTES: Final = 256 * 1024
 """Bytes that are passed on at a time: 5 ms at 50 MB/s. A token between two pieces of a checkpoint waits no longer than
@@ -88,10 +88,10 @@ async def pass_on(source: socket.socket, sink: socket.socket, direction: Directi
         sink.shutdown(socket.SHUT_RDWR)
 
 
-async def main(url: str, mbytes_per_s: int) -> None:
+async def link(url: str, mbytes_per_s: str) -> None:
     """Run the link until stdin ends."""
     host, port = url.rpartition("/")[2].rsplit(":", 1)
-    link = Link((host, int(port)), mbytes_per_s * 10**6)
+    shaped = Link((host, int(port)), int(mbytes_per_s) * 10**6)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         own_url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
@@ -100,10 +100,46 @@ async def main(url: str, mbytes_per_s: int) -> None:
             return {"url": own_url}
 
         async with asyncio.TaskGroup() as tasks:
-            accepting = tasks.create_task(link.accept(listener))
+            accepting = tasks.create_task(shaped.accept(listener))
             await answer(say_url)
             accepting.cancel()
 
 
-if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2])))
+PROMPT_TOKENS = 16
+MAX_TOKENS = 400
+"""Tokens of a request. A request lasts longer than most updates."""
+
+
+class Load:
+    """Endless streams, and the times at which their tokens arrived."""
+
+    def __init__(self, rb: rollbus.Client, vocab_size: int) -> None:
+        self._rb = rb
+        self._vocab_size = vocab_size
+        self._serials = itertools.count()
+        self._times: list[float] = []
+
+    async def stream(self) -> None:
+        """Stream one request after the other until cancelled."""
+        while True:
+            first = next(self._serials) * PROMPT_TOKENS
+            prompt = [token % self._vocab_size for token in range(first, first + PROMPT_TOKENS)]
+            async for chunk in self._rb.generate(bus_request(prompt, MAX_TOKENS, routing=False)):
+                self._times.extend([time.monotonic()] * chunk.num_tokens)
+
+    async def count(self, question: list[str]) -> dict[str, Any]:
+        """Return the number of tokens of a period."""
+        begin, end = map(float, question)
+        return {"tokens": bisect(self._times, end) - bisect(self._times, begin)}
+
+
+async def load(url: str, vocab_size: str, num_streams: str) -> None:
+    """Run the streams until stdin ends."""
+    async with rollbus.connect(url, client="load") as rb:
+        await rb.fleet.wait_for_workers()
+        load = Load(rb, int(vocab_size))
+        async with asyncio.TaskGroup() as tasks:
+            streams = [tasks.create_task(load.stream(), name=f"stream {i}") for i in range(int(num_streams))]
+            await answer(load.count)
+            for stream in streams:
+                stream.cancel()

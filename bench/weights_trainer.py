@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe, make_tokenizer
 
-__all__ = ["MEASURED", "Trainer", "make_checkpoint", "model_bytes"]
-
 MEASURED: Final = {
     1e-6: {1: 1.9, 2: 1.5, 4: 1.1, 8: 1.0, 24: 0.8},
     3e-6: {1: 3.9, 2: 4.9, 4: 3.7, 8: 3.1, 24: 2.3},

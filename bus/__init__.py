@@ -24,27 +24,25 @@ from ..schemas.errors import (
 from ..schemas.request import GenerateRequest
 from ..schemas.sampling import SamplingParams
 from ..schemas.weights import Canary
-from .auth.credentials import Credentials
-from .auth.tls import Tls
-from .client.batch_times import BatchTimes
-from .client.client import Client, ClientStats
-from .client.connect import connect
-from .client.fleet import Fleet, FleetState
-from .client.generation import Generation, SampleKey
-from .client.group_prompts import GroupPrompt
-from .client.group_results import Group, GroupStats, GroupStep
-from .client.group_sampler import GroupSampler
+from .auth.credentials import Credentials, Tls
+from .client.batch import GroupPrompt
+from .client.client import Client, connect
+from .client.fleet import Fleet
+from .client.fleet_state import FleetState
+from .client.generation import Generation, Group, GroupStats, GroupStep, SampleKey
+from .client.groups import GroupSampler
 from .client.record.reader import RunRecord, SampleScore, read_record
 from .client.record.writer import RunRecorder
-from .client.weights.publisher import WeightPublisher
-from .client.weights.results import PublishedWeights
-from .client.weights.tensors import RawTensor
+from .client.times import BatchTimes, ClientStats
 from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult
-from .protocol.stream.token_masks import TokenMasks
-from .protocol.telemetry.expert_answers import ExpertAnswers
-from .protocol.telemetry.request_trace import RequestList, RequestTrace, WorkerTimeline
+from .protocol.stream.result_arrays import TokenMasks
+from .protocol.telemetry.experts import ExpertAnswers
+from .protocol.telemetry.requests import RequestList, RequestTrace, WorkerTimeline
+from .publish.options import PublishedWeights
+from .publish.publisher import WeightPublisher
+from .publish.tensors import RawTensor
 from .queue.streams import QueueDepth
 
 __all__ = [

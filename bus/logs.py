@@ -17,21 +17,6 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
 
-__all__ = [
-    "EVENT",
-    "LOG_VARIABLE",
-    "TEXT",
-    "JsonFormatter",
-    "LineHandler",
-    "LogFormat",
-    "RejectionCount",
-    "TextFormatter",
-    "adopted",
-    "is_json",
-    "set_up",
-    "write_line",
-]
-
 LogFormat = Literal["text", "json"]
 
 EVENT: Final = re.compile(r"([\w%]+(?:\.[\w%]+)+)((?: \w+=%[-.\d]*[a-z])*)")
@@ -128,10 +113,6 @@ class RejectionCount:
     def __init__(self) -> None:
         self.so_far = 0
         self._next_at = -math.inf
-
-    def __repr__(self) -> str:
-        """Return one line with the count."""
-        return f"<RejectionCount {self.so_far}>"
 
     def add(self) -> int:
         """Count a message. Return the number so far if a line is due, else 0."""

@@ -28,19 +28,6 @@ from typing import Final, get_args
 from ..schemas.checks import check_subject_token
 from ..schemas.request import Lane
 
-__all__ = [
-    "ALL_PRESENCES",
-    "BUCKET",
-    "LANES",
-    "PREFIX",
-    "Subjects",
-    "check_subject_token",
-    "decode_token",
-    "encode_token",
-    "published_bucket",
-    "upload_bucket",
-]
-
 PREFIX = "rb.v1"
 ALL_PRESENCES: Final = f"{PREFIX}.*.presence.*"
 """The subjects of the presence of the workers of all fleets, which only a server without users lets a client read."""

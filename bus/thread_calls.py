@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-__all__ = ["call_to_end"]
-
 
 async def call_to_end(function: Callable[..., None], *arguments: str, executor: Executor | None = None) -> None:
     """Call a function on a thread. Raise a cancellation of the caller after the function has ended.

@@ -5,8 +5,6 @@ from typing import Final, Literal, NamedTuple
 
 from ..schemas.presence import EngineStats, WorkerPresence
 
-__all__ = ["VLLM_LABELS", "Family", "MetricSample", "exposition", "prefix_cache_hit_ratio", "worker_families"]
-
 Labels = Mapping[str, str]
 
 GAUGES: Final = {

@@ -21,8 +21,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from ..trainer.errors import ReplayError
 from ..trainer.packing import MicroBatch
 
-__all__ = ["Replayed", "feed", "replay"]
-
 
 class Replayed:
     """The replaying routers of this process."""

@@ -27,9 +27,7 @@ from verifiers.v1.trace import Branch, Trace
 from verifiers.v1.types import Response
 
 from ..trainer.errors import PackError
-from ..trainer.sample import NOT_SAMPLED, Sample
-
-__all__ = ["samples", "weight_versions"]
+from ..trainer.stitching import NOT_SAMPLED, Sample
 
 INFO = "weight_versions"
 """Key in `trace.info`: versions of the tokens of each answer, by a digest of the token ids up to the answer's end."""

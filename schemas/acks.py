@@ -12,8 +12,6 @@ from .errors import ControlCode
 from .telemetry import ExpertLoad, RequestTimeline
 from .weights import Canary, Digest, Staging, UpdateTiming, Verified
 
-__all__ = ["Ack", "AckError", "AckStatus"]
-
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 

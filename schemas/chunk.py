@@ -25,17 +25,6 @@ else:
     # A receiver gets a copy: a view would keep the whole frame in memory, with the chunks of all other requests.
     Buffer = bytes
 
-__all__ = [
-    "Chunk",
-    "ChunkError",
-    "End",
-    "FinishReason",
-    "PromptLogprobs",
-    "RoutedExperts",
-    "SamplingMask",
-    "TopLogprobs",
-    "json_logprobs",
-]
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_CHARS)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]

@@ -1,8 +1,13 @@
-"""Commands to workers, as JSON that is readable with `nats sub`.
+"""Commands to workers, and the desired state that they make, as JSON that is readable with `nats sub`.
 
 A command is one map with its name under `command`. A worker rejects unknown names and fields, so a misspelt option
 causes an error instead of a default. Each worker that a command names acks it: first `accepted`, then optionally
 `progress`, and finally exactly one of `applied`, `failed`, `unsupported`, `stale`.
+
+The desired state of a fleet's model is one JSON value in a NATS KV bucket. It consists of registers: `pause`,
+`weights`, `flush`, `sleep`, and `lora:<name>` for each adapter. A register holds the last command that set it, with the
+epoch that recorded the command. Epochs count the recorded commands, so commands of concurrent controllers have one
+order.
 """
 
 import re
@@ -13,45 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from . import limits
-from .acks import Ack, AckError, AckStatus
 from .checks import check_float, check_int, check_matches, check_name, check_request_id, check_subject_token
 from .errors import InvalidRequest
 from .telemetry import RequestKind
-from .weights import Canary, Digest, Verified, WeightSource
-
-__all__ = [
-    "LORA_REGISTER",
-    "Abort",
-    "Ack",
-    "AckError",
-    "AckStatus",
-    "AnyCommand",
-    "Canary",
-    "CancelWeightUpdate",
-    "CheckWeights",
-    "Command",
-    "Drain",
-    "Fence",
-    "FinishWeightUpdate",
-    "FlushCache",
-    "InitWeightTransfer",
-    "LoadLora",
-    "Pause",
-    "PauseMode",
-    "ReadExperts",
-    "ReadRequest",
-    "Resume",
-    "Sleep",
-    "StartWeightUpdate",
-    "State",
-    "UnloadLora",
-    "UpdateWeightChunk",
-    "UpdateWeights",
-    "Verified",
-    "Wake",
-    "WeightSource",
-    "lora_register",
-]
+from .weights import Canary, Digest, WeightSource
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Handling of the requests in flight. `abort` aborts them immediately, `wait` finishes them first, and `keep` continues
@@ -69,6 +39,8 @@ Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 TransferId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 HTTP_USER = re.compile(r"http:[A-Za-z0-9_.-]{1,64}")
 """Identity of a user of the HTTP service."""
+Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -76,6 +48,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     sets: ClassVar[str | None] = None
     """Register of the desired state that the command sets; see `register`."""
+    is_of_one_model: ClassVar[bool] = False
+    """True if the command applies to the workers of one model only."""
 
     v: Literal[1] = 1
     """Wire version."""
@@ -120,6 +94,12 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def register(self) -> str | None:
         """Register of the desired state that the command sets; None for a one-off command."""
         return self.sets
+
+
+class _OneModelCommand(Command, frozen=True, kw_only=True):
+    """The fields that all commands have which apply to the workers of one model only."""
+
+    is_of_one_model: ClassVar[bool] = True
 
 
 def lora_register(name: str) -> str:
@@ -189,7 +169,7 @@ class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag=
     """True: the source is an adapter, as for `load_lora`. Workers without `Capabilities.weight_digests` reject this."""
 
 
-class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
+class UpdateWeights(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
     """Replace the weights."""
 
     sets: ClassVar[str | None] = "weights"
@@ -217,7 +197,7 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     `Capabilities.weight_digests`."""
 
 
-class _LoraCommand(Command, frozen=True, kw_only=True):
+class _LoraCommand(_OneModelCommand, frozen=True, kw_only=True):
     """The fields that all commands on one adapter have."""
 
     name: str
@@ -317,14 +297,14 @@ class Fence(Command, frozen=True, kw_only=True, tag_field="command", tag="fence"
     """Reason for people; the worker announces it as `last_error`."""
 
 
-class InitWeightTransfer(Command, frozen=True, kw_only=True, tag_field="command", tag="init_weight_transfer"):
+class InitWeightTransfer(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="init_weight_transfer"):
     """Pass `info` to the engine's `init_weight_transfer_engine`."""
 
     info: dict[str, Any]
     """Arguments in the format of the engine's transfer backend."""
 
 
-class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
+class StartWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
     """Hold the requests in flight and start to receive weights from the transfer engine.
 
     The id of the command becomes the id of the transfer. Its owner may start again; others get `transfer_held`.
@@ -334,7 +314,7 @@ class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command",
     """Handling of the requests in flight."""
 
 
-class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weight_chunk"):
+class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="update_weight_chunk"):
     """Pass `info` to the engine's `update_weights`."""
 
     info: dict[str, Any]
@@ -343,7 +323,7 @@ class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command",
     """Id of the transfer that must be open; None: any of the same owner."""
 
 
-class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
+class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
     """End an update by the transfer engine: verify the weights, set the version and resume.
 
     A worker that joins later cannot repeat this update.
@@ -397,3 +377,97 @@ AnyCommand = (
     | CancelWeightUpdate
 )
 """All types of commands."""
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The user that signs with a key, and the permissions of that user. JSON, signed by the fleet's root key."""
+
+    fleet: str
+    """Name of the fleet. Other fleets reject the certificate."""
+    role: Name
+    """Role of the user."""
+    name: str
+    """Name of the user. Commands of this user are valid only on the user's own subject."""
+    key: Annotated[str, Meta(max_length=64)]
+    """Public key of the user's signatures: Ed25519, base64url."""
+    models: tuple[Name, ...] | None = None
+    """Models whose commands, desired states and uploads the user may sign; None: every model."""
+    commands: tuple[Name, ...] | None = None
+    """Names of the commands that the user may send; None: all commands."""
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_subject_token("fleet", self.fleet)
+        check_subject_token("name", self.name)
+        for model in self.models or ():
+            check_name("models", model)
+
+    def covers_model(self, model: str) -> bool:
+        """Return True if the user may change this model."""
+        return self.models is None or model in self.models
+
+    def covers_command(self, command: str) -> bool:
+        """Return True if the user may send this command."""
+        return self.commands is None or command in self.commands
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the user may not send every command for every model."""
+        return self.models is not None or self.commands is not None
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The content of one register."""
+
+    epoch: Epoch
+    """Epoch that recorded the command."""
+    command: AnyCommand
+    """Command that set the register."""
+    by: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """Who set it, as its controller says: a client, or `http:` and a user of the HTTP service. Empty: not announced."""
+    at: Annotated[float, Meta(ge=0)] = 0.0
+    """Unix time of the recording, by the clock of the author. 0: not announced."""
+
+
+class SeenCommand(msgspec.Struct, frozen=True, array_like=True):
+    """A recorded command, whether or not a register still holds it."""
+
+    id: str
+    """Id of the command."""
+    epoch: Epoch
+    """Epoch that recorded the command."""
+
+
+class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state of the workers of one model."""
+
+    v: Literal[1] = 1
+    """Wire version."""
+    model: str
+    """Name of the model."""
+    epoch: Epoch = 0
+    """Number of commands recorded so far."""
+    registers: dict[str, Recorded] = {}
+    """Registers for all workers of the model, by register name."""
+    workers: dict[str, dict[str, Recorded]] = {}
+    """Registers for single workers, by worker id and register name. Of two commands for one register, the later command
+    counts."""
+    seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
+    """Last recorded commands. A repeated command is not recorded again."""
+    bucket: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """Random id that the first state of a bucket gets and all later states keep. A state with this id and an older
+    epoch is a stale read. Empty: the program that wrote the state does not know this field."""
+
+    def __post_init__(self) -> None:
+        """Check the model's name."""
+        check_name("model", self.model)
+
+    @property
+    def everywhere(self) -> tuple[dict[str, Recorded], ...]:
+        """The registers for all workers, and those of each single worker."""
+        return self.registers, *self.workers.values()
+
+    @property
+    def is_first(self) -> bool:
+        """True if no command was ever recorded. Such a state only makes the model known."""
+        return not (self.registers or self.workers or self.seen)

@@ -1,4 +1,4 @@
-"""All errors, as exceptions for callers and as codes on the wire.
+"""All errors, as exceptions for callers and as codes on the wire and of processes.
 
 RollbusError
 ├── BusClosed                 this client or worker was closed locally
@@ -21,68 +21,15 @@ RollbusError
 
 import enum
 import errno
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "ERRORS",
-    "FREE_SPACE",
-    "BusBroken",
-    "BusClosed",
-    "ControlCode",
-    "ControlError",
-    "DuplicateWorker",
-    "EngineDead",
-    "ErrorCode",
-    "ErrorFacts",
-    "InvalidRequest",
-    "LocalProtocolError",
-    "NoWorkers",
-    "PermissionDenied",
-    "RemoteProtocolError",
-    "RequestError",
-    "RequestFailed",
-    "RequestRejected",
-    "RequestTimeout",
-    "RollbusError",
-    "ServerUnreachable",
-    "TlsFailed",
-    "is_disk_full",
-    "request_error",
-]
-
-
-class ErrorCode(enum.StrEnum):
-    """The reason why a request failed, as in a terminal chunk. Append-only; `ERRORS` explains each code."""
-
-    INVALID_REQUEST = "invalid_request"
-    UNKNOWN_MODEL = "unknown_model"
-    UNSUPPORTED = "unsupported"
-    DUPLICATE_REQUEST = "duplicate_request"
-    TOO_LARGE = "too_large"
-    NO_WORKERS = "no_workers"
-    QUEUE_FULL = "queue_full"
-    TIMEOUT = "timeout"
-    WEIGHTS_TOO_OLD = "weights_too_old"
-    TOO_STALE = "too_stale"
-    WORKER_LOST = "worker_lost"
-    WORKER_STOPPED = "worker_stopped"
-    FRAMES_LOST = "frames_lost"
-    PROTOCOL_ERROR = "protocol_error"
-    ENGINE_ERROR = "engine_error"
-    ENGINE_DEAD = "engine_dead"
-    CLIENT_CLOSED = "client_closed"
-    POISON_REQUEST = "poison_request"
-    WORKER_FENCED = "worker_fenced"
-    CLIENT_LOST = "client_lost"
-    OVER_BUDGET = "over_budget"
-    PERMISSION_DENIED = "permission_denied"
-    KV_TRANSFER_FAILED = "kv_transfer_failed"
-    UNKNOWN = "unknown"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "ErrorCode":
-        """Decode a code of a newer peer as UNKNOWN, so that its frame still decodes."""
-        return cls.UNKNOWN
+FREE_SPACE: Final = "free space, then the same command continues"
+"""Advice for a full disk."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+EXIT_DUPLICATE_WORKER: Final = 78
+"""Another live worker has the same id. A restart cannot help, so no supervisor restarts the process."""
 
 
 class ErrorFacts(NamedTuple):
@@ -91,50 +38,67 @@ class ErrorFacts(NamedTuple):
     meaning: str
     fault: str
     """Party that must act: `client`, `worker`, `fleet` (its operator) or `network`."""
-    retryable: bool
+    retryable: bool = False
     """True if the same request may succeed on a retry."""
-    admitted: bool
+    admitted: bool = False
     """True if a worker may have started the request before it failed."""
+    resumed: bool = False
+    """True if the error of an attempt does not predict an error of the next attempt, so the client starts another."""
 
 
-ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
-    ErrorCode.INVALID_REQUEST: ErrorFacts("a field of the request is wrong", "client", False, False),
-    ErrorCode.UNKNOWN_MODEL: ErrorFacts("no worker serves a model of this name", "client", False, False),
-    ErrorCode.UNSUPPORTED: ErrorFacts(
-        "the model or engine does not support a requested feature", "client", False, False
-    ),
-    ErrorCode.DUPLICATE_REQUEST: ErrorFacts("an open request of this client has the same id", "client", False, False),
-    ErrorCode.TOO_LARGE: ErrorFacts(
-        "the request, or one row of its routed experts, exceeds the server's max_payload", "client", False, False
-    ),
-    ErrorCode.NO_WORKERS: ErrorFacts("no live worker serves the model, and none starts", "fleet", True, False),
-    ErrorCode.QUEUE_FULL: ErrorFacts("the limit of waiting requests is reached", "fleet", True, False),
-    ErrorCode.TIMEOUT: ErrorFacts("the request's timeout_s passed", "fleet", True, True),
-    ErrorCode.WEIGHTS_TOO_OLD: ErrorFacts("the weights are older than min_weight_version", "fleet", True, False),
-    ErrorCode.TOO_STALE: ErrorFacts(
-        "the weights advanced by more than max_weight_lag versions", "client", False, False
-    ),
-    ErrorCode.WORKER_LOST: ErrorFacts("the worker's lease expired", "worker", True, True),
-    ErrorCode.WORKER_STOPPED: ErrorFacts("the worker shut down before it finished the request", "worker", True, True),
-    ErrorCode.FRAMES_LOST: ErrorFacts("frames between worker and client were lost", "network", True, True),
-    ErrorCode.PROTOCOL_ERROR: ErrorFacts("the worker's chunks contradict each other", "worker", True, True),
-    ErrorCode.ENGINE_ERROR: ErrorFacts("the engine failed only this request", "worker", True, True),
-    ErrorCode.ENGINE_DEAD: ErrorFacts("the engine died; its worker exits", "worker", True, True),
-    ErrorCode.CLIENT_CLOSED: ErrorFacts("the client was closed before the request ended", "client", True, True),
-    ErrorCode.POISON_REQUEST: ErrorFacts(
-        "several engines died on this request; it is not retried", "client", False, True
-    ),
-    ErrorCode.WORKER_FENCED: ErrorFacts("the worker is alive but does not continue the request", "worker", True, True),
-    ErrorCode.CLIENT_LOST: ErrorFacts("the client's lease expired at the worker", "client", True, True),
-    ErrorCode.OVER_BUDGET: ErrorFacts("the worker buffered more unread results than its limit", "client", True, True),
-    ErrorCode.PERMISSION_DENIED: ErrorFacts(
-        "this client's NATS user lacks a required permission", "client", False, False
-    ),
-    ErrorCode.KV_TRANSFER_FAILED: ErrorFacts(
-        "the transfer of the KV cache from the prefill worker to the decode worker failed", "worker", True, True
-    ),
-    ErrorCode.UNKNOWN: ErrorFacts("a newer peer sent a code that this process does not know", "worker", False, True),
-}
+class ErrorCode(enum.StrEnum):
+    """The reason why a request failed, as in a terminal chunk. Append-only; `ERRORS` explains each code."""
+
+    facts: ErrorFacts
+    """Meaning of the code, and what follows from it."""
+
+    def __new__(cls, value: str, *facts: Any) -> "ErrorCode":
+        """Make a member whose value is the code alone, with the fields of `ErrorFacts`."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.facts = ErrorFacts(*facts)
+        return member
+
+    # The code, its meaning and fault; then `retryable`, `admitted` and `resumed`, False if left out.
+    INVALID_REQUEST = "invalid_request", "a field of the request is wrong", "client"
+    UNKNOWN_MODEL = "unknown_model", "no worker serves a model of this name", "client"
+    UNSUPPORTED = "unsupported", "the model or engine does not support a requested feature", "client"
+    DUPLICATE_REQUEST = "duplicate_request", "an open request of this client has the same id", "client"
+    TOO_LARGE = "too_large", "the request, or one row of its routed experts, exceeds the server's max_payload", "client"
+    NO_WORKERS = "no_workers", "no live worker serves the model, and none starts", "fleet", True
+    QUEUE_FULL = "queue_full", "the limit of waiting requests is reached", "fleet", True
+    TIMEOUT = "timeout", "the request's timeout_s passed", "fleet", True, True
+    WEIGHTS_TOO_OLD = "weights_too_old", "the weights are older than min_weight_version", "fleet", True
+    TOO_STALE = "too_stale", "the weights advanced by more than max_weight_lag versions", "client"
+    WORKER_LOST = "worker_lost", "the worker's lease expired", "worker", True, True, True
+    WORKER_STOPPED = "worker_stopped", "the worker shut down before it finished the request", "worker", True, True, True
+    FRAMES_LOST = "frames_lost", "frames between worker and client were lost", "network", True, True, True
+    PROTOCOL_ERROR = "protocol_error", "the worker's chunks contradict each other", "worker", True, True
+    ENGINE_ERROR = "engine_error", "the engine failed only this request", "worker", True, True
+    ENGINE_DEAD = "engine_dead", "the engine died; its worker exits", "worker", True, True, True
+    CLIENT_CLOSED = "client_closed", "the client was closed before the request ended", "client", True, True
+    POISON_REQUEST = "poison_request", "several engines died on this request; it is not retried", "client", False, True
+    WORKER_FENCED = "worker_fenced", "the worker is alive but does not continue the request", "worker", True, True, True
+    CLIENT_LOST = "client_lost", "the client's lease expired at the worker", "client", True, True, True
+    OVER_BUDGET = "over_budget", "the worker buffered more unread results than its limit", "client", True, True, True
+    PERMISSION_DENIED = "permission_denied", "this client's NATS user lacks a required permission", "client"
+    KV_TRANSFER_FAILED = (
+        "kv_transfer_failed",
+        "the transfer of the KV cache from the prefill worker to the decode worker failed",
+        "worker",
+        True,
+        True,
+        True,
+    )
+    UNKNOWN = "unknown", "a newer peer sent a code that this process does not know", "worker", False, True
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ErrorCode":
+        """Decode a code of a newer peer as UNKNOWN, so that its frame still decodes."""
+        return cls.UNKNOWN
+
+
+ERRORS: Final = {code: code.facts for code in ErrorCode}
 
 
 class ControlCode(enum.StrEnum):
@@ -188,11 +152,6 @@ class ControlCode(enum.StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> "ControlCode":
         return cls.UNKNOWN
-
-
-FREE_SPACE: Final = "free space, then the same command continues"
-"""Advice for a full disk."""
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -298,7 +257,7 @@ class RequestError(RollbusError):
     @property
     def retryable(self) -> bool:
         """True if the same request may succeed on a retry."""
-        return ERRORS[self.code].retryable
+        return self.code.facts.retryable
 
 
 class RequestRejected(RequestError):
@@ -356,5 +315,35 @@ def request_error(
         return NoWorkers(message=message, request_id=request_id)
     if code is ErrorCode.TIMEOUT:
         return RequestTimeout(stage="generation", message=message, request_id=request_id)
-    kind = RequestFailed if ERRORS[code].admitted else RequestRejected
+    kind = RequestFailed if code.facts.admitted else RequestRejected
     return kind(code=code, message=message, request_id=request_id)
+
+
+class ForeignError(Exception):
+    """Foreign code failed. The text is `type: message` of the original exception.
+
+    Attributes:
+        cause: the original exception.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause = cause
+
+
+@contextmanager
+def foreign_code(*known: type[Exception]) -> Iterator[None]:
+    """Run the body and pass on only exceptions of the types `known` unchanged.
+
+    vLLM, torch, transformers and others do not document which exceptions they raise.
+
+    Raises:
+        ForeignError: the body raised any other exception.
+    """
+    try:
+        yield
+    except known:
+        raise
+    except Exception as exc:
+        # Boundary: otherwise a new exception type of a foreign release would end an engine, a worker or a service.
+        raise ForeignError(exc) from exc

@@ -12,47 +12,31 @@ import numpy as np
 from msgspec import Meta
 
 from . import limits
+from .acks import Ack
 from .checks import check_request_id, check_subject_token, describe
 from .chunk import Chunk, Index, RequestId
-from .control import Ack, AnyCommand
-from .desired import DesiredState
+from .control import AnyCommand, DesiredState
+from .decoding import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed, wrong_command
 from .errors import InvalidRequest, RemoteProtocolError
-from .explain import wrong_command
 from .presence import ClientPresence, WorkerPresence
-from .request import GenerateRequest
+from .request import GenerateRequest, check_given_id
 from .request_fields import build_request, decode_token_ids
-from .request_ids import check_given_id, request_id_of
 from .telemetry import LostAttempt
-from .wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
-
-__all__ = [
-    "WIRE_VERSION",
-    "Frame",
-    "KvTransfer",
-    "LinkMessage",
-    "RequestKey",
-    "RequestMessage",
-    "Sibling",
-    "command_id_of",
-    "decode_ack",
-    "decode_client_presence",
-    "decode_command",
-    "decode_desired",
-    "decode_frame",
-    "decode_link_message",
-    "decode_presence",
-    "decode_request",
-    "decode_request_message",
-    "encode",
-    "encode_json",
-    "priority_of",
-    "request_id_of",
-]
 
 Incarnation = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 OptionalIncarnation = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
 ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
+_untyped_decoder = msgspec.msgpack.Decoder()
+_presence_decoder = msgspec.json.Decoder(WorkerPresence)
+_command_decoder = msgspec.json.Decoder(AnyCommand)
+_commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyCommand)}
+_ack_decoder = msgspec.json.Decoder(Ack)
+_desired_decoder = msgspec.json.Decoder(DesiredState)
+_client_presence_decoder = msgspec.json.Decoder(ClientPresence)
+_T = TypeVar("_T")
+_chunks_decoder = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
+_chunk_decoder = msgspec.msgpack.Decoder(Chunk)
 
 
 class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=True):
@@ -224,18 +208,21 @@ def _dec_hook(kind: type, value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
 _json_encoder = msgspec.json.Encoder(enc_hook=_enc_hook_json)
+
+
 _request_message_decoder = msgspec.msgpack.Decoder(RequestMessage)
+
+
 _request_decoder = msgspec.msgpack.Decoder(GenerateRequest, dec_hook=_dec_hook)
-_untyped_decoder = msgspec.msgpack.Decoder()
+
+
 _frame_decoder = msgspec.msgpack.Decoder(Frame)
+
+
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
-_presence_decoder = msgspec.json.Decoder(WorkerPresence)
-_command_decoder = msgspec.json.Decoder(AnyCommand)
-_commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyCommand)}
-_ack_decoder = msgspec.json.Decoder(Ack)
-_desired_decoder = msgspec.json.Decoder(DesiredState)
-_client_presence_decoder = msgspec.json.Decoder(ClientPresence)
 
 
 class _OnlyCommandId(msgspec.Struct):
@@ -247,6 +234,8 @@ class _OnlyCommandName(msgspec.Struct):
 
 
 _only_command_name_decoder = msgspec.json.Decoder(_OnlyCommandName)
+
+
 _only_command_id_decoder = msgspec.json.Decoder(_OnlyCommandId)
 
 
@@ -381,11 +370,99 @@ def decode_client_presence(data: bytes) -> ClientPresence:
     return _decode(_client_presence_decoder.decode, data, "client presence")
 
 
-_T = TypeVar("_T")
-
-
 def _decode(decode: Callable[[bytes], _T], data: bytes, what: str, form: Form = "json") -> _T:
     try:
         return decode(data)
     except MALFORMED as exc:
         raise RemoteProtocolError(f"{what}: {why_malformed(exc, data, form)}") from None
+
+
+class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The readable part of a frame that does not decode."""
+
+    incarnation: str
+    """Incarnation of the worker."""
+    number: int
+    """Number of the frame on its link."""
+    link: int
+    """Number of the link within this incarnation."""
+    client_incarnation: str
+    """Incarnation of the client that the frame is for."""
+    keys: frozenset[RequestKey] = frozenset()
+    """All requests that the frame names; empty if their names do not decode."""
+    bad_keys: frozenset[RequestKey] = frozenset()
+    """Requests whose chunks do not decode; empty if the names of the requests do not decode."""
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True):
+    """A `Frame` with its content left undecoded."""
+
+    v: Literal[1]
+    incarnation: Incarnation
+    number: FrameNumber
+    admitted: msgspec.Raw
+    chunks: msgspec.Raw
+    link: FrameNumber = 0
+    client_incarnation: OptionalIncarnation = ""
+
+
+class _ChunkKey(msgspec.Struct, array_like=True, frozen=True):
+    """The first fields of a `Chunk`."""
+
+    request_id: RequestId
+    attempt: Index
+    child: Index
+
+
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+_offers_decoder = msgspec.msgpack.Decoder(Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
+
+
+_chunk_key_decoder = msgspec.msgpack.Decoder(_ChunkKey)
+
+
+def decode_frame_header(data: bytes) -> FrameHeader | None:
+    """Decode the header of a frame that `decode_frame` rejected. Return None if the header does not decode either."""
+    try:
+        header = _header_decoder.decode(data)
+    except MALFORMED:
+        return None
+    keys, bad_keys = _requests_in(header)
+    return FrameHeader(
+        incarnation=header.incarnation,
+        number=header.number,
+        link=header.link,
+        client_incarnation=header.client_incarnation,
+        keys=keys,
+        bad_keys=bad_keys,
+    )
+
+
+def _requests_in(header: _Header) -> tuple[frozenset[RequestKey], frozenset[RequestKey]]:
+    """Return all requests that a frame names, and the requests whose chunks do not decode.
+
+    Return two empty sets if any name does not decode.
+    """
+    keys: set[RequestKey] = set()
+    bad_keys: set[RequestKey] = set()
+    try:
+        keys.update(_offers_decoder.decode(header.admitted))
+        for raw in _chunks_decoder.decode(header.chunks):
+            named = _chunk_key_decoder.decode(raw)
+            key = RequestKey(named.request_id, named.attempt, named.child)
+            keys.add(key)
+            if not _decodes(raw):
+                bad_keys.add(key)
+    except MALFORMED:
+        return frozenset(), frozenset()
+    return frozenset(keys), frozenset(bad_keys)
+
+
+def _decodes(raw: msgspec.Raw) -> bool:
+    try:
+        _chunk_decoder.decode(raw)
+    except MALFORMED:
+        return False
+    return True

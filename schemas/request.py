@@ -1,9 +1,20 @@
-"""A request to generate tokens, as the caller creates it and as the wire carries it."""
+"""A request to generate tokens: its ids, its fields, and the request for the rest of an answer.
 
+A rest is the next attempt after a loss, or the continuation of a stopped answer. Routed experts have a row for each
+position except the last token's. The request for the rest therefore asks for rows from that position on. The engine
+computes this boundary row with the rest and its weight version. No row is computed twice.
+
+Callers may write other ids than the wire carries: every message has a short form.
+"""
+
+import base64
+import hashlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -12,33 +23,74 @@ from msgspec.structs import force_setattr, replace
 
 from . import limits
 from .checks import (
+    REQUEST_ID_PATTERN,
     check_bool,
     check_float,
     check_int,
     check_name,
+    check_request_id,
     check_token_ids,
+    check_traceparent,
+    check_tracestate,
     describe,
 )
-from .continuation import Inexact, StoppedAnswer, rest_of_answer
+from .chunk import FinishReason
+from .decoding import MALFORMED
 from .errors import InvalidRequest
-from .field_names import NamedFields, check_names
-from .request_ids import check_given_id, wire_id
-from .sampling import SamplingParams
-from .trace_context import check_traceparent, check_tracestate
+from .limits import MAX_GIVEN_ID_CHARS, MAX_SEED
+from .rows import Rows, expected_rows
+from .sampling import NamedFields, SamplingParams, check_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    # Callers may pass any sequence of integers; after construction it is a read-only i4 array.
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 else:
-    # msgspec calls the hooks in rollbus.schemas.messages to encode and decode a type that it does not know.
     TokenIds = np.ndarray
 
-__all__ = ["GenerateRequest", "Lane", "TokenIds", "as_request", "expand_children", "lane_of"]
-
+Inexact = Literal["refuse", "continue"]
+"""How to continue an answer whose sampler had state. `refuse` raises `InvalidRequest`. `continue` uses another seed,
+and the joined result is not `exact`."""
+OPEN_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+"""Finish reasons after which an answer may be continued."""
+MAPPED = "x:"
+"""Prefix of the wire's form of ids that subjects and chunks cannot carry as they are."""
+NUM_HASH_CHARS = 26
+"""130 bits: no two ids of a fleet have the same wire form."""
 Lane = Literal["resume", "high", "normal", "low"]
 """Lanes of the queue. `resume` is for later attempts and decode phases only."""
+
+
+class StoppedAnswer(Protocol):
+    """The part of `rollbus.Generation` that a continuation needs."""
+
+    @property
+    def child(self) -> int:
+        """Number of the sample, 0 to n - 1."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of prompt tokens, Lp."""
+
+    @property
+    def start(self) -> int:
+        """Absolute position of the first row."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """Generated tokens, i4[G]."""
+
+    @property
+    def model(self) -> str | None:
+        """Model that generated it; None if it is unknown."""
+
+    @property
+    def routed_experts(self) -> Rows | None:
+        """Rows from `start` on; None without routed experts."""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Reason why the answer ended."""
 
 
 class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only=True, omit_defaults=True, eq=False):
@@ -104,7 +156,7 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
 
     @property
     def wire_id(self) -> str:
-        """Id of the request on the wire, see `rollbus.schemas.request_ids.wire_id`."""
+        """Id of the request on the wire, see `rollbus.schemas.request.wire_id`."""
         return wire_id(self.request_id, self.id_scope)
 
     @property
@@ -149,6 +201,19 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
         return rest_of_answer(self, generation, inexact=inexact, request_id=uuid.uuid4().hex)
 
 
+_OPTIONAL: Final[Mapping[str, Callable[[str, object], object]]] = {
+    **dict.fromkeys(("return_routed_experts", "return_sampling_mask"), check_bool),
+    **dict.fromkeys(("model", "session_id", "lora", "group_id", "id_scope"), check_name),
+    "cache_salt": partial(check_name, max_chars=limits.MAX_CACHE_SALT_CHARS),
+    "timeout_s": partial(check_float, low=0, high=limits.MAX_TIMEOUT_S, above=True),
+    "min_weight_version": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
+    "max_weight_lag": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
+    "traceparent": check_traceparent,
+    "tracestate": check_tracestate,
+}
+"""The checks of fields that may be None, in their order."""
+
+
 def _checked(request: GenerateRequest) -> dict[str, object]:
     token_ids = check_token_ids(
         "prompt_token_ids", request.prompt_token_ids, min_length=1, max_length=limits.MAX_PROMPT_TOKENS
@@ -165,26 +230,10 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         ),
         "priority": check_int("priority", request.priority, -limits.MAX_PRIORITY, limits.MAX_PRIORITY),
     }
-    for name in ("return_routed_experts", "return_sampling_mask"):
+    for name, check in _OPTIONAL.items():
         value = getattr(request, name)
         if value is not None:
-            checked[name] = check_bool(name, value)
-    for name in ("model", "session_id", "lora", "group_id", "id_scope"):
-        value = getattr(request, name)
-        if value is not None:
-            checked[name] = check_name(name, value)
-    if request.cache_salt is not None:
-        checked["cache_salt"] = check_name("cache_salt", request.cache_salt, limits.MAX_CACHE_SALT_CHARS)
-    if request.timeout_s is not None:
-        checked["timeout_s"] = check_float("timeout_s", request.timeout_s, 0, limits.MAX_TIMEOUT_S, above=True)
-    for name in ("min_weight_version", "max_weight_lag"):
-        value = getattr(request, name)
-        if value is not None:
-            checked[name] = check_int(name, value, 0, limits.MAX_WEIGHT_VERSION)
-    if request.traceparent is not None:
-        checked["traceparent"] = check_traceparent("traceparent", request.traceparent)
-    if request.tracestate is not None:
-        checked["tracestate"] = check_tracestate("tracestate", request.tracestate)
+            checked[name] = check(name, value)
     return checked
 
 
@@ -240,3 +289,143 @@ def expand_children(request: GenerateRequest) -> list[GenerateRequest]:
         replace(request, sampling=replace(request.sampling, n=1, seed=None if seed is None else seed + child))
         for child in range(request.sampling.n)
     ]
+
+
+def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_rows: int) -> "GenerateRequest":
+    """Return `request` for the tokens after `token_ids`, with the same id. `token_ids` must not be empty.
+
+    Args:
+        request: a request for one sample.
+        num_rows: number of rows of routed experts that already exist; 0 also if the request wants none.
+    """
+    sampling, num_tokens = request.sampling, len(token_ids)
+    return replace(
+        request,
+        prompt_token_ids=np.concatenate([np.asarray(request.prompt_token_ids), token_ids]),
+        routed_experts_prompt_start=request.routed_experts_prompt_start + num_rows,
+        sampling=replace(
+            sampling,
+            max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_tokens,
+            min_tokens=max(sampling.min_tokens - num_tokens, 0),
+            prompt_logprobs=None,
+            # The state of the seeded generator is lost. The same seed would repeat the noise of the first tokens.
+            seed=None if sampling.seed is None else _derived_seed(sampling.seed, num_tokens),
+        ),
+    )
+
+
+def rest_of_answer(
+    request: "GenerateRequest", answer: StoppedAnswer, *, inexact: Inexact, request_id: str
+) -> "GenerateRequest":
+    """Return the request for the rest of `answer`, with this id; see `GenerateRequest.continuing`."""
+    sampling, num_tokens = request.sampling, len(answer.token_ids)
+    start = request.routed_experts_prompt_start
+    if (answer.prompt_len, answer.start) != (request.prompt_len, start):
+        raise InvalidRequest(
+            field="generation",
+            problem=f"has a prompt of {answer.prompt_len} tokens and rows from {answer.start} on",
+            allowed=f"a generation of this request: {request.prompt_len} tokens, rows from {start} on",
+        )
+    if answer.child >= sampling.n:
+        raise InvalidRequest(
+            field="generation", problem=f"is of sample {answer.child}", allowed=f"samples 0 to {sampling.n - 1}"
+        )
+    reason = answer.finish_reason if answer.finish_reason not in OPEN_ENDS else why_ended(sampling, answer.token_ids)
+    if reason is not None:
+        raise InvalidRequest(
+            field="generation", problem=f"ended normally ({reason})", allowed="a generation that was aborted or failed"
+        )
+    if num_tokens and inexact == "refuse":
+        check_continuable(sampling)
+    seed = None if sampling.seed is None else sampling.seed + answer.child
+    model = request.model or answer.model
+    request = replace(request, sampling=replace(sampling, n=1, seed=seed), request_id=request_id, model=model)
+    if not num_tokens:
+        return request
+    return rest_of(request, answer.token_ids, num_kept_rows(answer))
+
+
+def num_kept_rows(answer: StoppedAnswer) -> int:
+    """Return the number of rows of a stopped answer that belong to its tokens.
+
+    Rows may arrive before their tokens; the number excludes these rows.
+    """
+    if answer.routed_experts is None:
+        return 0
+    expected = expected_rows(answer.prompt_len, answer.start, len(answer.token_ids))
+    return min(len(answer.routed_experts), expected)
+
+
+def check_continuable(sampling: SamplingParams) -> None:
+    """Check that the sampling has no state that is lost when an answer stops.
+
+    Raises:
+        InvalidRequest: the sampling has a seed, penalties, bad words, or engine parameters such as a grammar.
+    """
+    if fields := sampling.stateful_fields:
+        raise InvalidRequest(
+            field=f"sampling.{fields[0]}",
+            problem="gives the sampler a state that is lost when an answer stops: an exact continuation is impossible",
+            allowed="no seed (except with temperature 0), penalties, bad words or extra; or inexact='continue'",
+        )
+
+
+def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> FinishReason | None:
+    """Return why an answer ended after `token_ids`, if its terminal chunk was lost. None: more tokens may follow."""
+    num_tokens = len(token_ids)
+    if num_tokens > sampling.min_tokens and int(token_ids[-1]) in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_tokens == sampling.max_tokens else None
+
+
+def _derived_seed(seed: int, num_tokens: int) -> int:
+    """Return another seed for the tokens after the first `num_tokens`.
+
+    The same arguments always give the same seed. Seeds of different arguments are unrelated.
+    """
+    digest = blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def check_given_id(field: str, value: object) -> str:
+    """Accept printable ids of up to 512 characters without a space at either end."""
+    if (
+        not isinstance(value, str)
+        or not 1 <= len(value) <= MAX_GIVEN_ID_CHARS
+        or not value.isprintable()
+        or value != value.strip()
+    ):
+        raise InvalidRequest(
+            field=field,
+            problem=f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
+            allowed=f"1 to {MAX_GIVEN_ID_CHARS} printable characters without a space at either end",
+        )
+    return str.__str__(value)
+
+
+def wire_id(given: str, scope: str | None = None) -> str:
+    """Return the id on the wire of a request with the id `given`.
+
+    An id of up to 128 of A-Z a-z 0-9 _ : - stays as it is. Any other id, an id that begins with `x:`, and an id with a
+    scope become `x:` and a hash.
+    """
+    if scope is None and not given.startswith(MAPPED) and REQUEST_ID_PATTERN.fullmatch(given) is not None:
+        return given
+    text = given if scope is None else f"{scope}\0{given}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return MAPPED + base64.b32encode(digest)[:NUM_HASH_CHARS].decode()
+
+
+class _OnlyId(msgspec.Struct):
+    request_id: str
+
+
+_only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
+
+
+def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
+    """Return the wire's id of an encoded `GenerateRequest`, even if other fields are wrong; None if it is invalid."""
+    try:
+        return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
+    except (*MALFORMED, InvalidRequest):
+        return None

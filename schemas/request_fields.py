@@ -1,7 +1,10 @@
-"""Requests built from plain JSON and msgpack values; each error names the field."""
+"""Requests built from plain JSON and msgpack values, and checked against the limits of a model and its engine.
+
+Each error names the field.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,11 +12,11 @@ import numpy as np
 from . import limits
 from .checks import check_token_ids, describe
 from .errors import InvalidRequest
-from .field_names import check_names
+from .presence import Capabilities, SamplingLimits
 from .request import GenerateRequest
-from .sampling import SamplingParams
+from .sampling import SamplingParams, check_names
 
-__all__ = ["build_request", "decode_token_ids", "request_from_json"]
+_DIGITS = re.compile("[0-9]{1,10}")
 
 
 def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
@@ -34,9 +37,6 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
             bias = {int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key: bias[key] for key in bias}
             fields = {**fields, "sampling": {**sampling, "logit_bias": bias}}
     return build_request(fields)
-
-
-_DIGITS = re.compile("[0-9]{1,10}")
 
 
 def build_request(fields: Mapping[str, object]) -> GenerateRequest:
@@ -67,3 +67,109 @@ def decode_token_ids(value: object) -> object:
             )
         return np.frombuffer(value, "<i4")
     return check_token_ids("prompt_token_ids", value, min_length=1, max_length=limits.MAX_PROMPT_TOKENS)
+
+
+def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> None:
+    """Check before publication that this model supports the request and that its tokens fit into the model's context.
+
+    Raises:
+        InvalidRequest: the request exceeds a limit; the error names the field and the allowed range.
+    """
+    check_prompt(request, capabilities)
+    _check_room(request, capabilities.max_model_len)
+    check_sampling(request.sampling, capabilities)
+
+
+def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
+    """Check that the prompt leaves room for one token and has only tokens of the model's vocabulary.
+
+    Raises:
+        InvalidRequest: `prompt_token_ids` is wrong; the error names the position of a wrong token.
+    """
+    if request.prompt_len >= capabilities.max_model_len:
+        raise InvalidRequest(
+            field="prompt_token_ids",
+            problem=f"has {request.prompt_len} tokens",
+            allowed=f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
+            f"{capabilities.max_model_len} positions is left to generate",
+        )
+    ids = np.asarray(request.prompt_token_ids)
+    unknown = np.flatnonzero(ids >= capabilities.vocab_size)
+    if len(unknown):
+        at = int(unknown[0])
+        raise InvalidRequest(
+            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_token_range(capabilities)
+        )
+
+
+def _check_room(request: GenerateRequest, max_model_len: int) -> None:
+    room = max_model_len - request.prompt_len
+    for name, low in (("max_tokens", 1), ("min_tokens", 0)):
+        value = getattr(request.sampling, name)
+        if value is not None and value > room:
+            raise InvalidRequest(
+                field=f"sampling.{name}",
+                problem=f"is {value} after a prompt of {request.prompt_len} tokens",
+                allowed=f"{low} to {room}, because the model has {max_model_len} positions",
+            )
+
+
+def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
+    """Check logprobs, lengths, token ids and the names of extras against what the engine and its model support.
+
+    Raises:
+        InvalidRequest: a parameter is not supported; the error names the field and the allowed values.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and value > capabilities.max_logprobs:
+            raise InvalidRequest(
+                field=f"sampling.{name}", problem=f"is {value}", allowed=f"0 to {capabilities.max_logprobs}"
+            )
+    if capabilities.sampling_limits is not None:
+        _check_lengths(sampling, capabilities.sampling_limits)
+    for field, token_ids in _token_id_fields(sampling):
+        for token_id in token_ids:
+            if token_id >= capabilities.vocab_size:
+                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_token_range(capabilities))
+    for name in sampling.extra or ():
+        if name not in capabilities.extra:
+            raise InvalidRequest(
+                field=f"sampling.extra.{name}",
+                problem=f"is unknown to {capabilities.engine} {capabilities.engine_version}",
+                allowed=", ".join(capabilities.extra) or "nothing",
+            )
+
+
+def _check_lengths(sampling: SamplingParams, most: SamplingLimits) -> None:
+    words = sampling.bad_words_token_ids or ()
+    for name, what, length, limit in (
+        ("allowed_token_ids", "entries", len(sampling.allowed_token_ids or ()), most.allowed_token_ids),
+        ("logit_bias", "entries", len(sampling.logit_bias or ()), most.logit_bias),
+        (
+            "stop_token_ids",
+            "different ids together with min_tokens",
+            len(set(sampling.stop_token_ids)) if sampling.min_tokens else 0,
+            most.min_tokens_stop_ids,
+        ),
+        ("bad_words_token_ids", "entries", len(words), most.bad_words),
+        ("bad_words_token_ids", "tokens in all entries", sum(map(len, words)), most.bad_words_tokens),
+    ):
+        if length > limit:
+            raise InvalidRequest(
+                field=f"sampling.{name}",
+                problem=f"has {length} {what}",
+                allowed=f"at most {limit}, a limit of this engine's sampler",
+            )
+
+
+def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
+    yield "sampling.stop_token_ids", sampling.stop_token_ids
+    yield "sampling.allowed_token_ids", sampling.allowed_token_ids or ()
+    yield "sampling.logit_bias", sampling.logit_bias or ()
+    for index, word in enumerate(sampling.bad_words_token_ids or ()):
+        yield f"sampling.bad_words_token_ids[{index}]", word
+
+
+def _token_range(capabilities: Capabilities) -> str:
+    return f"token ids from 0 to {capabilities.vocab_size - 1}"

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from . import limits
 
-__all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "dtype_of", "expected_rows", "no_rows", "rows_as_wire"]
-
 Rows: TypeAlias = npt.NDArray[np.uint8 | np.uint16]
 RowDtype = Literal["u1", "<u2"]
 DTYPES: dict[str, np.dtype[Any]] = {"u1": np.dtype("u1"), "<u2": np.dtype("<u2")}

@@ -11,19 +11,6 @@ from msgspec import Meta
 
 from . import limits
 
-__all__ = [
-    "COUNT_DTYPE",
-    "ExpertCounts",
-    "ExpertLoad",
-    "LostAttempt",
-    "RequestKind",
-    "RequestProgress",
-    "RequestTimeline",
-    "TimelineEvent",
-    "TimelineEventName",
-    "TokenTally",
-]
-
 COUNT_DTYPE: Final = "<u8"
 """Dtype of each expert's count."""
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]

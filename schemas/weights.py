@@ -8,17 +8,6 @@ from msgspec import Meta
 from . import limits
 from .errors import InvalidRequest
 
-__all__ = [
-    "Canary",
-    "Digest",
-    "OpenTransfer",
-    "PublishedVersion",
-    "Staging",
-    "UpdateTiming",
-    "Verified",
-    "WeightSource",
-]
-
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
 Bytes = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]

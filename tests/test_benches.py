@@ -19,7 +19,6 @@ SMALL = {
     "http_memory": "--megabytes 1 --rounds 1",
     "latency": "--concurrency 100 --rounds 1",
     "objects": "--megabytes 1 --peer-megabytes 1 --rounds 1",
-    "placement_decision": "--workers 2 --tokens 200",
     "viewers": "--viewers 1 --seconds 0.2 --rounds 1",
 }
 """Options with which a bench takes seconds."""

@@ -14,7 +14,7 @@ import uvloop
 from rollbus.bus.nats.connection import open_connection
 from rollbus.bus.nats.embedded import BINARY_VARIABLE, EmbeddedServer, find_binary
 from rollbus.schemas.errors import BusBroken, BusClosed
-from rollbus.schemas.install import pip_install
+from rollbus.schemas.options import pip_install
 from tests.support.nats_server import require_binary, running_server
 from tests.support.processes import becomes_true, is_alive, parent_of, python_program, read_line
 

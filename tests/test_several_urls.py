@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 import rollbus
-from rollbus.bus.auth.tls import Tls
-from rollbus.bus.nats.address import parse_urls, redact
+from rollbus.bus.auth.credentials import Tls
 from rollbus.bus.nats.connection import open_connection
-from rollbus.bus.nats.server import Server
+from rollbus.bus.nats.server import Server, parse_urls, redact
 from rollbus.schemas.errors import BusBroken, TlsFailed
 from tests.support.connections import opened
 from tests.support.loops import on_both_loops, run_on

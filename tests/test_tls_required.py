@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from nats.aio.msg import Msg
 
-from rollbus.bus.auth.credentials import Role, load_credentials
-from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.credentials import Role, Tls, load_credentials
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from rollbus.bus.nats.embedded import find_binary
-from rollbus.frontend.cli.local_fleet import TINY_MOE
+from rollbus.frontend.cli.local.fleet import TINY_MOE
 from tests.support.one_name import FOLDERS, ROOT
 from tests.support.patience import SOON_S
 
@@ -183,7 +183,7 @@ async def test_rollbus_runs_beside_files_with_the_names_of_its_folders(place: Pl
                 line = b"-"
                 while line and b"worker.serving" not in line:
                     line = await worker.stderr.readline() if worker.stderr is not None else b""
-            assert b"rollbus.workers.lifecycle.lifecycle worker.serving worker=second" in line
+            assert b"rollbus.workers.lifecycle worker.serving worker=second" in line
             workers = json.loads(place.run(place.bin / "rollbus", "status", "--json", "--nats", nats))["workers"]
         finally:
             worker.terminate()

@@ -11,8 +11,7 @@ from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import open_connection, publish, subscribe
-from rollbus.bus.nats.operations import SubscriptionMessage
-from rollbus.bus.nats.transport import MAX_UNREAD_BYTES, NatsTransport, NoNats
+from rollbus.bus.nats.transport import MAX_UNREAD_BYTES, NatsTransport, NoNats, SubscriptionMessage
 from tests.support.loops import on_both_loops, run_on
 from tests.support.waits import until_true
 

@@ -11,15 +11,11 @@
 docs/trainer.md shows a whole training step.
 """
 
-from .advantages import group_advantages, has_signal
 from .errors import CheckpointMismatch, PackError, ReplayError, StitchError
-from .importance import importance_weights, sampler_kl
-from .packing import NO_EXPERT, PADDING, MicroBatch, pack
+from .losses import drop_stale, group_advantages, has_signal, importance_weights, mask_stale, sampler_kl
+from .packing import NO_EXPERT, PADDING, MicroBatch, attention_mask, check_packing, pack, segment_indices
 from .replay import replay
-from .sample import NOT_SAMPLED, Sample
-from .segments import attention_mask, check_packing, segment_indices
-from .staleness import drop_stale, mask_stale
-from .stitching import Stitcher, Turn, stitch_rows
+from .stitching import NOT_SAMPLED, Sample, Stitcher, Turn, stitch_rows
 
 __all__ = [
     "NOT_SAMPLED",

@@ -17,8 +17,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from .errors import CheckpointMismatch
 
-__all__ = ["checkpoint_tensors"]
-
 
 def checkpoint_tensors(
     model: Any,

@@ -6,6 +6,7 @@ last token of a sample is only a target, so no prediction crosses from one sampl
 """
 
 import dataclasses
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,14 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from ..schemas.rows import Rows
-from .bins import fit
-from .checks import check_integer
-from .errors import PackError
-from .sample import NOT_SAMPLED, Sample, check_samples
-
-__all__ = ["NO_EXPERT", "PADDING", "MicroBatch", "pack"]
+from .errors import PackError, check_integer
+from .stitching import NOT_SAMPLED, Sample, check_samples
 
 NO_EXPERT = -1
 """Value in `routed_experts` at positions without a row. No expert has this id."""
@@ -136,6 +134,48 @@ def pack(
                 batch.append(index, listed[index], sizes[index])
             batches.append(batch.finish())
     return batches
+
+
+def fit(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> list[list[int]]:
+    """Put items into bins with the best-fit decreasing heuristic.
+
+    From the largest item to the smallest, each item goes into the fullest bin with enough room, or into a new bin.
+    Among equal candidates, the lower index and the older bin come first, so the same sizes always give the same bins.
+
+    Args:
+        sizes: size of each item, 0 to `capacity`.
+        capacity: maximum sum of the sizes in a bin.
+        max_items: maximum number of items in a bin, at least 1. None: no limit.
+
+    Returns:
+        For each bin, oldest first, the indices of its items in ascending order.
+
+    Raises:
+        ValueError: an item fits into no bin.
+    """
+    bins: list[list[int]] = []
+    # Heaps of (room, bin): bins with room for the present item, least room first, and the others, most room first.
+    # Sizes only decrease, so an open bin stays open until an item goes into it. Each item moves one bin once.
+    open_bins: list[tuple[int, int]] = []
+    full_bins: list[tuple[int, int]] = []
+    for index in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        size = sizes[index]
+        if not 0 <= size <= capacity:
+            raise ValueError(f"item {index} is of size {size}; allowed: 0 to {capacity}")
+        while full_bins and -full_bins[0][0] >= size:
+            room, bin_index = heapq.heappop(full_bins)
+            heapq.heappush(open_bins, (-room, bin_index))
+        if open_bins:
+            room, bin_index = heapq.heappop(open_bins)
+        else:
+            room, bin_index = capacity, len(bins)
+            bins.append([])
+        bins[bin_index].append(index)
+        if len(bins[bin_index]) != max_items:
+            heapq.heappush(full_bins, (size - room, bin_index))
+    for members in bins:
+        members.sort()
+    return bins
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,3 +308,88 @@ def _layout(samples: Sequence[Sample]) -> _Layout | None:
     if first is None:
         return None
     return _Layout(first[1].shape[1], first[1].shape[2], torch.int32 if wide else torch.int16)
+
+
+def segment_indices(cu_seqlens: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Return the index of the segment of each position.
+
+    Args:
+        cu_seqlens: i32[n + 1], as in `MicroBatch`.
+        num_positions: T, the last entry of `cu_seqlens`. Reading it from the tensor would wait for the device.
+
+    Returns:
+        i64[T]: 0 to n - 1, on the device of `cu_seqlens`.
+    """
+    positions = torch.arange(num_positions, device=cu_seqlens.device)
+    return torch.bucketize(positions, cu_seqlens[1:-1].to(positions.dtype), right=True)
+
+
+def attention_mask(
+    batch: MicroBatch, *, dtype: torch.dtype = torch.float32, sliding_window: int | None = None
+) -> torch.Tensor:
+    """Return a causal mask that separates samples, for models that do not separate them by `position_ids`.
+
+    The mask has T * T entries. If possible, use `MicroBatch.model_inputs`, or kernels that take `cu_seqlens`.
+
+    Args:
+        batch: micro-batch with the sample boundaries in `cu_seqlens`.
+        dtype: dtype of the model (default: float32). Eager and sdpa attention add the mask to the attention scores. A
+            boolean mask would mask nothing: eager attention would add zeros and ones.
+        sliding_window: number of positions that each position sees, including itself: `config.sliding_window` for
+            layers with a window. transformers adds no window to a given mask. None (default): all earlier positions.
+
+    Returns:
+        f[1, 1, T, T]: 0.0 where position [.., .., i, j] lets i see j, else the lowest number of the dtype.
+
+    Raises:
+        PackError: `sliding_window` is not an integer of at least 1.
+    """
+    num_positions = batch.input_ids.shape[1]
+    segments = segment_indices(batch.cu_seqlens, num_positions)
+    seen = (segments[:, None] == segments[None, :]).tril_()
+    if sliding_window is not None:
+        seen = seen.triu_(1 - check_integer(PackError, "sliding_window", sliding_window, 1))
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, lowest)[None, None]
+
+
+def check_packing(model: nn.Module, batch: MicroBatch, **inputs: Any) -> None:
+    """Check that no sample of a micro-batch affects another in this model. Once before training is enough.
+
+    The check computes the gradient of the last segment's logits with respect to the embedding of each position. It must
+    be exactly zero for positions of other segments. This takes a forward pass, and a backward pass that does not change
+    the gradients of parameters.
+
+    Args:
+        model: Hugging Face model, not wrapped or compiled. Reentrant gradient checkpointing does not permit such a
+            backward pass: call `model.eval()` first.
+        batch: micro-batch with at least two segments. Padding is a segment.
+        inputs: arguments of the model besides `batch.model_inputs()`, such as `attention_mask`.
+
+    Raises:
+        PackError: samples affect each other, or there is only one segment.
+    """
+    num_positions = batch.input_ids.shape[1]
+    segments = segment_indices(batch.cu_seqlens, num_positions)
+    here = segments == len(batch.cu_seqlens) - 2
+    if bool(here.all()):
+        raise PackError("the micro-batch has one segment; allowed: two or more")
+    embedded: list[Tensor] = []
+
+    def on_embeddings(_module: nn.Module, _given: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()
+
+    handle = model.get_input_embeddings().register_forward_hook(on_embeddings)  # type: ignore[operator]
+    try:
+        with torch.enable_grad():
+            logits = model(**(batch.model_inputs() | inputs)).logits[0, here]
+            (gradient,) = torch.autograd.grad(logits.float().square().sum(), embedded)
+    finally:
+        handle.remove()
+    seen = gradient[0].ne(0).any(dim=-1) & ~here
+    if bool(seen.any()):
+        raise PackError(
+            f"in a {type(model).__name__} the last segment sees {int(seen.sum())} positions of segments before it; "
+            "allowed: a mask that the model uses (attention_mask), or pack(..., max_samples=1)"
+        )

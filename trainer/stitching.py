@@ -9,19 +9,100 @@ return rows from that position or an earlier one. The row of a prompt's last tok
 Request rows from `Stitcher.next_start`.
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ..schemas.rows import Rows, expected_rows
-from .checks import check_entries, check_integer, check_rows, check_vector, describe
-from .errors import StitchError
-from .row_run import Overlap, RowStitcher
-from .sample import NOT_SAMPLED, Sample
+from .errors import PackError, StitchError, check_entries, check_integer, check_rows, check_vector, describe
 
-__all__ = ["Stitcher", "Turn", "stitch_rows"]
+Overlap = Literal["refuse", "first", "last"]
+"""Handling of two pieces with a row for the same position. `refuse`: they must agree. Otherwise the first or the last
+row is kept."""
+OVERLAPS = ("refuse", "first", "last")
+NOT_SAMPLED = -1
+"""Weight version of a token that was not sampled: a token of a prompt, of a tool, or padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Sample:
+    """A sequence of S tokens. The constructor checks the arrays and does not copy them.
+
+    Row i of the routed experts belongs to position `start + i`. The last token has not passed through the model and has
+    no row. A sample of S tokens therefore has `S - 1 - start` rows, by the row rule of `rollbus.schemas.rows`.
+
+    Raises:
+        PackError: fields contradict each other.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    """i4[S]: prompts, sampled tokens, and tokens between them, in order."""
+    loss_mask: npt.NDArray[np.bool_]
+    """bool[S]: True if the token was sampled and is trained. Token 0 has no prediction and is never trained."""
+    logprobs: npt.NDArray[np.float32]
+    """f4[S]: log probabilities from the sampler, possibly -inf; 0.0 where not sampled."""
+    weight_versions: npt.NDArray[np.int32]
+    """i4[S]: version of the weights that sampled each token; -1 where not sampled."""
+    routed_experts: Rows | None = None
+    """u1|u2[S - 1 - start, L, K]: expert ids. Row i belongs to position `start + i`. None without routed experts."""
+    start: int = 0
+    """Position of the first row."""
+    advantage: "float | npt.NDArray[np.float32]" = 0.0
+    """One advantage for all tokens, or f4[S]."""
+
+    def __post_init__(self) -> None:
+        check_vector(PackError, "token_ids", self.token_ids, np.int32)
+        size = len(self.token_ids)
+        check_vector(PackError, "loss_mask", self.loss_mask, np.bool_, size)
+        check_vector(PackError, "logprobs", self.logprobs, np.float32, size)
+        check_vector(PackError, "weight_versions", self.weight_versions, np.int32, size)
+        self._check_advantage()
+        check_entries(PackError, "token_ids", self.token_ids, self.token_ids >= 0, "0 and above")
+        if size and self.loss_mask[0]:
+            raise PackError("loss_mask is on at position 0, which nothing predicts; allowed: positions 1 and above")
+        good = (self.logprobs < np.inf) | ~self.loss_mask
+        check_entries(PackError, "logprobs", self.logprobs, good, "numbers, and -inf, where the loss mask is on")
+        good = (self.weight_versions >= 0) | ~self.loss_mask
+        check_entries(PackError, "weight_versions", self.weight_versions, good, "0 and above where the loss mask is on")
+        check_integer(PackError, "start", self.start, 0)
+        if self.routed_experts is not None:
+            self._check_rows(self.routed_experts)
+
+    def _check_advantage(self) -> None:
+        advantage: Any = self.advantage
+        if isinstance(advantage, np.ndarray):
+            check_vector(PackError, "advantage", advantage, np.float32, len(self.token_ids))
+            check_entries(PackError, "advantage", advantage, np.isfinite(advantage), "finite numbers")
+        elif not isinstance(advantage, Real):
+            raise PackError(f"advantage is {describe(advantage)}; allowed: a number, or a numpy array of float32")
+        elif not abs(cast(float, advantage)) <= float(np.finfo(np.float32).max):
+            raise PackError(f"advantage is {advantage}; allowed: finite numbers that float32 has")
+
+    def _check_rows(self, rows: Rows) -> None:
+        check_rows(PackError, "routed_experts", rows)
+        size = len(self.token_ids)
+        if self.start > max(size - 1, 0):
+            raise PackError(f"start is {self.start} of {size} tokens; allowed: 0 to S - 1")
+        if len(rows) != (wanted := expected_rows(size - 1, self.start, 1)):
+            raise PackError(
+                f"routed_experts has {len(rows)} rows for {size} tokens from start {self.start};"
+                f" allowed: S - 1 - start = {wanted}"
+            )
+
+    def __len__(self) -> int:
+        """Return S, the number of tokens."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        """Return one line with sizes, without contents."""
+        rows = "none" if self.routed_experts is None else "x".join(map(str, self.routed_experts.shape))
+        trained = np.count_nonzero(self.loss_mask)
+        return f"<Sample tokens={len(self.token_ids)} trained={trained} rows={rows} start={self.start}>"
 
 
 class Turn(Protocol):
@@ -54,27 +135,6 @@ class Turn(Protocol):
     @property
     def error(self) -> Exception | None:
         """Cause of the failure. None if the request did not fail."""
-
-
-def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refuse") -> tuple[int, Rows]:
-    """Join pieces of routed experts, given in order, into one array of contiguous positions.
-
-    Args:
-        pieces: (position of the first row, u1|u2[rows, L, K]) pairs. Each piece begins at most where the pieces before
-            it end. A piece without rows counts only for layout and dtype.
-        overlap: handling of two rows for the same position. `refuse` (default): both must name the same experts, in any
-            order, and the first is kept. `first` or `last`: they may differ, and that row is kept.
-
-    Returns:
-        The position of the first row, and the rows: u1, or u2 if any piece is u2. Newly allocated and writable.
-
-    Raises:
-        StitchError: there are no pieces, they have a gap, overlapping rows disagree, or layers or top-k differ.
-    """
-    run = RowStitcher(overlap)
-    for number, (start, rows) in enumerate(pieces):
-        run.add(f"piece {number}", start, rows)
-    return run.start, run.join()
 
 
 class Stitcher:
@@ -211,6 +271,181 @@ class Stitcher:
             )
         self._run.add(where, turn.start, turn.routed_experts)
         self._unrouted = None
+
+
+class RowStitcher:
+    """Contiguous rows in parts that do not overlap. `join` copies them; before that, only small remainders are copied.
+
+    A piece touches only the parts that it overlaps, so the cost of many pieces is that of their rows.
+    """
+
+    def __init__(self, overlap: Overlap) -> None:
+        if overlap not in OVERLAPS:
+            raise StitchError(f"overlap is {overlap!r}; allowed: {', '.join(OVERLAPS)}")
+        self._overlap = overlap
+        self.layout: tuple[int, int] | None = None
+        """Layers and top-k. None until a piece was added."""
+        self._dtype: np.dtype[Any] = np.dtype("u1")
+        self._parts: list[Rows] = []
+        """Parts in order of their positions, each with at least one row."""
+        self._starts: list[int] = []
+        """Position of the first row of each part."""
+        self._empty_start = 0
+        """Position of the first piece while no piece has rows."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return self._starts[0] if self._starts else self._empty_start
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self._starts[-1] + len(self._parts[-1]) if self._starts else self._empty_start
+
+    def add(self, where: str, start: int, rows: Rows) -> None:
+        """Add a piece that begins at position `start`. An error leaves this object unchanged.
+
+        Raises:
+            StitchError: the piece is not valid, leaves a gap or contradicts earlier rows. The message begins with
+                `where`.
+        """
+        start = check_integer(StitchError, f"{where}: start", start, 0)
+        layout = self._check_layout(where, start, rows)
+        if self._parts and len(rows):
+            self._check_reach(where, start, start + len(rows))
+            if self._overlap == "refuse":
+                self._check_agreement(where, start, rows)
+            if self._overlap == "last":
+                self._replace(start, rows)
+            else:
+                self._extend(start, rows)
+        elif len(rows):
+            self._starts, self._parts = [start], [rows]
+        elif self.layout is None:
+            self._empty_start = start
+        self.layout = layout
+        self._dtype = np.result_type(self._dtype, rows.dtype)
+
+    def join(self, *, copy: bool = True) -> Rows:
+        """Return all rows in the widest dtype of any piece. Without `copy`, a single part is returned as a view."""
+        if self.layout is None:
+            raise StitchError("there are no pieces; allowed: one or more, also without rows")
+        if not self._parts:
+            return np.empty((0, *self.layout), self._dtype)
+        if len(self._parts) == 1 and not copy:
+            return self._parts[0].astype(self._dtype, copy=False)
+        return np.concatenate(self._parts, dtype=self._dtype)
+
+    def _extend(self, start: int, rows: Rows) -> None:
+        """Add the rows of positions without a row, before and after the present rows."""
+        head, tail = self.start - start, self.end - start
+        if tail < len(rows):
+            self._starts.append(self.end)
+            self._parts.append(_cut(rows, tail, len(rows)))
+        if head > 0:
+            self._starts.insert(0, start)
+            self._parts.insert(0, _cut(rows, 0, head))
+
+    def _replace(self, start: int, rows: Rows) -> None:
+        """Add all rows. Of the parts that they overlap, the rows before and after them stay."""
+        end = start + len(rows)
+        starts, parts = [start], [rows]
+        first, after = bisect.bisect_left(self._starts, start), bisect.bisect_left(self._starts, end)
+        if after and self._starts[after - 1] + len(self._parts[after - 1]) > end:
+            part = self._parts[after - 1]
+            starts.append(end)
+            parts.append(_cut(part, end - self._starts[after - 1], len(part)))
+        if first and self._starts[first - 1] + len(self._parts[first - 1]) > start:
+            first -= 1
+            starts.insert(0, self._starts[first])
+            parts.insert(0, _cut(self._parts[first], 0, start - self._starts[first]))
+        self._starts[first:after] = starts
+        self._parts[first:after] = parts
+
+    def _held(self, start: int, end: int) -> list[Rows]:
+        """Return the present rows of positions `start` to `end - 1` as views."""
+        views = []
+        for index in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, end)):
+            part, first = self._parts[index], self._starts[index]
+            views.append(part[max(start - first, 0) : end - first])
+        return views
+
+    def _check_reach(self, where: str, start: int, end: int) -> None:
+        if self.start <= end and start <= self.end:
+            return
+        missing = f"{self.end} to {start - 1}" if start > self.end else f"{end} to {self.start - 1}"
+        raise StitchError(
+            f"{where}: rows of positions {start} to {end - 1} leave a gap, {missing}; allowed: pieces that touch"
+            f" those before them, {self.start} to {self.end - 1}"
+        )
+
+    def _check_layout(self, where: str, start: int, rows: Rows) -> tuple[int, int]:
+        check_rows(StitchError, f"{where}: routed_experts", rows)
+        layout = (rows.shape[1], rows.shape[2])
+        if self.layout is not None and layout != self.layout:
+            raise StitchError(
+                f"{where}, from position {start}: {layout[0]} layers of top-{layout[1]}, after"
+                f" {self.layout[0]} layers of top-{self.layout[1]}; allowed: one layout in all pieces"
+            )
+        return layout
+
+    def _check_agreement(self, where: str, start: int, rows: Rows) -> None:
+        """Check that rows of the same position name the same experts. The order within a top-k has no meaning."""
+        position = max(start, self.start)
+        for held in self._held(position, min(start + len(rows), self.end)):
+            new = rows[position - start :][: len(held)]
+            if not np.array_equal(held, new):
+                differs = (np.sort(held, axis=2) != np.sort(new, axis=2)).any(axis=2)
+                if differs.any():
+                    row, layer = np.unravel_index(int(differs.argmax()), differs.shape)
+                    raise StitchError(
+                        f"{where}: its row for position {position + int(row)}, layer {int(layer)}, disagrees with"
+                        f" an earlier one: {new[row, layer]} after {held[row, layer]}"
+                    )
+            position += len(held)
+
+
+def _cut(rows: Rows, begin: int, end: int) -> Rows:
+    """Return a view, or a copy if it is small, because a view keeps the whole piece in memory."""
+    part = rows[begin:end]
+    return part.copy() if len(part) * 2 < len(rows) else part
+
+
+def check_samples(samples: object) -> list[Sample]:
+    """Return the samples as a list.
+
+    Raises:
+        PackError: `samples` is a single sample, or has an item that is no sample.
+    """
+    if not isinstance(samples, Iterable):
+        raise PackError(f"samples is {describe(samples)}; allowed: a list, or anything else that yields samples")
+    listed = list(samples)
+    for index, sample in enumerate(listed):
+        if not isinstance(sample, Sample):
+            raise PackError(f"sample {index} is {describe(sample)}; allowed: rollbus.trainer.Sample")
+    return listed
+
+
+def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refuse") -> tuple[int, Rows]:
+    """Join pieces of routed experts, given in order, into one array of contiguous positions.
+
+    Args:
+        pieces: (position of the first row, u1|u2[rows, L, K]) pairs. Each piece begins at most where the pieces before
+            it end. A piece without rows counts only for layout and dtype.
+        overlap: handling of two rows for the same position. `refuse` (default): both must name the same experts, in any
+            order, and the first is kept. `first` or `last`: they may differ, and that row is kept.
+
+    Returns:
+        The position of the first row, and the rows: u1, or u2 if any piece is u2. Newly allocated and writable.
+
+    Raises:
+        StitchError: there are no pieces, they have a gap, overlapping rows disagree, or layers or top-k differ.
+    """
+    run = RowStitcher(overlap)
+    for number, (start, rows) in enumerate(pieces):
+        run.add(f"piece {number}", start, rows)
+    return run.start, run.join()
 
 
 def _as_token_ids(name: str, token_ids: object) -> npt.NDArray[np.int32]:

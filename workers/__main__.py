@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -23,24 +24,23 @@ import uvloop
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
-from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
-from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
-from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
-from ..schemas.worker_options import add_engine_options, add_process_options, check_start
+from ..bus.tracing.spans import Tracing, check_tracing, make_tracer
+from ..schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
+from ..schemas.options import add_engine_options, add_process_options, check_start
 from .config import WorkerConfig, default_cache_dir, default_worker_id
 from .engines import make_engine
 from .engines.engine import Engine
 from .probe import ProbeServer, listen
-from .reach import wait_for_server
 from .request_spans import RequestSpans
 from .worker import Worker
-
-__all__ = ["main", "serve"]
 
 logger = logging.getLogger("rollbus.workers")
 
 KV_ARG = "kv_transfer_config"
 """Name of the engine argument that `--kv-transfer-config` sets."""
+REPEAT_S = 30.0
+"""Seconds between two log lines about the wait for a server. The end of a log then shows one, and a day has a few
+thousand."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -196,7 +196,7 @@ async def _run(
 
 
 async def serve(config: WorkerConfig, make: Callable[[], Worker]) -> None:
-    """Wait for a NATS server and run a worker. If the server is lost before the worker has connected, wait again.
+    """Run a worker. Wait without a time limit until it has connected to a NATS server.
 
     Args:
         make: returns a new worker.
@@ -204,15 +204,18 @@ async def serve(config: WorkerConfig, make: Callable[[], Worker]) -> None:
     Raises:
         RollbusError: as `Worker.run`, but a server that does not answer yet is no error.
     """
+    next_line_at = 0.0
     while True:
-        await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
         worker = make()
         try:
             await worker.run()
-        except ServerUnreachable:
-            # Between the two connections, the servers restarted or lost each other.
+        except ServerUnreachable as exc:
             if worker.is_assembled:
                 raise
+            # The attempt itself waited before it failed, so no sleep is needed.
+            if time.monotonic() >= next_line_at:
+                next_line_at = time.monotonic() + REPEAT_S
+                logger.warning("worker.server_awaited error=%s", exc)
         else:
             return
 

@@ -7,23 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..bus.auth.credentials import Credentials, worker_identity
-from ..bus.auth.tls import Tls
+from ..bus.auth.credentials import Credentials, Tls, worker_identity
 from ..bus.nats.server import Server
 from ..schemas.checks import check_float, check_int, check_name, check_subject_token
 from ..schemas.limits import MAX_WEIGHT_VERSION
-from ..schemas.worker_options import (
-    DEFAULT_ENGINE_TIMEOUT_S,
-    DEFAULT_IDLE_S,
-    DEFAULT_LEASE_S,
-    DEFAULT_START_TIMEOUT_S,
-)
-
-__all__ = [
-    "LEASE_MARGIN_S",
-    "WorkerConfig",
-    "default_cache_dir",
-]
+from ..schemas.options import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_IDLE_S, DEFAULT_LEASE_S, DEFAULT_START_TIMEOUT_S
 
 LEASE_MARGIN_S = 1.0
 """Seconds. A worker fences itself this long before its own lease expires. It treats a peer as lost this long after the

@@ -16,10 +16,8 @@ from nats.aio.subscription import Subscription
 
 from ..bus.logs import RejectionCount
 from ..bus.nats.connection import Connection, subscribe
-from ..bus.protocol.fleet.flood import DROP_S, FloodMeter
+from ..bus.protocol.fleet.leases import DROP_S, FloodMeter
 from ..schemas.errors import RemoteProtocolError
-
-__all__ = ["WorkerInbox"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +55,6 @@ class WorkerInbox:
         self._problem = ""
         self._problem_at = 0.0
         self.rejected = RejectionCount()
-
-    def __repr__(self) -> str:
-        """Return one line with the subjects that are not read now."""
-        unread = [guarded.subject for guarded in self._guarded if guarded.subscription is None]
-        return f"<WorkerInbox unread={unread} {self.rejected}>"
 
     @property
     def problem(self) -> str | None:

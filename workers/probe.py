@@ -17,8 +17,6 @@ from ..bus.worker_metrics import exposition
 from ..schemas.errors import InvalidRequest, RollbusError
 from ..schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["ProbeServer", "listen"]
-
 MAX_HEAD_BYTES: Final = 8192
 """Maximum bytes of a request head. Probes send a few hundred."""
 MAX_CONNECTIONS: Final = 16

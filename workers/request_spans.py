@@ -2,13 +2,11 @@
 
 from typing import Final
 
-from ..bus.protocol.telemetry.timeline import RETURNED
+from ..bus.protocol.telemetry.requests import RETURNED
 from ..bus.tracing import names
 from ..bus.tracing.spans import Attribute, Span, SpanContext, SpanEvent, Tracer
 from ..schemas.chunk import FinishReason
 from ..schemas.telemetry import RequestTimeline, TimelineEvent
-
-__all__ = ["RequestSpans"]
 
 OPERATION: Final = "text_completion"
 _FINISH_REASONS: Final = frozenset(map(str, FinishReason)) - {FinishReason.ERROR}

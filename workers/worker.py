@@ -2,7 +2,8 @@
 
 The worker creates its parts, subscribes to their messages and ends them in order: `lifecycle` (state, incarnation,
 lease), `intake` (incoming requests), `runner` (the engine), `in_flight` (pause, resume and held steps), `links` (open
-requests and unacknowledged chunks), `publisher` (outgoing messages) and `control` (commands).
+requests and unacknowledged chunks), `publisher` (outgoing messages) and `control` (commands). A supervisor may start it
+before the NATS server, so it waits for the server and for the queue of its model.
 
 Every accepted request ends with one terminal chunk to its client, unless the process is killed or its lease expires. In
 these cases, clients detect the end by the expired lease or by the new incarnation.
@@ -14,16 +15,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
 from nats.aio.msg import Msg
 
-from ..bus.nats.connection import Connection, open_connection, subscribe
-from ..bus.nats.permitted import check_permitted
-from ..bus.protocol.fleet.flood import FloodMeter
+from ..bus.control.store import DesiredStore
+from ..bus.nats.connection import Connection, ConnectionStats, check_permitted, open_connection, subscribe
+from ..bus.objects.reader import ObjectReader
+from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent
-from ..bus.queue.puller import QueuePuller
+from ..bus.queue.puller import PullerStats, QueuePuller
+from ..bus.queue.streams import ensure_queue
 from ..bus.subjects import Subjects
 from ..schemas.errors import (
     BusBroken,
@@ -36,33 +41,79 @@ from ..schemas.errors import (
 )
 from ..schemas.limits import MAX_ERROR_CHARS
 from ..schemas.messages import decode_client_presence, decode_link_message
-from ..schemas.presence import LoraInfo, WorkerPresence, WorkerState
+from ..schemas.presence import LoraInfo, WorkerCounters, WorkerPresence, WorkerState
 from ..schemas.telemetry import RequestTimeline
 from .config import WorkerConfig
-from .control.assembly import make_control, make_sources
-from .control.command_handler import CommandHandler
+from .control.acks import AckPublisher
+from .control.commands import CommandHandler, OneOffCommands, TelemetryReads
+from .control.content import StartPeers
+from .control.desired import DesiredReader
+from .control.loras import Loras
+from .control.reconciler import PendingSources, Reconciler
+from .control.registers import Registers
+from .control.staging import Stager, StagerStats
+from .control.transfer import Transfer
+from .control.weights import WeightManager
 from .engines.engine import Engine
 from .engines.engine_runner import EngineRunner
 from .inbox import WorkerInbox
-from .lifecycle.identity import HOST, IdGuard, log_name
-from .lifecycle.lifecycle import HEARTBEAT_S, WorkerLifecycle
-from .reach import wait_for_queue
+from .lifecycle import HEARTBEAT_S, HOST, IdGuard, WorkerLifecycle, log_name
 from .requests.in_flight import InFlightRequests
-from .requests.intake import RequestIntake
+from .requests.intake import IntakeStats, RequestIntake
 from .requests.links import WorkerLinks
 from .requests.outbound import Outbound, OutboundLink
 from .requests.publisher import OutboundPublisher
-from .requests.worker_requests import Instructions
-from .worker_stats import WorkerStats
-
-__all__ = ["Worker"]
+from .requests.steps import WorkerLinkStats
+from .requests.table import Instructions
+from .sources.sources import WeightSources
+from .sources.threads import NICE
 
 logger = logging.getLogger(__name__)
 
+QUEUE_RETRY_S: Final = 1.0
+"""Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
 KEEP_S = 2.0
 """Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""
 WIND_DOWN_S = 2.0
 """Seconds for clients to acknowledge the last frames of a worker that stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """Counters since the start. Every message that a worker drops is counted."""
+
+    intake: IntakeStats
+    links: WorkerLinkStats
+    puller: PullerStats
+    frames: int
+    """Published frames, including repeated ones."""
+    frames_lost: int
+    """Frames that could not be published. A link sends them again."""
+    bad_messages: int
+    """Messages of clients that could not be decoded."""
+    bad_commands: int
+    """Commands that could not be decoded and had no usable id or controller to answer, and refused desired states."""
+    times_fenced: int
+    connection: ConnectionStats
+    """Messages that were dropped before the worker received them, and messages whose handling failed."""
+    credit_stalls: int
+    """Number of times that chunks waited for credit of the client."""
+    stagings: StagerStats
+
+    def counters(self) -> WorkerCounters:
+        """Return the counters that presence contains."""
+        counted: dict[str, Any] = {
+            name: getattr(part, name)
+            for part in (self, self.intake, self.links, self.stagings, self.connection)
+            for name in WorkerCounters.__struct_fields__
+            if hasattr(part, name)
+        }
+        counted |= self.intake.placed_for
+        counted["returned"] = self.intake.returned + self.intake.too_new + self.puller.given_back
+        counted["fences"] = self.times_fenced
+        for name, value in counted.items():
+            counted[name] = round(value, 6) if isinstance(value, float) else value
+        return WorkerCounters(**counted)
 
 
 class Worker:
@@ -106,9 +157,11 @@ class Worker:
         self._num_free = 0
 
     def __repr__(self) -> str:
-        """One line with the parts."""
-        parts = map(self.__dict__.get, ("_lifecycle", "_intake", "_links", "_publisher", "_runner", "_control"))
-        return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
+        """One line with the state and the open requests."""
+        lifecycle = self.__dict__.get("_lifecycle")
+        state = "not started" if lifecycle is None else lifecycle.state
+        links = self.__dict__.get("_links")
+        return f"<Worker {self._config.worker_id} model={self._config.model} state={state} {links!r}>"
 
     def stop(self) -> None:
         """Stop `run`: open requests fail with `worker_stopped`, then the engine closes."""
@@ -398,3 +451,68 @@ class Worker:
             weight_digest=reconciler.registers.weights.valid_digest,
             transfer=reconciler.registers.transfer.open,
         )
+
+
+def make_sources(config: WorkerConfig) -> WeightSources:
+    """Return the sources of weights and adapters that this worker may use."""
+    return WeightSources(
+        roots=[Path(root) for root in config.weight_roots],
+        own=None if config.model_path is None else Path(config.model_path),
+        cache=Path(config.cache_dir) / config.fleet,
+        model=config.model,
+        worker=config.worker_id,
+        objects=ObjectReader(
+            config.server, name=f"rollbus worker {config.worker_id}", fetch_rate=config.fetch_rate, nice=NICE
+        ),
+        stage_bytes=config.stage_bytes,
+    )
+
+
+def make_control(
+    config: WorkerConfig,
+    nats: Connection,
+    lifecycle: WorkerLifecycle,
+    in_flight: InFlightRequests,
+    publisher: OutboundPublisher,
+    sources: WeightSources,
+) -> CommandHandler:
+    """Create the parts that execute commands, without starting them."""
+    versions = in_flight.links.versions
+    loras = Loras(in_flight, sources, versions)
+    weights = WeightManager(config, in_flight, sources, loras, versions)
+    weights.start.peers = StartPeers(config, nats)
+    transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
+    registers = Registers(in_flight, weights, loras, transfer)
+    store = DesiredStore(nats, Subjects(config.fleet))
+    # A worker with credentials may write no state: an admin creates the first one with the queue.
+    reader = DesiredReader(
+        store,
+        model=config.model,
+        worker=config.worker_id,
+        max_age_s=config.lease_s,
+        may_begin=config.credentials is None,
+    )
+    lifecycle.knows_target = lambda: reader.is_fresh
+    stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
+    reconciler = Reconciler(
+        reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
+    )
+    acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
+    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
+    one_off = OneOffCommands(lifecycle, in_flight, reconciler, reads)
+    return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)
+
+
+async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
+    """Wait until the queue exists, because clients publish to it as soon as they know that a worker serves.
+
+    Args:
+        pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.
+    """
+    while not pulls.ensured:
+        try:
+            await ensure_queue(nats, subjects, model)
+            return
+        except BusBroken as exc:
+            logger.warning("worker.queue_awaited model=%s error=%s", model, exc)
+        await asyncio.sleep(QUEUE_RETRY_S)

@@ -17,11 +17,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...schemas.errors import InvalidRequest
-from .files import write_new
-from .tls import Tls
-from .users import CONFIG_FILE
-
-__all__ = ["ROUTE_PORT_OFFSET", "ClusterConfig", "Node", "parse_nodes", "write_cluster"]
+from .credentials import Tls
+from .users import CONFIG_FILE, write_new
 
 MIN_NODES: Final = 3
 """Minimum number of servers. With one or two servers, the majority is all servers, so one loss stops everything."""
@@ -140,7 +137,7 @@ def _text(node: Node, nodes: Sequence[Node], config: ClusterConfig, password: st
         f"routes: {json.dumps(routes)}",
     ]
     if config.route_tls.cert:
-        cluster.append(f"tls {{ {_tls(config.route_tls)}, verify: true, timeout: {_ROUTE_TIMEOUT_S} }}")
+        cluster.append(f"tls {{ {config.route_tls.as_config()}, verify: true, timeout: {_ROUTE_TIMEOUT_S} }}")
     jetstream = [
         f"store_dir: {_quoted(str(config.store_dir / node.name))}",
         f"max_file_store: {config.max_file_store}",
@@ -162,17 +159,12 @@ def _text(node: Node, nodes: Sequence[Node], config: ClusterConfig, password: st
     ]
     if config.client_tls.cert:
         verify = ", verify: true" if config.client_tls.ca else ""
-        lines.append(f"tls {{ {_tls(config.client_tls)}{verify} }}")
+        lines.append(f"tls {{ {config.client_tls.as_config()}{verify} }}")
     return "\n".join([*lines, ""])
 
 
 def _block(name: str, lines: Sequence[str]) -> list[str]:
     return [f"{name} {{", *(f"  {line}" for line in lines), "}"]
-
-
-def _tls(tls: Tls) -> str:
-    files = {"cert_file": tls.cert, "key_file": tls.key, "ca_file": tls.ca}
-    return ", ".join(f"{name}: {_quoted(path)}" for name, path in files.items() if path)
 
 
 def _quoted(text: str) -> str:

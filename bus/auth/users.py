@@ -4,59 +4,147 @@
     DIR/users.conf                  all users and their permissions, as a part of a server's configuration
     DIR/nats-server.conf            a complete configuration that includes it; the operator may edit it
     DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to the user's machine
-    DIR/<fleet>/root.seed           the secret of the root key, which certifies admins, frontends and publishers
+    DIR/<fleet>/root.seed           the root key, which certifies admins, frontends and publishers; no service needs it
+    DIR/<fleet>/root*.seed          other keys that readers trust too, such as the previous key during a replacement
 
-A key is written once and never replaced. Each fleet has its own accounts.
+A key is written once and never replaced. Each fleet has its own accounts. Only the owner can read the files, and each
+file is written as a whole.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
+from ...schemas.control import Certificate
 from ...schemas.errors import BusBroken, InvalidRequest
-from ...schemas.writable import check_writable
-from . import nkeys
-from .accounts import account_of, accounts
-from .credentials import CLIENT_ROLES, Credentials, Role, User, load_credentials
-from .files import replace_file, write_new
-from .roots import Roots, ensure_roots
-from .tls import Tls
+from ...schemas.options import check_writable
+from . import credentials as nkeys
+from .credentials import (
+    CLIENT_ROLES,
+    BadSignature,
+    Credentials,
+    Role,
+    Tls,
+    User,
+    decode_key,
+    encode_key,
+    issue,
+    load_credentials,
+    public_key,
+    signing_key,
+)
+from .permissions import accounts
 
-__all__ = [
-    "CONFIG_FILE",
-    "SERVER_FILE",
-    "UserFile",
-    "WantedUser",
-    "certify",
-    "credentials_path",
-    "ensure_users",
-    "keep_for_leafs",
-    "known_users",
-    "remove_user",
-    "write_server_config",
-]
+FILE_MODE: Final = 0o600
+ROOT_FILE: Final = "root.seed"
+ROOT_FILES: Final = "root*.seed"
+SIGNING_ROLES: Final = frozenset({Role.ADMIN, Role.FRONTEND, Role.PUBLISHER})
+"""Roles that may change the fleet. `rollbus.bus.auth.permissions` defines where they may publish the change."""
+PUBLISHER_COMMANDS: Final = (
+    "check_weights",
+    "update_weights",
+    "fence",
+    "init_weight_transfer",
+    "start_weight_update",
+    "update_weight_chunk",
+    "finish_weight_update",
+)
+"""Commands that a publisher may sign: new weights by a folder or a transfer, and the commands that `Updates` adds.
+These are the check before an update, and the fence of differing workers after it.
 
+`load_lora` cannot be added. Workers of this release and of older releases let a publisher change only the registers of
+these commands. An adapter's register is not among them, so these workers would reject the whole state, with the
+weights."""
 USERS_FILE: Final = "users.json"
 CONFIG_FILE: Final = "users.conf"
 SERVER_FILE: Final = "nats-server.conf"
 _FOLDER_MODE: Final = 0o700
-
 WantedUser = tuple[str, Role, str]
 """A user by fleet, role and name."""
 
 
-class _Users(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+def is_private(path: str | os.PathLike[str]) -> bool:
+    """Return True if only the owner can read the file."""
+    return not stat.S_IMODE(Path(path).stat().st_mode) & ~FILE_MODE
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Create a file. The file must not exist."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
+        file.write(data)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file atomically: a reader sees the old or the new content. The file keeps its owner."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    write_new(partial, data)
+    with contextlib.suppress(FileNotFoundError):
+        before = path.stat()
+        if before.st_uid != partial.stat().st_uid:
+            os.chown(partial, before.st_uid, before.st_gid)
+    partial.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The root keys of one fleet. The first key signs."""
+
+    secrets: tuple[bytes, ...] = field(repr=False)
+
+    def certify(self, credentials: Credentials, user: User) -> Credentials:
+        """Return the credentials with the trusted root keys and, for users that may change something, a certificate."""
+        certificate = ""
+        if user.role in SIGNING_ROLES:
+            is_publisher = user.role is Role.PUBLISHER
+            found = Certificate(
+                fleet=user.fleet,
+                role=user.role,
+                name=user.name,
+                key=signing_key(credentials.seed),
+                models=user.models if is_publisher else None,
+                commands=PUBLISHER_COMMANDS if is_publisher else None,
+            )
+            certificate = issue(self.secrets[0], found)
+        return replace(credentials, roots=tuple(map(public_key, self.secrets)), certificate=certificate)
+
+
+def ensure_roots(folder: Path) -> Roots:
+    """Load the root keys of the fleet whose credentials are in `folder`. Create the first key if it is missing.
+
+    Raises:
+        BusBroken: a file has other content.
+        OSError: a file cannot be read or written.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = folder / ROOT_FILE
+    if not own.exists():
+        write_new(own, f"{encode_key(secrets.token_bytes(32))}\n".encode())
+    others = sorted(path for path in folder.glob(ROOT_FILES) if path != own)
+    return Roots(tuple(map(_read_root, (own, *others))))
+
+
+def _read_root(path: Path) -> bytes:
+    try:
+        return decode_key(path.read_text().strip())
+    except (BadSignature, UnicodeDecodeError):
+        raise BusBroken(f"{path} is not a root key: 43 characters in base64url, from `rollbus auth init`") from None
+
+
+class _Users(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of `users.json`. An earlier release also wrote the accounts of leaf nodes there, as `leafs`."""
+
     users: tuple[User, ...] = ()
-    leafs: tuple[str, ...] = ()
-    """Accounts that server configurations name for leaf nodes. They are never removed, because a server rejects a
-    configuration that lacks one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +176,7 @@ def ensure_users(
     """
     wanted = tuple(dict.fromkeys(wanted))
     with _locked(folder):
-        before = _read(folder)
-        known = {(user.fleet, user.role, user.name): user for user in before.users}
+        known = {(user.fleet, user.role, user.name): user for user in known_users(folder)}
         _check_names([*known, *wanted])
         entries = []
         for one in wanted:
@@ -98,7 +185,7 @@ def ensure_users(
             user = _with_models(user, (models or {}).get(one, user.models))
             entries.append(UserFile(user, path, is_new=one not in known))
             known[one] = user
-        _write(folder, msgspec.structs.replace(before, users=tuple(known[one] for one in sorted(known))))
+        _write(folder, tuple(known[one] for one in sorted(known)))
         for one, user in known.items():
             path = credentials_path(folder, *one)
             if path.exists():
@@ -112,23 +199,13 @@ def known_users(folder: Path) -> tuple[User, ...]:
     Raises:
         BusBroken, OSError: as in `ensure_users`.
     """
-    return _read(folder).users
-
-
-def keep_for_leafs(folder: Path) -> tuple[str, ...]:
-    """Keep the accounts of all current users for leaf nodes, even if their users are removed. Return all kept accounts.
-
-    The account of JetStream, which admins share, is never included.
-
-    Raises:
-        BusBroken, OSError: as in `ensure_users`.
-    """
-    with _locked(folder):
-        before = _read(folder)
-        own = {account_of(user) for user in before.users if user.role is not Role.ADMIN}
-        kept = tuple(sorted(own.union(before.leafs)))
-        _write(folder, msgspec.structs.replace(before, leafs=kept))
-    return kept
+    path = folder / USERS_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Users).users
+    except FileNotFoundError:
+        return ()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BusBroken(f"{path} is not a list of users: {error}") from error
 
 
 def certify(folder: Path, path: Path) -> User:
@@ -140,7 +217,7 @@ def certify(folder: Path, path: Path) -> User:
     """
     with _locked(folder):
         found = load_credentials(path).user
-        for user in _read(folder).users:
+        for user in known_users(folder):
             if user.public_key == found.public_key:
                 _certify(path, user, ensure_roots(folder / user.fleet))
                 return user
@@ -156,11 +233,11 @@ def remove_user(folder: Path, unwanted: WantedUser) -> bool:
         BusBroken, OSError: as in `ensure_users`.
     """
     with _locked(folder):
-        before = _read(folder)
-        left = tuple(user for user in before.users if (user.fleet, user.role, user.name) != unwanted)
-        _write(folder, msgspec.structs.replace(before, users=left))
+        before = known_users(folder)
+        left = tuple(user for user in before if (user.fleet, user.role, user.name) != unwanted)
+        _write(folder, left)
         credentials_path(folder, *unwanted).unlink(missing_ok=True)
-    return len(left) < len(before.users)
+    return len(left) < len(before)
 
 
 def credentials_path(folder: Path, fleet: str, role: Role, name: str) -> Path:
@@ -184,9 +261,7 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
         f"include {CONFIG_FILE}",
     ]
     if tls.cert:
-        files = {"cert_file": tls.cert, "key_file": tls.key, "ca_file": tls.ca}
-        shown = (f"{name}: {json.dumps(str(Path(path).absolute()))}" for name, path in files.items() if path)
-        lines.append(f"tls {{ {', '.join(shown)}{', verify: true' if tls.ca else ''} }}")
+        lines.append(f"tls {{ {tls.as_config(Path.cwd())}{', verify: true' if tls.ca else ''} }}")
     try:
         write_new(folder / SERVER_FILE, "\n".join([*lines, ""]).encode())
     except FileExistsError:
@@ -204,16 +279,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _read(folder: Path) -> _Users:
-    path = folder / USERS_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Users)
-    except FileNotFoundError:
-        return _Users()
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BusBroken(f"{path} is not a list of users: {error}") from error
 
 
 def _check_names(users: Iterable[WantedUser]) -> None:
@@ -260,8 +325,7 @@ def _as_file(credentials: Credentials) -> bytes:
     return msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
 
 
-def _write(folder: Path, known: _Users) -> None:
-    found = {name: {} for name in known.leafs} | accounts(known.users)
-    config = f"accounts: {json.dumps(found, indent=2)}\n"
+def _write(folder: Path, users: tuple[User, ...]) -> None:
+    config = f"accounts: {json.dumps(accounts(users), indent=2)}\n"
     replace_file(folder / CONFIG_FILE, f"# Written by `rollbus auth` from {USERS_FILE}.\n{config}".encode())
-    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(known)) + b"\n")
+    replace_file(folder / USERS_FILE, msgspec.json.format(msgspec.json.encode(_Users(users))) + b"\n")

@@ -1,9 +1,6 @@
-"""The client for trainers. Its parts run on two threads.
+"""The client for trainers. It runs on two threads.
 
-In the caller's event loop: `client` (the public methods), `call_registry` (opens calls and submits them to the bus
-thread), `calls` (a request until its caller has read the result), `fleet`, `generation`.
-
-On the bus thread (`loop_thread`), which a blocked caller does not delay: `runtime` (connects the parts), `exchange`
-(the attempts of each request) with its `children`, `dispatch` (publishes requests) with `placement` (chooses the
-worker), `links` (receives frames), `presence_watcher` (tracks the live workers).
+The methods of `Client` and `Fleet` and the results belong to the caller's event loop. The connection, the open requests
+and the presence of workers belong to the bus thread (`LoopThread`), which a blocked caller does not delay. The public
+names are in `rollbus` and `rollbus.sync`.
 """

@@ -1,25 +1,97 @@
-"""The requests of one `complete_many`: the requests in flight, and the source of the next requests."""
+"""Many requests at once: the source from which they are drawn, and those in flight.
+
+Items come from an iterable or async iterable of the caller, one at a time and only on demand.
+"""
 
 import asyncio
 import time
+import uuid
 from collections import deque
-from collections.abc import AsyncIterable, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from msgspec.structs import replace
 
 from ...schemas.checks import check_int, describe
 from ...schemas.errors import InvalidRequest, NoWorkers, RequestError
 from ...schemas.limits import MAX_IN_FLIGHT
-from ...schemas.request import GenerateRequest, TokenIds, as_request
-from .batch_times import BatchTimes
+from ...schemas.request import GenerateRequest, TokenIds, as_request, check_continuable
+from ...schemas.sampling import SamplingParams
 from .call_registry import CallRegistry
 from .calls import Call
-from .drawing import Drawing
 from .generation import Generation, join_samples
+from .times import BatchTimes
 
-__all__ = ["AsyncRequests", "Batch", "RequestSource", "Requests", "check_iterable", "check_request"]
-
+T = TypeVar("T")
 Requests = Iterable[GenerateRequest | TokenIds]
 AsyncRequests = AsyncIterable[GenerateRequest | TokenIds]
+InexactGroups = Literal["refuse", "continue", "drop"]
+"""Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
+
+
+class Source(Generic[T]):
+    """Draws items from the caller's iterable or async iterable, one at a time and only on demand. Use it in one loop.
+
+    Args:
+        name: name of the source in errors.
+        items: iterable or async iterable of the caller.
+        convert: makes an item of the caller's, or raises an error.
+        wake: called when an async iterable has returned an item, ended or raised an error.
+
+    Raises:
+        InvalidRequest: `items` is not iterable.
+    """
+
+    def __init__(self, name: str, items: Any, convert: Callable[[Any], T], wake: Callable[[], None]) -> None:
+        if not isinstance(items, Iterable | AsyncIterable):
+            raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
+        self._items = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        self._convert = convert
+        self._wake = wake
+        # At most one task. It stays until `pop` reads its item: cancelling it would end an async generator.
+        self._next: asyncio.Task[Any] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `pop` has an item or the end. If False, the next item is being drawn, and `wake` will be called."""
+        if isinstance(self._items, Iterator):
+            return True
+        if self._next is None:
+            # Not in a task group: a failure would cancel the caller's task, also while it runs other code.
+            self._next = asyncio.get_running_loop().create_task(_anext(self._items), name="client.draw")
+            self._next.add_done_callback(lambda _: self._wake())
+        return self._next.done()
+
+    def pop(self) -> T | None:
+        """Return the next item, or None at the end. Call this only if `is_ready`.
+
+        Raises:
+            InvalidRequest: the item is not valid. The next one may be valid.
+            Exception: the source raised it.
+        """
+        try:
+            if isinstance(self._items, Iterator):
+                return self._convert(next(self._items))
+            if self._next is None:
+                raise RuntimeError("no item is being drawn; check `is_ready` before `pop`")
+            drawing, self._next = self._next, None
+            return self._convert(drawing.result())
+        except (StopIteration, StopAsyncIteration):
+            return None
+
+    async def close(self) -> None:
+        """Cancel the pending draw and wait until the source has cleaned up."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait({self._next})
+            if not self._next.cancelled():
+                # Retrieve the error: asyncio warns about errors that no code has retrieved.
+                self._next.exception()
+
+
+async def _anext(items: AsyncIterator[Any]) -> Any:
+    return await anext(items)
 
 
 class Batch:
@@ -27,19 +99,14 @@ class Batch:
 
     Creating a batch starts its `times`.
 
-    Args:
-        max_unread_bytes: unread bytes of all results of the client above which no more requests are opened.
-
     Raises:
         InvalidRequest: `max_in_flight` is not an integer from 1 to `MAX_IN_FLIGHT`.
     """
 
-    def __init__(
-        self, registry: CallRegistry, *, max_in_flight: int, max_unread_bytes: int, times: BatchTimes | None
-    ) -> None:
+    def __init__(self, registry: CallRegistry, *, max_in_flight: int, times: BatchTimes | None) -> None:
         self._registry = registry
         self._max_in_flight = check_int("max_in_flight", max_in_flight, 1, MAX_IN_FLIGHT)
-        self._max_unread_bytes = max_unread_bytes
+        self._max_unread_bytes = registry.config.max_unread_bytes
         self._times = BatchTimes() if times is None else times
         self._times.start(time.monotonic())
         self._in_flight: set[Call] = set()
@@ -49,10 +116,6 @@ class Batch:
         """Set when a request has ended. Other code may set it too."""
         self.no_workers: NoWorkers | None = None
         """Set when no worker was left for the last request. The batch then opens no more requests."""
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<Batch in_flight={len(self._in_flight)} ended={len(self._ended)}>"
 
     @property
     def num_in_flight(self) -> int:
@@ -95,11 +158,15 @@ class Batch:
         self._ended.append(call)
         self.news.set()
 
+    async def wait_for_news(self) -> None:
+        """Wait until `news` is set again."""
+        self.news.clear()
+        await self.news.wait()
+
     async def next_result(self) -> Generation:
         """Wait until a request in flight has ended, and return its result."""
         while not self._ended:
-            self.news.clear()
-            await self.news.wait()
+            await self.wait_for_news()
         call = self._ended[0]
         generation = await self._registry.pop_result(call)
         self._ended.popleft()
@@ -112,57 +179,6 @@ class Batch:
             self._registry.remove(call)
 
 
-class RequestSource:
-    """Draws requests from the caller's source, one at a time and only on demand.
-
-    Args:
-        fields: fields of the requests for prompts that are token ids.
-
-    Raises:
-        InvalidRequest: `requests` is not iterable.
-    """
-
-    def __init__(self, requests: Requests | AsyncRequests, batch: Batch, fields: Mapping[str, Any]) -> None:
-        source = requests if isinstance(requests, AsyncIterable) else check_iterable(requests)
-        self._drawing = Drawing(source, batch.news.set)
-        self._batch = batch
-        self._fields = fields
-        self.is_over = False
-
-    async def draw(self) -> GenerateRequest | None:
-        """Return the next request. Return None if the source has ended, or if a request of the batch ended first.
-
-        Cancellation: the next call returns the request that is being drawn.
-
-        Raises:
-            InvalidRequest: the item is no request, or a field is wrong.
-            Exception: the source raised it.
-        """
-        try:
-            while not self._drawing.is_ready and not self._batch.has_result:
-                self._batch.news.clear()
-                await self._batch.news.wait()
-            return check_request(self._drawing.pop(), self._fields) if self._drawing.is_ready else None
-        except (StopIteration, StopAsyncIteration):
-            self.is_over = True
-            return None
-
-    async def close(self) -> None:
-        """Cancel the pending draw and wait until the source has cleaned up."""
-        await self._drawing.close()
-
-
-def check_iterable(requests: Requests) -> Requests:
-    """Return `requests` if it is iterable.
-
-    Raises:
-        InvalidRequest: `requests` is not iterable.
-    """
-    if not isinstance(requests, Iterable):
-        raise InvalidRequest(field="requests", problem=f"is {describe(requests)}", allowed="an iterable of requests")
-    return requests
-
-
 def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
     """Return `drawn` if it is a request. If it is token ids, return the request with these fields.
 
@@ -173,3 +189,50 @@ def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
         allowed = "requests, or the token ids of each prompt"
         raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed=allowed)
     return as_request(drawn, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPrompt:
+    """A prompt with a key of the caller."""
+
+    prompt: "GenerateRequest | TokenIds"
+    """A request, or token ids that get the sampling parameters of the groups."""
+    key: object = None
+    """Returned as `Group.key`. The key stays in this process."""
+
+
+Prompt = GenerateRequest | TokenIds | GroupPrompt
+
+
+Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """Builds requests from prompts."""
+
+    n: int
+    sampling: SamplingParams
+    """Sampling parameters of prompts that are token ids."""
+    inexact: InexactGroups
+
+    def request(self, prompt: Prompt) -> tuple[GenerateRequest, object]:
+        """Return the request for a group of answers, with a group id, and the key of the prompt.
+
+        Each request gets a new request id, because a data set can repeat a request while the first one runs.
+
+        Raises:
+            InvalidRequest: a field is wrong, or the sampler has state and `inexact` is `refuse`.
+        """
+        key = None
+        if isinstance(prompt, GroupPrompt):
+            key, prompt = prompt.key, prompt.prompt
+        if not isinstance(prompt, GenerateRequest):
+            prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
+        if prompt.sampling.n not in (1, self.n):
+            raise InvalidRequest(field="sampling.n", problem=f"is {prompt.sampling.n}", allowed=f"1, or n={self.n}")
+        if self.inexact == "refuse":
+            check_continuable(prompt.sampling)
+        group_id = prompt.group_id or uuid.uuid4().hex
+        sampling = replace(prompt.sampling, n=self.n)
+        return replace(prompt, request_id=uuid.uuid4().hex, group_id=group_id, sampling=sampling), key

@@ -13,57 +13,36 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack
 
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
-from ...schemas.request import GenerateRequest
-from ...schemas.request_ids import wire_id
-from ..protocol.fleet.unserved import WaitLimit
-from ..tracing.spans import TracingStats
-from ..tracing.switch import make_tracer
+from ...schemas.request import GenerateRequest, wire_id
+from ..protocol.fleet.presence import WaitLimit
+from ..tracing.spans import TracingStats, make_tracer
 from .calls import Call, CallResult, Inbox
 from .config import ClientConfig
 from .fleet import Fleet
 from .generation import Generation, SampleOrigin
-from .loop_thread import FORKED, LoopThread
 from .record.writer import RunRecorder
-from .runtime import ClientRuntime, ClientStats, open_client_runtime
-
-__all__ = ["CallRegistry"]
+from .runtime import ClientRuntime, open_client_runtime
+from .thread import FORKED, LoopThread
+from .times import ClientStats
 
 
 class CallRegistry:
     """The open calls of one client, and its bus thread. Call `start` before use and `close` afterwards."""
 
     def __init__(self, config: ClientConfig) -> None:
-        self._config = config
+        self.config = config
+        """Configuration of the client."""
         self.tracer = make_tracer(config.tracing, service_name="rollbus-client")
-        self._thread = LoopThread(f"rollbus-{config.client}", open_client_runtime(config), self._fail_all)
-        self._inbox = Inbox(self._thread.call_in_owner_loop)
+        self.thread = LoopThread(f"rollbus-{config.client}", open_client_runtime(config), self._fail_all)
+        self._inbox = Inbox(self.thread.call_in_owner_loop)
         self._calls: dict[str, Call] = {}
         self._numbers = itertools.count()
         self.recorder: RunRecorder | None = None
         """Record that the results of this client go to. None: no record was opened."""
         self._failure: BaseException | None = None
         # Set by `start`.
-        self._runtime: ClientRuntime
+        self.runtime: ClientRuntime
         self.fleet: Fleet
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<CallRegistry calls={len(self._calls)} unread={self.unread_bytes} {self._thread!r}>"
-
-    @property
-    def thread(self) -> LoopThread[ClientRuntime]:
-        """The bus thread."""
-        return self._thread
-
-    @property
-    def runtime(self) -> ClientRuntime:
-        """The client's parts on the bus thread."""
-        return self._runtime
-
-    @property
-    def config(self) -> ClientConfig:
-        """The configuration of the client."""
-        return self._config
 
     @property
     def num_calls(self) -> int:
@@ -78,11 +57,11 @@ class CallRegistry:
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the calls which were not removed have received. Any thread may read it."""
-        return self._runtime.coordinator.num_tokens
+        return self.runtime.coordinator.num_tokens
 
     def stats(self) -> ClientStats:
         """Return a copy of the counters."""
-        return self._runtime.stats(self.unread_bytes, TracingStats() if self.tracer is None else self.tracer.stats)
+        return self.runtime.stats(self.unread_bytes, TracingStats() if self.tracer is None else self.tracer.stats)
 
     async def start(self) -> None:
         """Connect.
@@ -94,9 +73,9 @@ class CallRegistry:
         """
         async with AsyncExitStack() as unless_started:
             unless_started.push_async_callback(self._close_tracer)
-            self._runtime = await self._thread.start()
+            self.runtime = await self.thread.start()
             unless_started.pop_all()
-        self.fleet = Fleet(self._config.subjects.fleet, self._thread, self._runtime)
+        self.fleet = Fleet(self.config.subjects.fleet, self.thread, self.runtime)
         _started.add(self)
 
     async def close(self) -> None:
@@ -108,7 +87,7 @@ class CallRegistry:
             Exception: the error that had ended the thread earlier.
         """
         try:
-            await self._thread.stop()
+            await self.thread.stop()
         finally:
             if self.recorder is not None:
                 await asyncio.to_thread(self.recorder.close)
@@ -132,11 +111,11 @@ class CallRegistry:
             BusClosed: the client belongs to the parent of this forked process, or to an event loop that has ended.
             BusBroken: the connection is permanently lost.
         """
-        self._thread.check_usable()
+        self.thread.check_usable()
         if self._failure is not None:
             raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
-        if self._runtime.nats.lost is not None:
-            raise self._runtime.nats.lost
+        if self.runtime.nats.lost is not None:
+            raise self.runtime.nats.lost
         request_id = request.wire_id
         if request_id in self._calls:
             raise RequestRejected(
@@ -144,10 +123,10 @@ class CallRegistry:
                 message=f"request id {request.request_id!r} is already in use by an open request of this client",
                 request_id=request.request_id,
             )
-        origin = SampleOrigin(self._config.incarnation, next(self._numbers), time.time())
+        origin = SampleOrigin(self.config.incarnation, next(self._numbers), time.time())
         call = Call(request, self._inbox, streams, self.tracer, origin=origin)
         call.wait_limit = wait_limit
-        call.other_loop = self._thread.other_loop()
+        call.other_loop = self.thread.other_loop()
         self._calls[request_id] = call
         try:
             call.model = await self._resolve_model(call)
@@ -155,18 +134,18 @@ class CallRegistry:
         finally:
             if not call.is_submitted:
                 del self._calls[request_id]
-        self._thread.post(self._runtime.coordinator.submit, call)
+        self.thread.post(self.runtime.coordinator.submit, call)
         if call.is_aborted:
-            self._thread.post(self._runtime.coordinator.abort, [request_id])
+            self.thread.post(self.runtime.coordinator.abort, [request_id])
         return call
 
     async def _resolve_model(self, call: Call) -> str:
-        models = self._runtime.models
+        models = self.runtime.models
         model = models.fixed if call.request.model is None else call.request.model
-        if model is not None and model in self._runtime.watcher.snapshot.awaited:
+        if model is not None and model in self.runtime.watcher.snapshot.awaited:
             return model
         try:
-            return await self._thread.run(models.resolve(model, call))
+            return await self.thread.run(models.resolve(model, call))
         except NoWorkers:
             if not call.is_aborted:
                 raise
@@ -179,7 +158,7 @@ class CallRegistry:
         if self._calls.get(request_id) is call:
             del self._calls[request_id]
             call.abandon()
-            self._thread.post(self._runtime.coordinator.remove, call)
+            self.thread.post(self.runtime.coordinator.remove, call)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End these calls immediately with their present results; see `Client.abort`."""
@@ -190,7 +169,7 @@ class CallRegistry:
             if call is not None and not call.is_submitted:
                 call.is_aborted = True
                 aborted.append(request_id)
-        aborted += await self._thread.run(self._abort(list(given)))
+        aborted += await self.thread.call(self.runtime.coordinator.abort, list(given))
         return list(dict.fromkeys(given[request_id] for request_id in given if request_id in aborted))
 
     async def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
@@ -202,7 +181,7 @@ class CallRegistry:
             Number of tokens of each child, by request id, for the calls that were open.
         """
         given = self._by_wire_id(request_ids)
-        stopped = await self._thread.run(self._stop(list(given)))
+        stopped = await self.thread.call(self.runtime.coordinator.stop, list(given))
         return {given[request_id]: num_tokens for request_id, num_tokens in stopped.items()}
 
     def _by_wire_id(self, request_ids: Iterable[str]) -> dict[str, str]:
@@ -215,19 +194,13 @@ class CallRegistry:
                     given[name] = call.request.request_id
         return given
 
-    async def _stop(self, request_ids: list[str]) -> dict[str, list[int]]:
-        return self._runtime.coordinator.stop(request_ids)
-
     def newest_version(self, model: str | None, lora: str | None) -> int | None:
         """Return the newest version of `model`, or of its adapter, on any live worker. None if it is unknown."""
-        return self._runtime.watcher.snapshot.newest_version(model, lora)
+        return self.runtime.watcher.snapshot.newest_version(model, lora)
 
     async def paused_s(self) -> dict[str, float]:
         """Return the seconds for which each model has been paused since the client connected."""
-        return await self._thread.run(self._paused_s())
-
-    async def _paused_s(self) -> dict[str, float]:
-        return self._runtime.pauses.paused_s()
+        return await self.thread.call(self.runtime.pauses.paused_s)
 
     def start_record(self, folder: str | os.PathLike[str], experts: bool, max_buffered_bytes: int) -> RunRecorder:
         """Record the results from now on; see `Client.record`."""
@@ -250,9 +223,6 @@ class CallRegistry:
             self.recorder.add(generation, newest_version=self.newest_version(generation.model, generation.lora))
         return generation
 
-    async def _abort(self, request_ids: list[str]) -> list[str]:
-        return self._runtime.coordinator.abort(request_ids)
-
     def _fail_all(self, error: BaseException | None) -> None:
         """Fail all open calls after the thread has ended, because the thread cannot."""
         self._failure = error
@@ -274,7 +244,7 @@ class CallRegistry:
 
         The callers are not notified, because that would run their code inside `os.fork`.
         """
-        self._thread.abandon()
+        self.thread.abandon()
         self._end_calls(FORKED)
 
 

@@ -3,17 +3,20 @@
 import math
 import os
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 from ...schemas.checks import check_bool, check_float, check_int
 from ...schemas.chunk import Chunk
+from ...schemas.control import DesiredState
 from ...schemas.errors import BusBroken, BusClosed, InvalidRequest
 from ...schemas.limits import (
     DEFAULT_MAX_BUFFERED_BYTES,
     DEFAULT_MAX_IN_FLIGHT,
+    DEFAULT_MAX_UNREAD_BYTES,
+    DEFAULT_PREFILL_MIN_TOKENS,
     MAX_N,
     MAX_OVER,
     MAX_PROMPT_TOKENS,
@@ -21,26 +24,30 @@ from ...schemas.limits import (
     MAX_TIMEOUT_S,
     MAX_WEIGHT_VERSION,
 )
-from ...schemas.request import GenerateRequest, TokenIds, as_request
+from ...schemas.presence import WorkerPresence
+from ...schemas.request import GenerateRequest, Lane, TokenIds, as_request
 from ...schemas.sampling import SamplingParams
-from ..auth.credentials import client_identity
+from ..auth.credentials import Credentials, client_identity
+from ..control.revisions import StoredState
 from ..nats.server import Server
-from ..protocol.fleet.unserved import WaitLimit
-from ..protocol.groups.planner import GroupPlanner
+from ..protocol.fleet.presence import WaitLimit
+from ..protocol.groups import GroupPlanner
+from ..protocol.telemetry.command_book import CommandLine
+from ..queue.streams import QueueDepth, queue_clients
 from ..subjects import Subjects
-from ..tracing.switch import Tracing, check_tracing
-from .batch import AsyncRequests, Batch, Requests, RequestSource
-from .batch_times import BatchTimes
+from ..tracing.spans import Tracing, check_tracing
+from .batch import AsyncRequests, Batch, InexactGroups, PromptForm, Prompts, Requests, Source, check_request
 from .call_registry import CallRegistry, check_ids
 from .config import ClientConfig
 from .fleet import Fleet
+from .fleet_state import CommandListener
 from .generation import Generation
-from .group_prompts import InexactGroups, PromptForm, Prompts
-from .group_sampler import GroupSampler
+from .groups import GroupSampler
 from .record.writer import RunRecorder
-from .runtime import ClientStats
+from .times import BatchTimes, ClientStats
 
-__all__ = ["Client", "ClientStats", "batch_of", "registry_of"]
+DEFAULT_WORKER_GRACE_S = 15.0
+"""Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""
 
 
 class Client:
@@ -58,36 +65,8 @@ class Client:
     connection. If leaving is cancelled, it completes first and then raises the cancellation.
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of `connect`
-        self,
-        server: Server,
-        *,
-        fleet: str | None,
-        client: str | None,
-        worker_grace_s: float,
-        wait_for_workers_s: float,
-        max_unread_bytes: int,
-        prefill_min_tokens: int,
-        placement: bool,
-        tracing: Tracing,
-    ) -> None:
-        worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
-        wait_for_workers_s = check_float("wait_for_workers_s", wait_for_workers_s, 0, MAX_TIMEOUT_S)
-        self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
-        prefill_min_tokens = check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS)
-        placement = check_bool("placement", placement)
-        fleet, client = client_identity(server.credentials, fleet=fleet, client=client)
-        self._config = ClientConfig(
-            server=server,
-            subjects=Subjects(fleet),
-            client=client,
-            incarnation="",
-            worker_grace_s=max(worker_grace_s, wait_for_workers_s),
-            wait_for_workers_s=wait_for_workers_s,
-            prefill_min_tokens=prefill_min_tokens,
-            placement=placement,
-            tracing=check_tracing(tracing),
-        )
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
         # Set while connected.
         self._connected: CallRegistry | None = None
 
@@ -241,11 +220,16 @@ class Client:
             Exception: `requests` raised it. The client has aborted all open requests.
         """
         batch = batch_of(self, max_in_flight=max_in_flight, times=times)
-        source = RequestSource(requests, batch, fields)
+        source = Source("requests", requests, lambda drawn: check_request(drawn, fields), batch.news.set)
+        is_over = False
         try:
             while True:
-                if batch.has_room and not source.is_over:
-                    request = await source.draw()
+                if batch.has_room and not is_over and not source.is_ready:
+                    # For the next request, or for the end of one.
+                    await batch.wait_for_news()
+                elif batch.has_room and not is_over:
+                    request = source.pop()
+                    is_over = request is None
                     refused = None if request is None else await batch.open(request)
                     if refused is not None:
                         yield refused
@@ -362,4 +346,195 @@ def batch_of(client: Client, *, max_in_flight: int, times: BatchTimes | None) ->
         BusClosed: the client is not connected.
         ValueError: `max_in_flight` is below 1.
     """
-    return Batch(client._registry, max_in_flight=max_in_flight, max_unread_bytes=client._max_unread_bytes, times=times)
+    return Batch(client._registry, max_in_flight=max_in_flight, times=times)
+
+
+def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two
+    url: str | Sequence[str] | Server | None = None,
+    *,
+    fleet: str | None = None,
+    client: str | None = None,
+    credentials: Credentials | str | os.PathLike[str] | None = None,
+    worker_grace_s: float = DEFAULT_WORKER_GRACE_S,
+    wait_for_workers_s: float = 0.0,
+    max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
+    prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
+    placement: bool = True,
+    tracing: Tracing = False,
+) -> Client:
+    """Return a client of a fleet. Enter it with `async with` to connect.
+
+    Args:
+        url: URL of the NATS server. None: `$ROLLBUS_NATS`, or `nats://127.0.0.1:4222` if that is not set. Several
+            URLs, in a sequence or separated by commas, are servers of one cluster; the client connects to any of them.
+            A `Server` replaces `credentials` and the environment.
+        fleet: name of the fleet whose workers serve the requests. None: the fleet in the credentials, or `default`.
+        client: name of this client in subjects, unique among connected clients. None: the name in the credentials, or
+            a random name.
+        credentials: credentials of the NATS user, or their file. None: the file in `$ROLLBUS_CREDS`, or no user.
+        worker_grace_s: seconds that a request waits for a worker after the last worker of its model was lost (default:
+            15). While the client is disconnected from NATS, it treats workers as lost after lease plus margin (6 s).
+            While a worker of the model starts, updates or is paused, requests wait until their deadline.
+        wait_for_workers_s: seconds that a request waits for a worker if no worker serves its model and none starts
+            (default: 0: a new request fails with `NoWorkers` after half a second). A larger value than `worker_grace_s`
+            replaces it.
+        max_unread_bytes: bytes of unread results above which `complete_many` sends no more requests (default: 1 GiB).
+        prefill_min_tokens: prompts of at least this many tokens go to a prefill worker first, if the fleet has one
+            (default: 32).
+        placement: True (default): the client may send a request directly to a worker that has the beginning of its
+            prompt in the prefix cache, or that serves its group. False: all requests, also those of sessions, go
+            through the queue.
+        tracing: OpenTelemetry spans of requests; needs `rollbus[otel]`. False (default): none. True: the environment
+            configures the export (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on). A `TracerProvider`:
+            that provider creates the spans.
+
+    Raises:
+        InvalidRequest: a name is not valid in a subject or differs from the credentials, a number is out of range, or
+            `tracing` is set and OpenTelemetry is not installed.
+        BusBroken: a URL is malformed, or the credentials cannot be read.
+    """
+    try:
+        server = Server.named(url, credentials)
+    except BusBroken as exc:
+        # The message is complete without the internal frames of the traceback.
+        raise exc.with_traceback(None) from None
+    worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
+    wait_for_workers_s = check_float("wait_for_workers_s", wait_for_workers_s, 0, MAX_TIMEOUT_S)
+    fleet, client = client_identity(server.credentials, fleet=fleet, client=client)
+    return Client(
+        ClientConfig(
+            server=server,
+            subjects=Subjects(fleet),
+            client=client,
+            worker_grace_s=max(worker_grace_s, wait_for_workers_s),
+            wait_for_workers_s=wait_for_workers_s,
+            max_unread_bytes=check_int("max_unread_bytes", max_unread_bytes, 1, 2**63),
+            prefill_min_tokens=check_int("prefill_min_tokens", prefill_min_tokens, 1, MAX_PROMPT_TOKENS),
+            placement=check_bool("placement", placement),
+            tracing=check_tracing(tracing),
+        )
+    )
+
+
+class HeardWorker(NamedTuple):
+    """A live worker with its latest presence."""
+
+    presence: WorkerPresence
+    heard_at: float
+    """Time of the latest presence on `time.monotonic()`."""
+
+
+class FleetWatch:
+    """Reads the state that a connected client has of its fleet. Create it with `watch_fleet`.
+
+    Use it from the client's event loop. Unlike `Fleet.state`, it sends nothing to workers: workers publish their
+    presence every second.
+    """
+
+    def __init__(self, registry: CallRegistry) -> None:
+        self._thread = registry.thread
+        self._runtime = registry.runtime
+        self._subjects = registry.config.subjects
+        self._listener = CommandListener(self._runtime.nats, self._subjects, self._runtime.watcher.table)
+        self.fleet = self._subjects.fleet
+
+    @property
+    def bad_messages(self) -> int:
+        """Number of received commands and acks that could not be decoded or did not come from their author."""
+        return self._listener.rejected.so_far
+
+    @property
+    def problem(self) -> str | None:
+        """Why the client receives no presence at the moment. None if it does."""
+        nats = self._runtime.nats
+        if nats.lost is not None:
+            return str(nats.lost)
+        return None if nats.is_connected else "the connection to NATS is down"
+
+    async def workers(self) -> tuple[HeardWorker, ...]:
+        """Return the live workers by id, each with its latest presence.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        heard = await self._thread.call(self._runtime.watcher.table.heard)
+        return tuple(HeardWorker(*each) for each in heard)
+
+    async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
+        """Return the waiting requests by queue, and by model the reason why a queue does not answer.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.watcher.queues())
+
+    async def clients(self, models: Iterable[str]) -> dict[tuple[str, Lane, str], int]:
+        """Count the requests of each client in the queues of these models. The keys are (model, lane, client).
+
+        Raises:
+            PermissionDenied: this user may not list them.
+            BusBroken: JetStream does not answer.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._clients(tuple(models)))
+
+    async def _clients(self, models: tuple[str, ...]) -> dict[tuple[str, Lane, str], int]:
+        return {
+            (model, *lane_and_client): count
+            for model in models
+            for lane_and_client, count in (await queue_clients(self._runtime.nats, self._subjects, model)).items()
+        }
+
+    async def listen(self) -> None:
+        """Receive the commands and acks of all controllers until `unlisten`.
+
+        Raises:
+            PermissionDenied: this user may not receive them.
+            BusBroken: the connection to NATS is permanently lost.
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._listener.start())
+
+    async def unlisten(self) -> None:
+        """Stop receiving commands and acks.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._listener.stop())
+
+    async def commands(self) -> tuple[CommandLine, ...]:
+        """Return the last commands received between `listen` and `unlisten`, newest first.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        return await self._thread.call(self._listener.lines)
+
+    async def desired(self) -> dict[str, DesiredState]:
+        """Return the desired state of the workers of each model.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.controller.store.read_all())
+
+    async def history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
+        """Return the desired states of `model` that the store still has after a sequence number, oldest first.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            PermissionDenied: this user may not read the history.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.controller.store.signed_history(model, after))
+
+
+def watch_fleet(client: Client) -> FleetWatch:
+    """Return a view of the fleet of a connected client.
+
+    Raises:
+        BusClosed: the client is not connected.
+    """
+    return FleetWatch(registry_of(client))

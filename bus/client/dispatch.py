@@ -1,16 +1,15 @@
 """Publishes requests to workers, through the queue or directly to a worker. Runs on the bus thread.
 
-Invariant: an open request that no worker has admitted is in one of five places: pending here, behind the leader of its
-group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. A request that has
-left the queue without a worker's offer is an orphan. It is published again.
+Invariant: an open request that no worker has admitted is in one of six places: pending here, waiting for a prefill
+worker, behind the leader of its group, on its way to the queue, in the queue, or on its way to the worker at which it
+was placed. A request that has left the queue without a worker's offer is an orphan. It is published again.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -24,24 +23,23 @@ from ...schemas.request import Lane
 from ...schemas.telemetry import LostAttempt
 from ..nats.connection import Connection, publish
 from ..protocol.attempt import events as on
-from ..protocol.attempt.events import Event
-from ..protocol.attempt.silence import able_others
-from ..protocol.attempt.states import UNPUBLISHED, RequestState
-from ..protocol.fleet.unserved import UnservedModels
+from ..protocol.attempt.events import Event, PrefillDecided
+from ..protocol.attempt.machine import UNPUBLISHED, RequestState
+from ..protocol.attempt.suspects import able_others
+from ..protocol.fleet.presence import UnservedModels, connector_of
+from ..protocol.queue.prefill_queue import PrefillFallback, PrefillQueue, PrefillRequirements, PrefillWorkerInfo
 from ..queue.publisher import PublishResult, QueuePublisher
 from ..queue.streams import StoredRange, stored_in
-from .children import ChildRequest, OpenCall
 from .config import ClientConfig
-from .durations import DurationsByModel
-from .exchange import AttemptCoordinator
+from .coordinator import AttemptCoordinator, ChildRequest, OpenCall
 from .placement import Placed, RequestPlacement
-from .prefill import PrefillDispatcher
-from .presence_watcher import PresenceWatcher
-
-__all__ = ["DispatcherStats", "RequestDispatcher"]
+from .presence import PresenceWatcher
+from .times import DurationsByModel
 
 logger = logging.getLogger(__name__)
 
+MIN_LOOK_S: Final = 0.01
+"""Minimum seconds between two timed checks of waiting requests."""
 ORPHAN_AGE_S: Final = 10.0
 """Seconds that a request waits in the queue before the client searches for it. Most requests need no search."""
 ORPHANS_PER_ROUND: Final = 4096
@@ -52,6 +50,117 @@ HEADER_BYTES: Final = 512
 """Bytes below `max_payload` that are reserved for the headers of a publication."""
 
 
+class PrefillDispatcher:
+    """The requests of one client that wait for a prefill worker or run on a prefill worker.
+
+    A request that can be served in two phases waits here for a prefill worker with room, for a limited time. All other
+    requests, and those whose time has expired, are served by one worker, with the same result.
+
+    Args:
+        placement: knows which workers have a prompt in their cache.
+        wake: called when `pop_decisions` has something to return.
+    """
+
+    def __init__(self, watcher: PresenceWatcher, placement: RequestPlacement, wake: Callable[[], None]) -> None:
+        self._watcher = watcher
+        self._placement = placement
+        self._wake = wake
+        # By model with requests that wait for a prefill worker or are at one, or with workers to skip for a while.
+        self._queues: dict[str, PrefillQueue[ChildRequest]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stats = placement.stats
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a prefill worker."""
+        return sum(map(len, self._queues.values()))
+
+    def num_workers(self, model: str) -> int | None:
+        """Return the number of serving prefill workers, or None if no decode worker can use their KV blocks."""
+        prefillers = self._watcher.snapshot.prefillers.get(model)
+        return None if prefillers is None else len(prefillers)
+
+    def add(self, child: ChildRequest, until: float) -> None:
+        """Queue `child` for a prefill worker."""
+        asked, model = child.stream.asked, child.open_call.model
+        requirements = PrefillRequirements(
+            affinity=asked.session_id or asked.group_id or asked.request_id,
+            preferred=self._placement.prefer_prefill(child, self._watcher.snapshot.prefillers.get(model, ())),
+            prompt_len=asked.prompt_len,
+            priority=asked.priority,
+            min_weight_version=asked.min_weight_version or 0,
+            lora=asked.lora,
+        )
+        self._queues.setdefault(model, PrefillQueue()).add(child, requirements, until=until)
+        self._wake()
+
+    def count_fallback(self, child: ChildRequest, reason: PrefillFallback) -> None:
+        """Count that a decode worker serves `child` alone."""
+        self._stats.prefill_fallbacks[reason] += 1
+        logger.debug("prefill.skipped request=%s reason=%s", child.open_call.request_id, reason)
+
+    def pop_decisions(self) -> list[tuple[ChildRequest, PrefillDecided]]:
+        """Return the requests that stop waiting, each with a prefill worker or without one."""
+        decided: list[tuple[ChildRequest, PrefillDecided]] = []
+        now = time.monotonic()
+        self._queues = {model: queue for model, queue in self._queues.items() if not queue.is_idle(now)}
+        for model, queue in self._queues.items():
+            for child, worker, reason in queue.decide(self._prefill_workers(model), now) if len(queue) else ():
+                presence = None if worker is None else self._watcher.table.get(worker)
+                connector = None if presence is None else connector_of(presence)
+                decided.append((child, PrefillDecided(worker, connector)))
+                if worker is not None:
+                    self._stats.prefill_legs += 1
+                    self._placement.record_prefill(child, worker)
+                if reason is not None:
+                    self.count_fallback(child, reason)
+        self._schedule_wake(now)
+        return decided
+
+    def _prefill_workers(self, model: str) -> list[PrefillWorkerInfo]:
+        snapshot = self._watcher.snapshot
+        found = (self._watcher.table.get(worker) for worker in snapshot.prefillers.get(model, ()))
+        return [
+            PrefillWorkerInfo(
+                worker=presence.worker,
+                num_slots=presence.capabilities.max_num_seqs,
+                context_len=snapshot.context_lens[model],
+                weight_version=presence.weight_version,
+                served_version=presence.served_version,
+                loras=frozenset(info.name for info in presence.loras),
+            )
+            for presence in found
+            if presence is not None
+            and presence.capabilities is not None
+            and presence.worker not in self._placement.silent
+        ]
+
+    def _schedule_wake(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        times = [at for queue in self._queues.values() if (at := queue.next_decision_at()) is not None]
+        if times:
+            delay_s = max(min(times) - now, MIN_LOOK_S)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def release(self, child: ChildRequest, refusal: RequestError | None) -> None:
+        """Remove `child`, whose prefill phase or wait is over. This has no effect on other requests.
+
+        Args:
+            refusal: reason why the worker did not accept the prefill phase. None if it did.
+        """
+        queue = self._queues.get(child.open_call.model)
+        if queue is None:
+            return
+        if refusal is None:
+            queue.remove(child)
+        else:
+            queue.reject(child, time.monotonic(), is_full=refusal.code is ErrorCode.QUEUE_FULL)
+        if len(queue):
+            self._wake()
+
+
 class _Queued(NamedTuple):
     """A request in the queue."""
 
@@ -59,15 +168,6 @@ class _Queued(NamedTuple):
     stored_at: float
     looked_for_at: float
     """Time of the last check that the queue may still contain the request, on `time.monotonic()`."""
-
-
-@dataclass(slots=True)
-class DispatcherStats:
-    """Counters of published requests, as in `ClientStats`."""
-
-    requests: int = 0
-    direct: int = 0
-    orphans: int = 0
 
 
 class RequestDispatcher:
@@ -83,7 +183,7 @@ class RequestDispatcher:
         self._waits_for_workers = config.wait_for_workers_s > 0
         self._unserved = UnservedModels(config.worker_grace_s)
         self.publisher = QueuePublisher(nats, config.subjects, self._client, self._on_publish_result)
-        self.placement = RequestPlacement(watcher.table, is_on=config.placement)
+        self.placement = RequestPlacement(watcher.table, coordinator.stats, is_on=config.placement)
         self._prefill_min_tokens = config.prefill_min_tokens
         self.prefill = PrefillDispatcher(watcher, self.placement, self.wake)
         # The requests in flight bound all of these collections.
@@ -94,14 +194,12 @@ class RequestDispatcher:
         self._published: dict[str, ChildRequest] = {}
         # Requests in the queue, the least recently checked first.
         self._queued: dict[ChildRequest, _Queued] = {}
-        self.stats = DispatcherStats()
         self.queue_waits = DurationsByModel()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return (
-            f"<RequestDispatcher line={len(self._pending)} published={len(self._published)} queued={len(self._queued)}>"
-        )
+    def debug_state(self) -> dict[str, int]:
+        """Return counts; see `ClientRuntime.debug_state`."""
+        counts = {"pending": len(self._pending), "published": len(self._published), "queued": len(self._queued)}
+        return counts | self.placement.debug_state() | self.publisher.debug_state()
 
     def add(self, child: ChildRequest) -> None:
         """Publish the current attempt of `child` as soon as possible."""
@@ -281,12 +379,12 @@ class RequestDispatcher:
             for child in children if others else ():
                 await self._publish([child], worker, kv)
             return
-        self.stats.requests += len(children)
+        self._coordinator.stats.requests += len(children)
         try:
             if worker is None:
                 await self._publish_to_queue(first, data)
             else:
-                self.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
+                self._coordinator.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
                 await publish(self._nats, self._subjects.direct(self._client, worker), data)
         except BusBroken as exc:
             logger.warning("request.publish_failed error=%s", exc)
@@ -388,7 +486,7 @@ class RequestDispatcher:
             queued, now = self._queued.pop(child), time.monotonic()
             self._queued[child] = queued._replace(looked_for_at=now)
             if not stored[lane].may_hold(queued.seq, now - queued.stored_at):
-                self.stats.orphans += 1
+                self._coordinator.stats.orphans += 1
                 message = "the request left the queue, and no worker has offered to run it"
                 self._coordinator.send(child, on.Lost(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
 

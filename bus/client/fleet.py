@@ -1,34 +1,305 @@
 """The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers."""
 
 import asyncio
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, Final, Literal, Unpack
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 from ...schemas import control, limits
-from ...schemas.checks import check_float, check_int, check_name, check_subject_token
-from ...schemas.control import PauseMode
+from ...schemas.checks import check_bool, check_float, check_int, check_name, check_subject_token, describe
+from ...schemas.control import AnyCommand, PauseMode
+from ...schemas.errors import InvalidRequest
 from ...schemas.presence import WorkerPresence
-from ...schemas.request_ids import check_given_id, wire_id
+from ...schemas.request import check_given_id, wire_id
 from ...schemas.telemetry import RequestKind
+from ...schemas.weights import Canary, WeightSource
+from ..control.controller import OnAck
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
-from ..protocol.telemetry.expert_answers import ExpertAnswers, merge_answers
-from ..protocol.telemetry.request_trace import RequestList, RequestTrace, merge_list, merge_timelines
-from .expert_reads import experts_command, read_experts
-from .fleet_options import DrainOptions, SendOptions, unique_names
-from .fleet_state import FleetState, read_fleet_state
-from .loop_thread import LoopThread
+from ..protocol.telemetry.experts import ExpertAnswers, merge_answers
+from ..protocol.telemetry.requests import RequestList, RequestTrace, merge_list, merge_timelines
+from .fleet_state import FleetState, experts_command, read_experts, read_fleet_state
 from .runtime import ClientRuntime
-from .weight_commands import WeightCommands
+from .thread import LoopThread
 
-__all__ = ["Fleet", "FleetState"]
-
+Path = str | os.PathLike[str]
 MAX_COUNT: Final = 1_000_000
 """Upper bound of the worker count that a caller can wait for; no fleet is larger."""
-
-
 MAX_SETTLE_S: Final = 60.0
 """Upper bound of the wait for workers in `Fleet.state`; progress of longer commands is in their acks."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options that every command and every publication accepts."""
+
+    timeout_s: float
+    """Seconds that each worker has to execute the command. Default: 60, or 600 for commands that load weights."""
+    on_ack: OnAck | None
+    """Called with each new ack, on the client's own thread. It must return immediately. Default: None."""
+
+
+class DrainOptions(LoadOptions, total=False):
+    """Options that every command accepts."""
+
+    model: str | None
+    """Model whose workers execute the command. None (default): workers of all models. Some commands need one model."""
+    by: str | None
+    """User of a service for whom it sends the command: `http:` and a name. None (default): the client itself."""
+
+
+class SendOptions(DrainOptions, total=False):
+    """Options that every command accepts except `drain`, which requires `workers` as an argument."""
+
+    workers: Iterable[str] | None
+    """Ids of the workers that execute the command; each must be live. None (default): all, including later ones."""
+
+
+class SourceOptions(SendOptions, total=False):
+    """Options of commands that load weights or an adapter."""
+
+    objects: str | None
+    """Source in the NATS object store, `<bucket>/<prefix>`, in place of a path. Default: None."""
+    upload: bool
+    """True: the path is on this machine, and the client uploads the folder to the object store for the workers.
+    False (default): the path is on the workers' machines."""
+
+
+class VersionOptions(LoadOptions, total=False):
+    """Options of a new version of the weights."""
+
+    mode: PauseMode
+    """Handling of requests in flight during the update. `keep` (default): they continue with the new weights. `wait`:
+    they finish first. `abort`: they end."""
+    clear_cache: bool | None
+    """True if workers reset the prefix cache. None (default): they reset it unless `mode` is `keep`."""
+    allow_rollback: bool
+    """Allow a version that is older than the present one, or the same version from another source. Default: False."""
+    expected_canary: Canary | None
+    """Output of the trainer's own copy of the weights for `rollbus.canary_request`. Workers compare their output with
+    it. Default: None."""
+    label: str | None
+    """The trainer's name for this version, for example `step-42`. It is stored in the desired state. Default: None."""
+    min_staged: int | None
+    """Number of workers that must stage the weights within `timeout_s` before the fleet switches. The command does not
+    wait for the others, which serve no requests until they have the weights. None (default): all workers must stage
+    them."""
+
+
+class UpdateOptions(SourceOptions, VersionOptions, total=False):
+    """Options of `update_weights`."""
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
+    """Return the command fields of `options`, and the callback for acks."""
+    fields = dict(options)
+    on_ack = fields.pop("on_ack", None)
+    if on_ack is not None and not callable(on_ack):
+        raise InvalidRequest(field="on_ack", problem=f"is {describe(on_ack)}", allowed="a function, or None")
+    if fields.get("workers") is not None:
+        fields["workers"] = unique_names("workers", fields["workers"])
+    return fields, on_ack
+
+
+def pop_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
+    """Return the source, and True if it must be uploaded. Remove both options from `fields`."""
+    objects = fields.pop("objects", None)
+    upload = check_bool("upload", fields.pop("upload", False))
+    source = source_of(path, objects)
+    if upload and source.path is None:
+        raise InvalidRequest(field="upload", problem="is set without a path", allowed="a path, or upload=False")
+    return source, upload
+
+
+def source_of(path: object, objects: str | None) -> WeightSource:
+    """Return the source that these arguments name.
+
+    Raises:
+        InvalidRequest: `path` is no path.
+    """
+    if path is None:
+        return WeightSource(objects=objects)
+    folder: object = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(folder, str) or not folder:
+        raise InvalidRequest(field="path", problem=f"is {describe(path)}", allowed="the path of a folder")
+    return WeightSource(path=folder, objects=objects)
+
+
+def unique_names(field: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return each name once. Reject a plain string, whose letters would become names."""
+    if isinstance(names, str | bytes | Mapping) or not isinstance(names, Iterable):
+        raise InvalidRequest(field=field, problem=f"is {describe(names)}", allowed="a list of ids")
+    found: dict[str, None] = {}
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidRequest(field=field, problem=f"has {describe(name)}", allowed="a list of ids")
+        found[name] = None
+    return tuple(found)
+
+
+class WeightCommands:
+    """The part of `Fleet` that changes weights and adapters."""
+
+    def __init__(self, thread: LoopThread[Any], runtime: ClientRuntime) -> None:
+        self._thread = thread
+        self._runtime = runtime
+
+    async def check_weights(
+        self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]
+    ) -> CommandResult:
+        """Check if the workers can execute `update_weights` with this source. This changes nothing."""
+        return await self._send(control.CheckWeights, options, source=source_of(path, objects))
+
+    async def update_weights(
+        self, path: Path | None = None, *, version: int, **options: Unpack[UpdateOptions]
+    ) -> CommandResult:
+        """Replace the weights of all workers of a model together.
+
+        All workers stage the weights before any worker switches to them. Each worker verifies the weights after the
+        switch. A worker that fails serves no requests until a later successful update or a restart. If all workers
+        fail, the desired state returns to its previous value.
+
+        Args:
+            path: folder with a whole checkpoint. On the workers' machines it must be below one of their weight roots.
+            version: version of the new weights, higher than the present one. Every token sampled from them has this
+                version.
+
+        To verify that the workers compute the same as the trainer, pass `expected_canary`:
+
+            [worker, *_] = (await rb.fleet.state()).workers
+            request = rollbus.canary_request(worker.capabilities)
+            ids, logprobs = greedy(request.prompt_token_ids, request.sampling.max_tokens)  # the trainer's own model
+            canary = rollbus.Canary(token_ids=tuple(ids), logprobs=tuple(logprobs))
+            await rb.fleet.update_weights(path, version=7, expected_canary=canary)
+
+        Raises:
+            ControlError: also raised if the folder could not be uploaded. Nothing was changed.
+        """
+        fields, on_ack = split_options(options)
+        source, upload = pop_source(path, fields)
+        min_staged = fields.pop("min_staged", None)
+        command = control.UpdateWeights(version=version, source=source, **fields)
+        update = self._runtime.updates.update_weights(command, upload=upload, on_ack=on_ack, min_staged=min_staged)
+        return await self._thread.run(update)
+
+    async def load_lora(
+        self,
+        name: str,
+        path: Path | None = None,
+        *,
+        version: int | None = None,
+        for_base: bool = False,
+        **options: Unpack[SourceOptions],
+    ) -> CommandResult:
+        """Load a LoRA adapter into all workers of a model, or replace the adapter of the same name.
+
+        Args:
+            name: name of the adapter in requests.
+            path: folder of the adapter. On the workers' machines it must be below one of their weight roots.
+            version: version of the adapter. Every token sampled with the adapter has this version. None: one more than
+                the recorded version.
+            for_base: `name` is the model's own name: requests for the model use the adapter until it is unloaded or the
+                weights are replaced. `version` continues the versions of the weights, and `min_weight_version`,
+                `max_weight_lag` and `drop_stale` compare with it.
+
+        Raises:
+            ControlError: also raised if the folder could not be uploaded. Nothing was changed.
+        """
+        fields, on_ack = split_options(options)
+        source, upload = pop_source(path, fields)
+        command = control.LoadLora(name=name, source=source, version=version or 0, for_base=for_base, **fields)
+        loading = self._runtime.updates.load_lora(
+            command, is_next_version=version is None, upload=upload, on_ack=on_ack
+        )
+        return await self._thread.run(loading)
+
+    async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> CommandResult:
+        """Unload a LoRA adapter. Requests in flight that use it end. The client deletes its uploaded files.
+
+        Raises:
+            ControlError: `not_found`: no worker has the adapter or should have it. Nothing was recorded.
+        """
+        fields, on_ack = split_options(options)
+        command = control.UnloadLora(name=name, **fields)
+        return await self._thread.run(self._runtime.updates.unload_lora(command, on_ack))
+
+    async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
+        """Pass `info` to `init_weight_transfer_engine` of the engines."""
+        return await self._send(control.InitWeightTransfer, options, info=info)
+
+    async def start_weight_update(self, *, mode: PauseMode = "keep", **options: Unpack[SendOptions]) -> CommandResult:
+        """Pause the requests in flight and start an update through the engines' weight transfer engine.
+
+        The transfer belongs to this client. If the client is lost for 20 s, or sends no command for 600 s (an option of
+        the worker), the workers end the transfer and load the desired weights again.
+
+        Args:
+            mode: handling of the requests in flight, as in `pause`.
+
+        Returns:
+            The command result; its `id` is the id of the transfer.
+        """
+        fields, on_ack = split_options(options)
+        command = control.StartWeightUpdate(mode=mode, **fields)
+        return await self._thread.run(self._runtime.updates.start_weight_update(command, on_ack))
+
+    async def update_weight_chunk(
+        self, info: dict[str, Any], *, transfer: str | None = None, **options: Unpack[SendOptions]
+    ) -> CommandResult:
+        """Pass `info` to `update_weights` of the engines.
+
+        Args:
+            transfer: id of the transfer that must be open. None (default): any of this client.
+        """
+        return await self._send(control.UpdateWeightChunk, options, info=info, transfer=transfer)
+
+    async def cancel_weight_update(
+        self, *, transfer: str | None = None, **options: Unpack[SendOptions]
+    ) -> CommandResult:
+        """End an open transfer of any owner. The workers load the desired weights again.
+
+        Args:
+            transfer: id of the transfer. None (default): whichever is open.
+
+        Raises:
+            CommandIncomplete: also if no worker has it open (`transfer_expired`). One worker that has it suffices.
+        """
+        return await self._send(control.CancelWeightUpdate, options, transfer=transfer)
+
+    async def finish_weight_update(
+        self,
+        version: int,
+        *,
+        allow_rollback: bool = False,
+        label: str | None = None,
+        transfer: str | None = None,
+        **options: Unpack[SendOptions],
+    ) -> CommandResult:
+        """Finish an update through the transfer engine. Workers verify the weights as after `update_weights`.
+
+        A worker that starts later cannot get these weights. It serves no requests until the next update. If the version
+        is rejected, the transfer stays open; finish it with another version.
+
+        Args:
+            version: version of the new weights, higher than the present one.
+            allow_rollback: True: allow an older version, or the version of a checkpoint again. Default: False.
+            label: the trainer's name for the version, for example `step-42`.
+            transfer: id of the transfer that must be open. None (default): any of this client.
+
+        Raises:
+            ControlError: also raised if no worker can finish: `transfer_expired`, `transfer_held`, `transfer_empty`.
+        """
+        fields, on_ack = split_options(options)
+        fields.update(version=version, allow_rollback=allow_rollback, label=label, transfer=transfer)
+        command = control.FinishWeightUpdate(**fields)
+        return await self._thread.run(self._runtime.updates.finish_weight_update(command, on_ack))
+
+    async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> CommandResult:
+        """Send any command of `schemas/control.py`, without upload, earlier checks or later comparison."""
+        return await self._thread.run(self._runtime.controller.send(command, on_ack))
+
+    async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:
+        common, on_ack = split_options(options)
+        return await self.send(kind(**fields, **common), on_ack=on_ack)
 
 
 class Fleet(WeightCommands):
@@ -100,10 +371,7 @@ class Fleet(WeightCommands):
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._check_queues())
-
-    async def _check_queues(self) -> dict[str, str]:
-        return await self._watcher.check_queues(self._runtime.client)
+        return await self._thread.run(self._watcher.check_queues(self._runtime.client))
 
     async def paused_since(self, model: str) -> datetime | None:
         """Return the time of the last command that pauses a worker of `model`, by the clock of the NATS server.
@@ -122,7 +390,7 @@ class Fleet(WeightCommands):
         Raises:
             BusClosed: the client was closed.
         """
-        await self._thread.run(self._runtime.pauses.mute_present())
+        await self._thread.call(self._runtime.pauses.mute_present)
 
     async def reset(self, model: str | None = None) -> tuple[str, ...]:
         """Clear the desired state of `model`, or of all models of the fleet. This works also if it cannot be decoded.

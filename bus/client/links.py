@@ -11,24 +11,40 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import replace
 from nats.aio.msg import Msg
 
-from ...schemas.errors import BusBroken, RemoteProtocolError
-from ...schemas.frame_header import FrameHeader, decode_frame_header
-from ...schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame, encode
+from ...schemas.chunk import Chunk
+from ...schemas.control import DesiredState, LoadLora, lora_register
+from ...schemas.decoding import WIRE_VERSION
+from ...schemas.errors import BusBroken, RemoteProtocolError, RollbusError
+from ...schemas.limits import MAX_WEIGHT_VERSION
+from ...schemas.messages import Frame, FrameHeader, LinkMessage, RequestKey, decode_frame, decode_frame_header, encode
+from ..control.store import DesiredStore
 from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
-from ..protocol.link.link_receiver import FrameVerdict, LinkReceiver
-from ..protocol.link.worker_links import FollowedLinks
+from ..protocol.attempt.suspects import Engine
+from ..protocol.fleet.desired import effective, target_version
+from ..protocol.fleet.presence import PresenceTable
+from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
+from ..protocol.stream.verification import Announced, announced_by, are_within, problem_of
 from ..subjects import Subjects
-from .exchange import AttemptCoordinator
-from .losses import Losses
-from .result_check import ResultCheck
-
-__all__ = ["ClientLinkStats", "ClientLinks"]
+from .coordinator import AttemptCoordinator, ChildRequest
 
 logger = logging.getLogger(__name__)
 
+READ_S: Final = 1.0
+"""Seconds for a read of the desired state. Frames wait meanwhile. It takes a round trip."""
+CONFIRMED_S: Final = 1.5
+"""Seconds since a majority of the servers of a cluster confirmed the server that answers the read: more than the second
+between two heartbeats of a leader. Versions are not checked by an older answer."""
+UNREADABLE_S: Final = 10.0
+"""Seconds without another read after one that failed. Versions are not checked meanwhile, and workers get no new ones:
+a version is recorded before a worker loads it."""
+ENDED_S: Final = 60.0
+"""Seconds after the record of an adapter's end in which frames of it may arrive, also if clocks differ. Its version is
+in no state then."""
+NOT_CHECKED: Final = (MAX_WEIGHT_VERSION, MAX_WEIGHT_VERSION)
 ACK_DELAY_S: Final = 0.02
 """Seconds that a frame may wait for a common ack with later frames, a few engine steps."""
 TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
@@ -48,16 +64,127 @@ MAX_LINKS: Final = 16_384
 """Maximum number of workers with a link, far above any fleet. Beyond it, the most silent worker is removed."""
 
 
-@dataclass(slots=True)
-class ClientLinkStats:
-    """Counters of frames, as in `ClientStats`."""
+class ResultCheck:
+    """Rejects output that a worker cannot have: ids outside its vocabulary, and versions that were never recorded.
 
-    frames: int = 0
-    duplicate_frames: int = 0
-    missing_frames: int = 0
-    stale_frames: int = 0
-    resends_asked: int = 0
-    bad_messages: int = 0
+    A version above the announced one may be news, because presence and frames use different subscriptions. Then the
+    client reads the desired state once, which has each version before a worker serves it.
+    """
+
+    def __init__(
+        self,
+        table: PresenceTable,
+        store: DesiredStore,
+        coordinator: AttemptCoordinator,
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._coordinator = coordinator
+        self._unreadable_until = 0.0
+        # The desired state that was read last.
+        self._last_model: str | None = None
+        self._last_state: DesiredState | None = None
+        self.num_rejected = 0
+        """Number of chunks that were rejected."""
+
+    def is_plausible(self, worker: str, frame: Frame) -> bool:
+        """Return True if all chunks are within what the worker announced. It is called for each frame."""
+        presence = self._table.get(worker)
+        return presence is not None and presence.incarnation == frame.incarnation and are_within(frame.chunks, presence)
+
+    async def without_false(self, worker: str, frame: Frame) -> Frame:
+        """Return the frame without false chunks, and fail their requests as `protocol_error`."""
+        engine = worker, frame.incarnation
+        announced: dict[tuple[str, str], Announced] = {}
+        has_read: set[str] = set()
+        false: list[Chunk] = []
+        for chunk in frame.chunks:
+            child = self._coordinator.find(chunk.request_id, chunk.attempt, chunk.child)
+            # Chunks of other requests are dropped later.
+            if child is None or (child.worker, child.incarnation) not in ((None, None), engine):
+                continue
+            use = _use_of(child)
+            if use not in announced:
+                announced[use] = self._announced(engine, *use)
+            if problem_of(chunk, announced[use]) is None:
+                continue
+            problem = await self._problem(engine, child, chunk, has_read)
+            announced.clear()  # presence may have arrived meanwhile
+            if problem is not None:
+                false.append(chunk)
+                self._reject(worker, frame.incarnation, chunk, problem)
+        return replace(frame, chunks=[chunk for chunk in frame.chunks if chunk not in false]) if false else frame
+
+    def _reject(self, worker: str, incarnation: str, chunk: Chunk, problem: str) -> None:
+        self.num_rejected += 1
+        if self.num_rejected.bit_count() == 1:  # log number 1, 2, 4, 8 ..., so that a flood of chunks floods no log
+            logger.warning("chunk.rejected worker=%s so_far=%s error=%s", worker, self.num_rejected, problem)
+        # The request may have ended while the desired state was read.
+        key = RequestKey(chunk.request_id, chunk.attempt, chunk.child)
+        self._coordinator.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
+
+    async def _problem(self, engine: Engine, child: ChildRequest, chunk: Chunk, has_read: set[str]) -> str | None:
+        model, lora = _use_of(child)
+
+        def problem(recorded: tuple[int, int]) -> str | None:
+            now = self._announced(engine, model, lora)
+            # Tokens may arrive after the presence of a rollback or of an unloaded adapter.
+            return problem_of(chunk, Announced(now.vocab_size, *map(max, now[1:], recorded, child.stream.versions)))
+
+        if model == self._last_model and problem(_recorded(self._last_state, engine[0], lora)) is None:
+            # A read for each frame would hold up the frames of all workers.
+            return None
+        if model in has_read or await self._read(model):
+            has_read.add(model)
+            return problem(_recorded(self._last_state, engine[0], lora))
+        return problem(NOT_CHECKED)
+
+    def _announced(self, engine: Engine, model: str, lora: str) -> Announced:
+        """Return what the worker announced. If that is not known: what any worker of the model announced."""
+        own = self._table.get(engine[0])
+        if own is None or own.incarnation != engine[1]:
+            return announced_by(self._table.workers(model), lora)
+        found = announced_by((own,), lora)
+        if own.capabilities is not None:
+            return found
+        return found._replace(vocab_size=announced_by(self._table.workers(model), lora).vocab_size)
+
+    async def _read(self, model: str) -> bool:
+        """Read the desired state. Return False if it cannot be read."""
+        if time.monotonic() < self._unreadable_until:
+            return False
+        try:
+            async with asyncio.timeout(READ_S):
+                # A server that is cut off from its cluster would answer with an old state.
+                confirmed_s = await self._store.confirmed_s()
+                if confirmed_s > CONFIRMED_S:
+                    raise BusBroken(f"the leader of the desired states was last confirmed {confirmed_s:.1f} s ago")
+                self._last_state = await self._store.read(model)
+        except (RollbusError, TimeoutError) as error:
+            self._unreadable_until = time.monotonic() + UNREADABLE_S
+            logger.warning("version.check_failed model=%s error=%r", model, error)
+            return False
+        self._last_model = model
+        return True
+
+
+def _use_of(child: ChildRequest) -> tuple[str, str]:
+    """Return the model of a request and its adapter. Without an adapter, one with the model's name may answer."""
+    model = child.open_call.model
+    return model, child.stream.asked.lora or model
+
+
+def _recorded(state: DesiredState | None, worker: str, lora: str) -> tuple[int, int]:
+    """Return the recorded versions of the weights and of this adapter; 0: none."""
+    if state is None:
+        return 0, 0
+    recorded = effective(state, worker).get(lora_register(lora))
+    version = 0
+    if recorded is not None and isinstance(recorded.command, LoadLora):
+        version = recorded.command.version
+    elif recorded is not None and abs(time.time() - recorded.at) < ENDED_S:
+        version = MAX_WEIGHT_VERSION
+    return target_version(state, worker) or 0, version
 
 
 @dataclass(slots=True)
@@ -71,8 +198,7 @@ class ClientLinks:
 
     Args:
         identity: name and incarnation of this client.
-        coordinator: handles the content of frames.
-        losses: marks requests as lost.
+        coordinator: handles the content of frames, and lost ones.
         incarnations_of: returns the incarnations that publish presence as a worker.
     """
 
@@ -82,14 +208,12 @@ class ClientLinks:
         subjects: Subjects,
         identity: tuple[str, str],
         coordinator: AttemptCoordinator,
-        losses: Losses,
         incarnations_of: Callable[[str], Collection[str]] = lambda _worker: (),
     ) -> None:
         self._nats = nats
         self._subjects = subjects
         self._client, self._incarnation = identity
         self._coordinator = coordinator
-        self._losses = losses
         self._incarnations_of = incarnations_of
         self.check: ResultCheck | None = None
         """Finds chunks that their worker cannot have made; None: they are not checked."""
@@ -103,11 +227,6 @@ class ClientLinks:
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
         self._rejected = RejectionCount()
-        self.stats = ClientLinkStats()
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ClientLinks {self._client} links={len(self._links)}>"
 
     async def receive(self, message: Msg) -> None:
         """Process a message with a frame."""
@@ -117,7 +236,7 @@ class ClientLinks:
         except RemoteProtocolError as exc:
             self._receive_unreadable(worker, message.data, exc)
             return
-        self.stats.frames += 1
+        self._coordinator.stats.frames += 1
         if frame.chunks and self.check is not None and not self.check.is_plausible(worker, frame):
             frame = await self.check.without_false(worker, frame)
         now = time.monotonic()
@@ -134,7 +253,7 @@ class ClientLinks:
 
     def _receive_unreadable(self, worker: str, data: bytes, error: RemoteProtocolError) -> None:
         """Handle a frame that cannot be decoded. Mark it as missing if its link is known."""
-        self.stats.bad_messages += 1
+        self._coordinator.stats.bad_messages += 1
         if so_far := self._rejected.add():
             logger.warning("frame.rejected worker=%s so_far=%s error=%s", worker, so_far, error)
         header, now = decode_frame_header(data), time.monotonic()
@@ -147,11 +266,11 @@ class ClientLinks:
         for receiver in receivers:
             verdict = receiver.receive_unreadable(header, len(data), now)
             if verdict is FrameVerdict.SKIPPED and header is not None:
-                self._losses.fail_unreadable(worker, header, str(error))
+                self._coordinator.fail_unreadable(worker, header, str(error))
             elif verdict is FrameVerdict.BROKEN:
                 logger.error("link.broken worker=%s link=%r error=%s", worker, receiver, error)
                 self._write_now(worker)
-                self._losses.retry_unreadable((worker, receiver.incarnation or ""), header, str(error))
+                self._coordinator.retry_unreadable((worker, receiver.incarnation or ""), header, str(error))
             else:
                 self._count(verdict)
             self._acknowledge(worker, receiver)
@@ -166,7 +285,7 @@ class ClientLinks:
         link.received_at = now
         receiver, ended = link.followed.receiver_of(frame, self._incarnations_of(worker))
         for incarnation in ended:
-            self._losses.mark_lost(worker, incarnation, f"worker {worker} started a new link")
+            self._coordinator.mark_lost(worker, incarnation, f"worker {worker} started a new link")
         return receiver
 
     def _acknowledge(self, worker: str, receiver: LinkReceiver) -> None:
@@ -178,9 +297,9 @@ class ClientLinks:
             self._remove(next(iter(self._links)))
 
     def _count(self, verdict: FrameVerdict) -> None:
-        self.stats.duplicate_frames += verdict is FrameVerdict.DUPLICATE
-        self.stats.missing_frames += verdict is FrameVerdict.GAP
-        self.stats.stale_frames += verdict is FrameVerdict.STALE
+        self._coordinator.stats.duplicate_frames += verdict is FrameVerdict.DUPLICATE
+        self._coordinator.stats.missing_frames += verdict is FrameVerdict.GAP
+        self._coordinator.stats.stale_frames += verdict is FrameVerdict.STALE
 
     @property
     def _window(self) -> int:
@@ -263,6 +382,6 @@ class ClientLinks:
                 messages += receiver.break_messages(abort)
             else:
                 messages.append(receiver.message(window=self._window, now=time.monotonic(), abort=abort))
-                self.stats.resends_asked += messages[-1].resend
+                self._coordinator.stats.resends_asked += messages[-1].resend
             abort = []
         return messages or [LinkMessage(WIRE_VERSION, abort, client_incarnation=self._incarnation)]

@@ -8,7 +8,7 @@ first.
 import time
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
@@ -16,31 +16,23 @@ import numpy as np
 
 from ...schemas.errors import ErrorCode, RequestError
 from ...schemas.presence import WorkerPresence
-from ..protocol.attempt.states import UNPUBLISHED
-from ..protocol.fleet.fleet_snapshot import FleetSnapshot
-from ..protocol.fleet.presence_table import LostWorker, PresenceTable
-from ..protocol.placement.group_leaders import GroupLeaders
-from ..protocol.placement.model_policies import ModelPolicies
-from ..protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementNeeds, PlacementReason
-from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from ..protocol.placement.worker_load import WorkerLoad
-from ..protocol.queue.follower_backlog import MAX_FOLLOWERS
-from .children import ChildRequest
-
-__all__ = ["Placed", "PlacementStats", "RequestPlacement"]
+from ..protocol.attempt.machine import UNPUBLISHED
+from ..protocol.fleet.presence import FleetSnapshot, LostWorker, PresenceTable
+from ..protocol.queue.fairness import MAX_FOLLOWERS
+from ..protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from ..protocol.queue.placement import (
+    SIBLINGS_PER_PIECE,
+    GroupLeaders,
+    ModelPolicies,
+    Placement,
+    PlacementNeeds,
+    PlacementReason,
+)
+from .coordinator import ChildRequest
+from .times import ClientStats
 
 MAX_REFUSALS: Final = 1
 """Rejections after which a request may still follow others of its group: one for room and one for a backlog."""
-
-
-@dataclass(slots=True)
-class PlacementStats:
-    """Counters of placement, as in `ClientStats`."""
-
-    placed: dict[str, int] = field(default_factory=lambda: {str(reason): 0 for reason in PlacementReason})
-    placements_refused: int = 0
-    expected_cached_tokens: int = 0
-    placed_cached_tokens: int = 0
 
 
 class Placed(NamedTuple):
@@ -73,8 +65,9 @@ class RequestPlacement:
         is_on: False: all requests go to the queue, and no state is kept.
     """
 
-    def __init__(self, table: PresenceTable, *, is_on: bool) -> None:
+    def __init__(self, table: PresenceTable, stats: ClientStats, *, is_on: bool) -> None:
         self._table = table
+        self.stats = stats
         self._is_on = is_on
         self._policies = ModelPolicies()
         self._serving: dict[str, list[WorkerLoad]] = {}
@@ -86,17 +79,11 @@ class RequestPlacement:
         # Followers of admitted leaders, with the worker that admitted the leader.
         self._admitted: list[tuple[str, list[ChildRequest]]] = []
         self.silent: Container[str] = frozenset()  # workers that get no requests
-        self.stats = PlacementStats()
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<RequestPlacement held={len(self._held)} waiting={self.num_waiting}>"
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that follow others."""
-        admitted = sum(len(followers) for _, followers in self._admitted)
-        return sum(map(len, self._leaders.values())) + admitted
+    def debug_state(self) -> dict[str, int]:
+        """Return counts; see `ClientRuntime.debug_state`."""
+        followers = sum(map(len, self._leaders.values())) + sum(len(followers) for _, followers in self._admitted)
+        return {"placed": len(self._held), "followers": followers}
 
     @property
     def has_due(self) -> bool:
@@ -262,7 +249,7 @@ class RequestPlacement:
         group_id = asked.group_id
         if group_id is None and len(child.open_call.children) > 1:
             group_id = child.open_call.request_id
-        wanted = PlacementNeeds.of(
+        wanted = PlacementNeeds(
             asked.prompt_len,
             self._pieces(child, scope),
             scope,

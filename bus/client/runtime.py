@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -16,26 +16,19 @@ from ...schemas.messages import decode_client_presence, encode_json
 from ...schemas.presence import ClientPresence, ClientState, WorkerPresence
 from ..control.controller import Controller
 from ..control.updates import Updates
-from ..control.uploads import Uploads
 from ..logs import RejectionCount
-from ..nats.connection import CLOSE_TIMEOUT_S, Connection, open_connection, publish, subscribe
-from ..nats.permitted import check_permitted
-from ..protocol.fleet.lease import DEFAULT_LEASE_S
-from ..protocol.fleet.presence_table import LEASE_MARGIN_S, LostWorker
+from ..nats.connection import CLOSE_TIMEOUT_S, Connection, check_permitted, open_connection, publish, subscribe
+from ..objects.uploads import Uploads
+from ..protocol.fleet.leases import DEFAULT_LEASE_S
+from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker
 from ..tracing.spans import TracingStats
 from .config import ClientConfig
+from .coordinator import AttemptCoordinator
 from .dispatch import RequestDispatcher
-from .durations import Durations
-from .exchange import AttemptCoordinator
-from .links import ClientLinks
-from .losses import Losses
-from .model_names import ModelNames
-from .pauses import PauseWarnings
-from .presence_watcher import PresenceWatcher
-from .result_check import ResultCheck
-from .silence import SilenceChecks
-
-__all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
+from .links import ClientLinks, ResultCheck
+from .models import ModelNames
+from .presence import PauseWarnings, PresenceWatcher, SilenceChecks
+from .times import ClientStats
 
 logger = logging.getLogger(__name__)
 
@@ -49,62 +42,6 @@ LEASE_CHECK_S: Final = 0.5
 """Seconds between two checks of the workers' leases, a tenth of a lease."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientStats:
-    """Counters since the client connected: published requests, losses, repeats and dropped data."""
-
-    requests: int
-    """Published requests: one for each attempt of each child of each request."""
-    direct: int
-    """Requests that the client sent directly to the worker at which it placed them."""
-    placed: Mapping[str, int]
-    """By `PlacementReason`: where the placement sent requests, including the queue."""
-    placements_refused: int
-    """Placed requests that their worker rejected. They went to the queue."""
-    expected_cached_tokens: int
-    """For placed requests that have ended: prompt tokens that the client expected in the caches of their workers."""
-    placed_cached_tokens: int
-    """For the same requests: prompt tokens that their workers found in their caches."""
-    republished: int
-    """Publications repeated because the queue did not answer."""
-    prefill_legs: int
-    """Requests that the client sent directly to a prefill worker; a decode worker continues them."""
-    prefill_fallbacks: Mapping[str, int]
-    """By `PrefillFallback`: attempts that a decode worker served alone although the fleet has prefill workers."""
-    orphans: int
-    """Requests that left the queue without a worker's offer and were published again."""
-    attempts_lost: int
-    """Attempts lost with their worker or with messages in transit. Another attempt or an error followed."""
-    frames: int
-    """Frames that were decoded, including heartbeats."""
-    duplicate_frames: int
-    """Frames that the client had already received."""
-    missing_frames: int
-    """Frames dropped because an earlier frame was missing. The client requested all of them again."""
-    stale_frames: int
-    """Frames of an ended link, or of an ended incarnation of the worker or the client."""
-    resends_asked: int
-    """Number of times that the client requested missing frames."""
-    late_chunks: int
-    """Chunks of ended calls and attempts. Their workers received an abort."""
-    bad_messages: int
-    """Frames that could not be decoded."""
-    dropped_msgs: int
-    """Messages that nats-py dropped unread. The client requested the frames among them again."""
-    spans_exported: int
-    """Spans that the collector received. With a provider of the caller: spans that the provider received."""
-    spans_failed: int
-    """Spans that were sent and that the collector did not receive."""
-    spans_dropped: int
-    """Spans that were not sent: too many in one second, or no room in the exporter's queue."""
-    unread_bytes: int
-    """Bytes of results that callers have not read, at this moment."""
-    retries: Mapping[str, int]
-    """By model: attempts that followed a lost attempt."""
-    queue_waits: Mapping[str, Durations]
-    """By model: seconds from the publication of a request to a worker's offer, for each attempt."""
-
-
 class ClientRuntime:
     """The connected parts of a client. Created by `open_client_runtime`; runs on the bus thread."""
 
@@ -116,7 +53,6 @@ class ClientRuntime:
         self._rejected = RejectionCount()
         self.nats = nats
         self.coordinator = AttemptCoordinator()
-        self.losses = Losses(self.coordinator)
         self.watcher = PresenceWatcher(
             nats,
             config.subjects,
@@ -130,17 +66,17 @@ class ClientRuntime:
         self.models = ModelNames(nats, config, self.watcher, self.controller.store)
         self.updates = Updates(self.controller, Uploads(config.server, config.subjects))
         table = self.watcher.table
-        self.links = ClientLinks(nats, config.subjects, identity, self.coordinator, self.losses, table.incarnations_of)
-        self.links.check = ResultCheck(table, self.controller.store, self.losses, self.coordinator.find)
+        self.links = ClientLinks(nats, config.subjects, identity, self.coordinator, table.incarnations_of)
+        self.links.check = ResultCheck(table, self.controller.store, self.coordinator)
         self.dispatcher = RequestDispatcher(nats, config, self.watcher, self.coordinator)
         self.pauses = PauseWarnings(self.watcher, self.coordinator, self.controller.store)
         self.silence = SilenceChecks(nats, self.watcher, self.coordinator)
         self.dispatcher.placement.silent = self.silence.watch.avoided
-        self.coordinator.connect(self.dispatcher, self.links)
+        self.coordinator.connect(self.dispatcher, self.links.abort)
 
-    def __repr__(self) -> str:
-        """Return one line with the parts."""
-        return f"<ClientRuntime {self.coordinator} {self.dispatcher} {self.links} {self.watcher} {self.controller}>"
+    def debug_state(self) -> dict[str, int]:
+        """Return counts of what the client holds, for tests. The names are not stable."""
+        return self.coordinator.debug_state() | self.dispatcher.debug_state()
 
     @property
     def client(self) -> str:
@@ -153,7 +89,7 @@ class ClientRuntime:
 
     def _on_worker_lost(self, gone: LostWorker) -> None:
         self.dispatcher.placement.remove_worker(gone)
-        self.losses.mark_worker_lost(gone)
+        self.coordinator.mark_worker_lost(gone)
         self.controller.collector.mark_lost(gone)
 
     def _on_worker_heard(self, presence: WorkerPresence) -> None:
@@ -210,7 +146,7 @@ class ClientRuntime:
                 await self.restart_leases()
                 continue
             self.watcher.expire()
-            self.losses.mark_unheard_lost(self.watcher.table.incarnations(), time.monotonic() - UNHEARD_S)
+            self.coordinator.mark_unheard_lost(self.watcher.table.incarnations(), time.monotonic() - UNHEARD_S)
             self.coordinator.check_suspects()
             is_beat = not is_beat
             if is_beat:
@@ -228,7 +164,7 @@ class ClientRuntime:
         self._outage_s += waited_s
         if self._outage_s >= UNHEARD_S + self._config.worker_grace_s:
             self.watcher.remove_all(f"NATS has not answered for {self._outage_s:.0f} s")
-            self.losses.mark_unheard_lost(self.watcher.table.incarnations(), time.monotonic())
+            self.coordinator.mark_unheard_lost(self.watcher.table.incarnations(), time.monotonic())
             self.dispatcher.fail_unserved(has_grace=False)
 
     @property
@@ -238,7 +174,7 @@ class ClientRuntime:
         In that case the client publishes no presence, because presence would take the name away from a running client
         with the same credentials.
         """
-        return self._config.server.credentials is not None and not self.dispatcher.stats.requests
+        return self._config.server.credentials is not None and not self.coordinator.stats.requests
 
     async def _send_heartbeat(self) -> None:
         if self._is_observer:
@@ -267,7 +203,7 @@ class ClientRuntime:
             self.coordinator.fail_all(ErrorCode.FRAMES_LOST, str(error))
         elif not isinstance(error, SlowConsumerError):
             # Dropped frames are requested again. A message that a handler failed on would fail again.
-            self.losses.mark_all_lost(f"a message could not be handled: {error!r}")
+            self.coordinator.mark_all_lost(f"a message could not be handled: {error!r}")
 
     async def close(self) -> None:
         """Fail all open calls, and publish the final presence."""
@@ -297,15 +233,17 @@ class ClientRuntime:
     def stats(self, unread_bytes: int, spans: TracingStats) -> ClientStats:
         """Return the counters of all parts. Any thread may call this."""
         sent = self.dispatcher
-        parts = (sent.stats, sent.prefill.stats, sent.placement.stats, self.coordinator.stats, self.links.stats, spans)
-        counters = {name: value for part in parts for name, value in asdict(part).items()}
-        return ClientStats(
-            **counters,
+        counted = self.coordinator.stats
+        return replace(
+            counted,
+            placed=dict(counted.placed),
+            prefill_fallbacks=dict(counted.prefill_fallbacks),
+            retries=dict(counted.retries),
             republished=sent.publisher.stats.repeats,
             dropped_msgs=self.nats.counters().dropped_msgs,
             unread_bytes=unread_bytes,
-            retries=dict(self.coordinator.retries),
             queue_waits=sent.queue_waits.copy(),
+            **asdict(spans),
         )
 
 

@@ -12,17 +12,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from ...schemas.desired import DesiredState
+from ...schemas.control import DesiredState
 from ...schemas.errors import BusBroken, RemoteProtocolError
 from ...schemas.messages import decode_desired
-from ..auth.signatures import SIGNED, BadSignature
+from ..auth.credentials import SIGNED, BadSignature
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, headers_of
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, TRY_S, find, headers_of
 from ..protocol.fleet.authority import check_limited_state
 from ..subjects import BUCKET, Subjects, encode_token
-from .retries import TRY_S
-
-__all__ = ["HISTORY", "STREAM", "Found", "Revisions", "StoredState"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +110,9 @@ class Revisions:
         self.refused = 0
         """Number of invalid revisions."""
 
-    def __repr__(self) -> str:
-        """Return one line."""
-        return f"<Revisions of {len(self._known)} models refused={self.refused}>"
+    def debug_state(self) -> dict[str, int]:
+        """Return counts of what is remembered, for tests. The names are not stable."""
+        return {"models": len(self._known), "refused": self.refused}
 
     def subject(self, model: str) -> str:
         """Return the subject of the desired state of `model`."""
@@ -230,11 +227,15 @@ class Revisions:
         return replace(found, sequence=newest.sequence)
 
     async def _creation(self) -> str:
-        try:
-            info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
-        except ApiError as error:
-            raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
+        info = await self.bucket_info()
+        if info is None:
+            raise BusBroken("the bucket of desired states does not exist")
         return str(info["created"])
+
+    async def bucket_info(self) -> dict[str, Any] | None:
+        """Return the server's report on the bucket. None: there is no bucket."""
+        failing = "the state of the bucket of desired states cannot be read"
+        return await find(self._nats, f"STREAM.INFO.{STREAM}", absent={NO_STREAM}, failing=failing, timeout_s=TRY_S)
 
     def _follow(self, subject: str, model: str, found: Found, revision: _Revision) -> Found:
         """Return the new state if `revision` is valid after `found`; otherwise return `found`."""
@@ -285,12 +286,12 @@ class Revisions:
     async def _get(self, question: dict[str, Any]) -> _Revision | None:
         # Read from the stream's leader, not with DIRECT.GET: a replica may answer with a state older than the command
         # that caused this read. A deposed leader may also return an old state, which the callers detect.
-        try:
-            answer = await ask(self._nats, f"STREAM.MSG.GET.{STREAM}", question, timeout_s=TRY_S)
-        except ApiError as error:
-            if error.code in {NO_STREAM, NO_MESSAGE}:
-                return None
-            raise BusBroken(f"the desired states cannot be read: {error}") from error
+        absent, failing = {NO_STREAM, NO_MESSAGE}, "the desired states cannot be read"
+        answer = await find(
+            self._nats, f"STREAM.MSG.GET.{STREAM}", question, absent=absent, failing=failing, timeout_s=TRY_S
+        )
+        if answer is None:
+            return None
         message = answer["message"]
         return _Revision(
             message["seq"], base64.b64decode(message.get("data", "")), headers_of(message), message["time"]

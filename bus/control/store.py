@@ -15,20 +15,26 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ...schemas.control import AnyCommand, UnloadLora
-from ...schemas.desired import DesiredState
+from ...schemas.control import AnyCommand, DesiredState, UnloadLora
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from ...schemas.messages import encode_json
 from ..logs import RejectionCount
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, ask, create_stream, put
+from ..nats.jetstream import (
+    NO_STREAM,
+    TRY_S,
+    WRONG_LAST_SEQUENCE,
+    ApiError,
+    Retries,
+    Unanswered,
+    create_stream,
+    find,
+    put,
+)
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
-from .retries import TRY_S, Retries
 from .revisions import HISTORY, STREAM, Found, Revisions, StoredState
-
-__all__ = ["DesiredStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +65,6 @@ class DesiredStore:
         self._single_until = -math.inf
         self._rejected = RejectionCount()
 
-    def __repr__(self) -> str:
-        """Return one line with the fleet."""
-        return f"<DesiredStore {self._subjects.fleet}>"
-
     def subject(self, model: str) -> str:
         """Return the subject of writes to the desired state of `model`.
 
@@ -78,7 +80,7 @@ class DesiredStore:
     async def read(self, model: str) -> DesiredState | None:
         """Return the desired state of `model`, or None if nothing was ever recorded. A deleted state is empty.
 
-        In a cluster, the state may be older than one that was read before: see `rollbus.bus.protocol.fleet.read_order`.
+        In a cluster, the state may be older than one that was read before: see `rollbus.bus.protocol.fleet.desired`.
 
         Raises:
             RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
@@ -123,12 +125,9 @@ class DesiredStore:
         """
         if time.monotonic() < self._single_until:
             return 0.0
-        try:
-            info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                return 0.0
-            raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
+        info = await self._revisions.bucket_info()
+        if info is None:
+            return 0.0
         others = (info.get("cluster") or {}).get("replicas") or ()
         if not others:
             self._single_until = time.monotonic() + SINGLE_S
@@ -205,11 +204,8 @@ class DesiredStore:
 
     async def forget(self, model: str) -> None:
         """Delete the desired state of `model` with its history. The model is then unknown."""
-        try:
-            await ask(self._nats, f"STREAM.PURGE.{STREAM}", {"filter": self.subject(model)})
-        except ApiError as error:
-            if error.code != NO_STREAM:
-                raise BusBroken(f"the desired state of {model!r} cannot be deleted: {error}") from error
+        failing, body = f"the desired state of {model!r} cannot be deleted", {"filter": self.subject(model)}
+        await find(self._nats, f"STREAM.PURGE.{STREAM}", body, absent={NO_STREAM}, failing=failing)
 
     async def _first(self, model: str, found: Found) -> DesiredState:
         """Return an empty state after a lost state, or in place of none.
@@ -219,13 +215,8 @@ class DesiredStore:
         """
         sequence = found.sequence
         if not sequence and self._nats.signatures.are_demanded:
-            try:
-                info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
-            except ApiError as error:
-                if error.code != NO_STREAM:
-                    raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
-            else:
-                sequence = info["state"]["last_seq"]
+            info = await self._revisions.bucket_info()
+            sequence = 0 if info is None else info["state"]["last_seq"]
         return DesiredState(model=model, epoch=sequence)
 
     async def reset(self, model: str) -> bool:
@@ -292,14 +283,10 @@ class DesiredStore:
 
     async def _list_models(self) -> tuple[str, ...]:
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
-        try:
-            answer = await ask(self._nats, f"STREAM.INFO.{STREAM}", {"subjects_filter": f"{prefix}*"})
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                return ()
-            raise BusBroken(f"the desired states cannot be listed: {error}") from error
+        body, failing = {"subjects_filter": f"{prefix}*"}, "the desired states cannot be listed"
+        answer = await find(self._nats, f"STREAM.INFO.{STREAM}", body, absent={NO_STREAM}, failing=failing)
         found = []
-        for subject in answer["state"].get("subjects") or ():
+        for subject in () if answer is None else answer["state"].get("subjects") or ():
             try:
                 found.append(decode_token(subject.removeprefix(prefix)))
             except ValueError:
@@ -363,11 +350,7 @@ class DesiredStore:
         Call this before the first write. Without the bucket, the server delivers the write only to the workers that
         subscribe to its subject, and the writer receives no answer.
         """
-        try:
-            await ask(self._nats, f"STREAM.INFO.{STREAM}")
-        except ApiError as error:
-            if error.code != NO_STREAM:
-                raise
+        if await find(self._nats, f"STREAM.INFO.{STREAM}", absent={NO_STREAM}) is None:
             await create_stream(self._nats, _stream_config())
 
 

@@ -1,7 +1,7 @@
 """Loads weights and adapters into a fleet: upload, check, record, apply, compare."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -10,39 +10,40 @@ from typing import Final, TypeVar
 
 from msgspec import structs
 
+from ...schemas.acks import AckError, AckStatus
 from ...schemas.checks import check_int
 from ...schemas.control import (
-    AckError,
-    AckStatus,
     AnyCommand,
     CancelWeightUpdate,
     CheckWeights,
+    DesiredState,
     Fence,
     FinishWeightUpdate,
     LoadLora,
     StartWeightUpdate,
     UnloadLora,
     UpdateWeights,
-    WeightSource,
 )
-from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import WeightSource
+from ..nats.connection import connected
+from ..nats.server import Server
+from ..objects.catalog import set_bucket_bytes
+from ..objects.uploads import Uploads, sources_in
 from ..protocol.fleet import desired
-from ..protocol.fleet.behind import check_started
-from ..protocol.fleet.canary import check_expected
-from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum
-from ..protocol.fleet.pinning import pin
-from ..protocol.fleet.roster import Roster
-from ..protocol.fleet.transfer_lease import check_any_can_finish
-from ..protocol.fleet.verify import dissenters
-from .ack_collector import OnAck
-from .controller import CommandOutcome, Controller, Revise, check_command
-from .uploads import Uploads, sources_in
-
-__all__ = ["Updates"]
+from ..protocol.fleet.authority import pin
+from ..protocol.fleet.canary import check_expected, dissenters
+from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum, Roster
+from ..protocol.fleet.desired import check_started
+from ..protocol.fleet.leases import check_any_can_finish
+from ..queue.streams import ensure_queue, set_limits
+from ..subjects import Subjects, published_bucket
+from .controller import CommandOutcome, Controller, OnAck, Revise, check_command
+from .store import DesiredStore
 
 logger = logging.getLogger(__name__)
+
 
 FENCE_TIMEOUT_S: Final = 10.0
 """Seconds for a worker to stop serving, which requires only the receipt of the command."""
@@ -56,10 +57,6 @@ class Updates:
     def __init__(self, controller: Controller, uploads: Uploads) -> None:
         self._controller = controller
         self._uploads = uploads
-
-    def __repr__(self) -> str:
-        """Return one line with the unfinished commands."""
-        return f"<Updates {self._controller!r}>"
 
     async def update_weights(
         self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None, min_staged: int | None = None
@@ -149,12 +146,12 @@ class Updates:
         if command.for_base and is_next_version:
             raise InvalidRequest(field="version", problem="is missing", allowed="a number with for_base")
         if command.for_base:
-            check_started(await self._state(model), roster[model], command)
+            check_started(await self.state(model), roster[model], command)
         revise: Revise | None = None
         if is_next_version:
             # For the upload's name. The compare-and-set decides the recorded version, because it differs for each
             # controller.
-            command = _at_next_version(await self._state(model), command)
+            command = _at_next_version(await self.state(model), command)
             revise = _revise_version
         async with self._source(model, command, upload) as ready:
             pinned, warnings, lost = await self._pin_adapter(model, ready, roster, on_ack)
@@ -234,7 +231,7 @@ class Updates:
 
     async def _delete_source(self, model: str, command: LoadLora) -> None:
         try:
-            keep = sources_in(await self._state(model))
+            keep = sources_in(await self.state(model))
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", command.source.objects, exc)
             return
@@ -259,13 +256,10 @@ class Updates:
         if roster and isinstance(command, UpdateWeights):
             await self._check_update(model, command, roster, min_staged)
         else:
-            desired.check_recordable(await self._state(model), command)
+            desired.check_recordable(await self.state(model), command)
 
     async def state(self, model: str) -> DesiredState:
         """Return the desired state of the workers of `model`."""
-        return await self._state(model)
-
-    async def _state(self, model: str) -> DesiredState:
         return await self._controller.store.current(model)
 
     async def _check_update(self, model: str, command: UpdateWeights, roster: Roster, min_staged: int | None) -> None:
@@ -276,7 +270,7 @@ class Updates:
             for worker in roster[model]:
                 if worker.capabilities is not None:
                     check_expected(command.expected_canary, worker.capabilities)
-        state = await self._state(model)
+        state = await self.state(model)
         desired.check_recordable(state, command)
         if not command.allow_rollback:
             check_started(state, roster[model], command)
@@ -301,7 +295,7 @@ class Updates:
 
     async def _delete_unneeded(self, model: str, command: Load, objects: str) -> None:
         try:
-            state = await self._state(model)
+            state = await self.state(model)
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
             return
@@ -312,7 +306,7 @@ class Updates:
         """Delete uploads that are older than that of `command`. Keep those that are recorded or were before it."""
         befores = [recording.before for recording in outcome.recordings]
         try:
-            keep = sources_in(await self._state(model), *befores)
+            keep = sources_in(await self.state(model), *befores)
             # The failure of another controller's command brings back what was recorded before it.
             recorded = keep | sources_in(*await self._controller.store.history(model))
         except RollbusError as exc:
@@ -397,3 +391,44 @@ def _at_next_version(state: DesiredState, command: LoadLora) -> LoadLora:
 
 def _revise_version(state: DesiredState, command: AnyCommand) -> AnyCommand:
     return _at_next_version(state, command) if isinstance(command, LoadLora) else command
+
+
+async def provision(
+    server: Server,
+    fleet: str,
+    models: Iterable[str],
+    limits: Mapping[str, int] | None = None,
+    *,
+    upload_bytes: int | None = None,
+) -> dict[str, str]:
+    """Create the queues of `models` and the bucket of desired states, and make the models known. Safe to repeat.
+
+    Workers and controllers may use them but not create them. On a server without permissions, they create them.
+
+    Args:
+        limits: limits of the queues, by the field names of `QueueLimits`; queues that exist get them too.
+        upload_bytes: size in bytes of each model's bucket for published weights; buckets that exist are resized. None:
+            create no such bucket.
+
+    Returns:
+        By bucket for published weights: `created`, `resized` or `unchanged`; empty without `upload_bytes`.
+
+    Raises:
+        BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` if the user is no admin.
+        ControlError: a bucket for published weights cannot be created, or holds more than its new size.
+        InvalidRequest: the fleet's name is not valid in a subject, or a queue holds more than a limit allows.
+    """
+    subjects, buckets = Subjects(fleet), dict[str, str]()
+    async with connected(server, name=f"rollbus provision {fleet}") as nats:
+        store = DesiredStore(nats, subjects)
+        await store.ensure_bucket()
+        for model in models:
+            await ensure_queue(nats, subjects, model)
+            if limits:
+                await set_limits(nats, subjects, model, limits)
+            if upload_bytes:
+                bucket = published_bucket(fleet, model)
+                buckets[bucket] = await set_bucket_bytes(nats, bucket, upload_bytes)
+            # Last, because the state makes the model known.
+            await store.begin(model)
+    return buckets

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nats import errors as nats_errors
@@ -14,24 +14,11 @@ from nats.aio.subscription import Subscription
 from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
 
 from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError, ServerUnreachable
-from ..auth.signatures import Signatures
+from ..auth.credentials import Signatures
 from ..subjects import PREFIX
-from .address import redact
-from .denials import MAX_LOGGED, Denials
-from .failed_servers import FailedServers
-from .patched_client import PatchedNatsClient
-from .server import Server, default_url
-
-__all__ = [
-    "Connection",
-    "ConnectionStats",
-    "connected",
-    "default_url",
-    "drain",
-    "open_connection",
-    "publish",
-    "subscribe",
-]
+from .client import PatchedNatsClient
+from .failures import MAX_LOGGED, Denials, FailedServers
+from .server import Server, redact
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +44,19 @@ MAX_PENDING_MSGS: Final = 65_536
 """Received messages that may wait for a handler. Handlers only forward messages, so this covers many reads."""
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of these messages, equal to the server's limit for a slow client. A higher limit would gain little."""
+ANSWER_S: Final = 3.0
+"""Seconds for the server's answer. If the server does not answer, other calls report that."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ConnectionStats:
     """Counters since the connection was opened."""
 
-    disconnects: int
-    reconnects: int
-    dropped_msgs: int
+    disconnects: int = 0
+    reconnects: int = 0
+    dropped_msgs: int = 0
     """Received messages that were dropped because their handler was too slow."""
-    handler_failures: int
+    handler_failures: int = 0
     """Messages whose handler raised an exception."""
     streamed_msgs: int = 0
     """Messages that a stream delivered on a subject of rollbus; they were dropped."""
@@ -106,10 +95,7 @@ class Connection(PatchedNatsClient):
         """Reason why the connection ended permanently without a local close; None: it has not."""
         # Errors that were logged since the last connect.
         self._logged: set[str] = set()
-        self._disconnects = 0
-        self._dropped_msgs = 0
-        self._handler_failures = 0
-        self.streamed_msgs = 0
+        self.counted = ConnectionStats()
 
     def __repr__(self) -> str:
         state = "connected" if self.is_connected else "closed" if self.is_closed else "disconnected"
@@ -117,13 +103,7 @@ class Connection(PatchedNatsClient):
 
     def counters(self) -> ConnectionStats:
         """Return the counters. nats-py's own counters of messages and bytes are in `stats`."""
-        return ConnectionStats(
-            disconnects=self._disconnects,
-            reconnects=self.stats["reconnects"],
-            dropped_msgs=self._dropped_msgs,
-            handler_failures=self._handler_failures,
-            streamed_msgs=self.streamed_msgs,
-        )
+        return replace(self.counted, reconnects=self.stats["reconnects"])
 
     async def open(self, timeout_s: float) -> None:
         """Connect as `open_connection` does."""
@@ -203,14 +183,12 @@ class Connection(PatchedNatsClient):
     async def _on_nats_error(self, error: Exception) -> None:
         """Count and log an error that nats-py reports. Pass it to `on_error` if the owner must know it."""
         if isinstance(error, nats_errors.SlowConsumerError):
-            self._dropped_msgs += 1
-            if self._dropped_msgs.bit_count() == 1:  # at 1, 2, 4, 8 ...: one event per message would flood the log
-                logger.warning(
-                    "nats.messages_dropped name=%s subject=%s so_far=%s", self._name, error.subject, self._dropped_msgs
-                )
+            self.counted.dropped_msgs = so_far = self.counted.dropped_msgs + 1
+            if so_far.bit_count() == 1:  # at 1, 2, 4, 8 ...: one event per message would flood the log
+                logger.warning("nats.messages_dropped name=%s subject=%s so_far=%s", self._name, error.subject, so_far)
             self._on_error(error)
         elif not isinstance(error, (nats_errors.Error, OSError)):
-            self._handler_failures += 1
+            self.counted.handler_failures += 1
             logger.error("nats.handler_failed name=%s", self._name, exc_info=error)
             self._on_error(error)
         else:
@@ -233,7 +211,7 @@ class Connection(PatchedNatsClient):
 
     async def _on_nats_disconnect(self) -> None:
         if self._is_open:
-            self._disconnects += 1
+            self.counted.disconnects += 1
             logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url())
             await self._call(self._on_disconnect)
 
@@ -393,8 +371,64 @@ def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Call
         if not message.reply.startswith("$JS.ACK."):
             await handler(message)
         elif isinstance(nats, Connection):
-            nats.streamed_msgs += 1
-            if nats.streamed_msgs.bit_count() == 1:
-                logger.warning("nats.stream_delivery_dropped subject=%s so_far=%s", message.subject, nats.streamed_msgs)
+            nats.counted.streamed_msgs += 1
+            if nats.counted.streamed_msgs.bit_count() == 1:
+                logger.warning(
+                    "nats.stream_delivery_dropped subject=%s so_far=%s", message.subject, nats.counted.streamed_msgs
+                )
 
     return handle
+
+
+async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
+    """Publish, and wait until the server has checked the user's permission, if the server answers.
+
+    Raises:
+        PermissionDenied: the user may not publish.
+        Exception: the errors of `publish`.
+    """
+    async with nats.denials.expected(subject):
+        await publish(nats, subject, data, headers=headers)
+        await nats.confirm(timeout_s=ANSWER_S)
+
+
+async def subscribe_permitted(
+    nats: Connection,
+    subject: str,
+    handler: Callable[[Msg], Awaitable[None]],
+    *,
+    max_pending_msgs: int,
+    max_pending_bytes: int,
+) -> Subscription:
+    """Subscribe, and wait until the server has checked the user's permission, if the server answers.
+
+    Raises:
+        PermissionDenied: the user may not subscribe; the subscription is removed.
+        Exception: the errors of `subscribe`.
+    """
+    async with AsyncExitStack() as undo:
+        async with nats.denials.expected(subject, "subscribe"):
+            subscription = await subscribe(
+                nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
+            )
+            # Otherwise each reconnect would subscribe again, and after a cancellation no caller owns the subscription.
+            undo.push_async_callback(_end, nats, subscription)
+            await nats.confirm(timeout_s=ANSWER_S)
+        undo.pop_all()
+    return subscription
+
+
+async def _end(nats: Connection, subscription: Subscription) -> None:
+    if not nats.is_closed:
+        await subscription.unsubscribe()
+
+
+async def check_permitted(nats: Connection) -> None:
+    """Wait until the server has processed all earlier publications and subscriptions.
+
+    Raises:
+        PermissionDenied: the user lacks the permission for one of them.
+    """
+    await nats.confirm(timeout_s=ANSWER_S)
+    if nats.denials.first is not None:
+        raise nats.denials.first

@@ -23,12 +23,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from ...schemas.errors import BusBroken, BusClosed
-from ...schemas.install import pip_install
-from ..auth.accounts import accounts
+from ...schemas.options import pip_install
 from ..auth.credentials import User
+from ..auth.permissions import accounts
 from . import embedded_guard
-
-__all__ = ["BINARY_VARIABLE", "EmbeddedServer", "find_binary", "server_config"]
 
 _log = logging.getLogger(__name__)
 

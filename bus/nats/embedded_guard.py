@@ -14,8 +14,6 @@ import signal
 import sys
 import time
 
-__all__ = ["GRACE_S", "KILL", "PID_LINE", "TERMINATE", "main"]
-
 TERMINATE = b"t"
 KILL = b"k"
 GRACE_S = 5.0

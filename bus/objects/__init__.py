@@ -2,23 +2,3 @@
 
 A folder is stored as the objects `<prefix>/<path of the file>` of a bucket. Its source is written `<bucket>/<prefix>`.
 """
-
-from .catalog import NO_LIMIT, BucketState, delete_prefix, ensure_bucket, list_objects
-from .folder_reader import FolderReader
-from .layout import ObjectInfo
-from .reader import ObjectReader
-from .signed import sign_folder
-from .writer import put_folder
-
-__all__ = [
-    "NO_LIMIT",
-    "BucketState",
-    "FolderReader",
-    "ObjectInfo",
-    "ObjectReader",
-    "delete_prefix",
-    "ensure_bucket",
-    "list_objects",
-    "put_folder",
-    "sign_folder",
-]

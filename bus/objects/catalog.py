@@ -10,12 +10,11 @@ from typing import Any, Final, NamedTuple
 
 from nats.aio.client import Client
 
-from ...schemas.certificate import Certificate
 from ...schemas.errors import ControlCode, ControlError
-from ..auth.signatures import BadSignature
+from ..auth.credentials import BadSignature
 from ..logs import RejectionCount
 from ..nats.connection import Connection
-from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, headers_of
+from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ask, create_stream, find, headers_of, storage_errors
 from ..subjects import published_bucket
 from .layout import (
     MAX_FILES,
@@ -31,22 +30,6 @@ from .layout import (
     stream_config,
     stream_of,
 )
-
-__all__ = [
-    "BUCKET_BYTES",
-    "NO_LIMIT",
-    "BucketState",
-    "FoundObject",
-    "bucket_state",
-    "delete_objects",
-    "delete_prefix",
-    "ensure_bucket",
-    "find_object",
-    "list_objects",
-    "list_prefix",
-    "list_subjects",
-    "set_bucket_bytes",
-]
 
 logger = logging.getLogger(__name__)
 _rejected = RejectionCount()
@@ -65,16 +48,11 @@ async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKE
         ControlError: `bad_source`: the bucket's name is invalid; `storage`: the server rejects the request.
     """
     check_bucket(bucket)
-    try:
-        await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
-        return False
-    except ApiError as error:
-        if error.code != NO_STREAM:
-            raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
-    try:
+    with storage_errors(f"the bucket {bucket!r} cannot be read"):
+        if await find(nats, f"STREAM.INFO.{stream_of(bucket)}", absent={NO_STREAM}) is not None:
+            return False
+    with storage_errors(f"the bucket {bucket!r} cannot be created"):
         await create_stream(nats, stream_config(bucket, max_bytes))
-    except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be created: {error}") from error
     return True
 
 
@@ -89,7 +67,7 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> str
     if await ensure_bucket(nats, bucket, max_bytes=max_bytes):
         return "created"
     stream = stream_of(bucket)
-    try:
+    with storage_errors(f"the bucket {bucket!r} cannot be resized"):
         info = await ask(nats, f"STREAM.INFO.{stream}")
         if info["config"]["max_bytes"] == max_bytes:
             return "unchanged"
@@ -100,8 +78,6 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> str
                 ControlCode.STORAGE, f"the bucket {bucket!r} holds {used} bytes; it cannot have {max_bytes}"
             )
         await ask(nats, f"STREAM.UPDATE.{stream}", {**info["config"], "max_bytes": max_bytes})
-    except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be resized: {error}") from error
     return "resized"
 
 
@@ -122,16 +98,15 @@ async def list_objects(
     if prefix:
         check_path(prefix, "the prefix")
     start = f"{prefix}/" if prefix else ""
-    try:
-        names = [name for name in await _names(nats, bucket) if name.startswith(start)]
+    with storage_errors(f"the bucket {bucket!r} cannot be read"):
+        found = [name_of(subject) for subject in await list_subjects(nats, bucket, info_subjects(bucket))]
+        names = [name for name in found if name is not None and name.startswith(start)]
         if len(names) > MAX_FILES:
             raise ControlError(
                 ControlCode.BAD_SOURCE, f"objects:{bucket}/{prefix} has {len(names)} objects; at most {MAX_FILES}"
             )
-        infos = [await _info(nats, bucket, name, is_signed) for name in sorted(names)]
-    except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
-    return tuple(info for info in infos if info is not None)
+        objects = [await find_object(nats, bucket, name, is_signed=is_signed) for name in sorted(names)]
+    return tuple(one.info for one in objects if one is not None and one.info is not None)
 
 
 async def list_prefix(nats: Connection, objects: str, *, is_signed: bool) -> tuple[ObjectInfo, ...]:
@@ -172,19 +147,9 @@ async def delete_objects(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...
     """
     subjects = [info_subject(bucket, info.name) for info in infos]
     subjects += [parts_subject(bucket, info.nuid) for info in infos]
-    for subject in subjects:
-        try:
-            await ask(nats, f"STREAM.PURGE.{stream_of(bucket)}", {"filter": subject})
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                return
-            raise ControlError(ControlCode.STORAGE, f"objects of {bucket!r} cannot be deleted: {error}") from error
-
-
-async def _names(nats: Client, bucket: str) -> list[str]:
-    """Return the names of all objects."""
-    found = [name_of(subject) for subject in await list_subjects(nats, bucket, info_subjects(bucket))]
-    return [name for name in found if name is not None]
+    with storage_errors(f"objects of {bucket!r} cannot be deleted"):
+        for subject in subjects:
+            await find(nats, f"STREAM.PURGE.{stream_of(bucket)}", {"filter": subject}, absent={NO_STREAM})
 
 
 class BucketState(NamedTuple):
@@ -222,21 +187,13 @@ async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:
     listed: list[str] = []
     while True:
         question: dict[str, Any] = {"subjects_filter": subjects, "offset": len(listed)}
-        try:
-            answer = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}", question)
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                return []
-            raise
+        answer = await find(nats, f"STREAM.INFO.{stream_of(bucket)}", question, absent={NO_STREAM})
+        if answer is None:
+            return []
         found = answer["state"].get("subjects") or {}
         listed += found
         if not found or len(listed) >= answer.get("total", 0):
             return listed
-
-
-def _is_own(by: Certificate, bucket: str) -> bool:
-    """Return True if the bucket belongs to a model whose weights this user may replace."""
-    return any(bucket == published_bucket(by.fleet, model) for model in by.models or ())
 
 
 class FoundObject(NamedTuple):
@@ -264,12 +221,9 @@ async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bo
         ControlError: `bad_source`: the content is not a description, or describes another object.
     """
     subject = info_subject(bucket, name)
-    try:
-        answer = await ask(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", {"last_by_subj": subject})
-    except ApiError as error:
-        if error.code == NO_MESSAGE:
-            return None
-        raise
+    answer = await find(nats, f"STREAM.MSG.GET.{stream_of(bucket)}", {"last_by_subj": subject}, absent={NO_MESSAGE})
+    if answer is None:
+        return None
     message = answer["message"]
     stored_at = datetime.fromisoformat(message["time"])
     data = base64.b64decode(message.get("data", ""))
@@ -286,16 +240,13 @@ async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bo
 def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> bool:
     try:
         signed = nats.signatures.check(info_subject(bucket, name), data, headers)
-        if signed is not None and signed.by.is_limited and not _is_own(signed.by, bucket):
-            raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload there")
+        if signed is not None and signed.by.is_limited:
+            by = signed.by
+            # It may replace only the weights of its models.
+            if bucket not in {published_bucket(by.fleet, model) for model in by.models or ()}:
+                raise BadSignature(f"{by.role} {by.name} may not upload there")
     except BadSignature as error:
         if so_far := _rejected.add():
             logger.warning("objects.rejected bucket=%s object=%s so_far=%s error=%s", bucket, name, so_far, error)
         return False
     return True
-
-
-async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> ObjectInfo | None:
-    """Read the description of one object; None: the object is deleted, or lacks a required signature."""
-    found = await find_object(nats, bucket, name, is_signed=is_signed)
-    return None if found is None else found.info

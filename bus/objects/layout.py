@@ -8,26 +8,6 @@ import msgspec
 
 from ...schemas.errors import ControlCode, ControlError
 
-__all__ = [
-    "FOLDER_DIGEST",
-    "MAX_FILES",
-    "ObjectInfo",
-    "ObjectLink",
-    "ObjectOptions",
-    "check_bucket",
-    "check_path",
-    "decode_digest",
-    "decode_info",
-    "encode_digest",
-    "info_subject",
-    "info_subjects",
-    "name_of",
-    "parts_subject",
-    "split_objects",
-    "stream_config",
-    "stream_of",
-]
-
 MAX_FILES: Final = 4096
 """Maximum files of one folder, several times as many as the largest checkpoints have."""
 MAX_PATH_CHARS: Final = 1024
@@ -176,7 +156,7 @@ def decode_digest(info: ObjectInfo) -> bytes:
             digest = b""
         if len(digest) == 32:
             return digest
-    raise ControlError(ControlCode.BAD_SOURCE, f"{_shown(info)} has no SHA-256, but the digest {info.digest[:80]!r}")
+    raise ControlError(ControlCode.BAD_SOURCE, f"{shown(info)} has no SHA-256, but the digest {info.digest[:80]!r}")
 
 
 def decode_info(data: bytes) -> ObjectInfo:
@@ -190,17 +170,18 @@ def decode_info(data: bytes) -> ObjectInfo:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ControlError(ControlCode.BAD_SOURCE, f"an object's description does not decode: {error}") from error
     if info.options is not None and info.options.link is not None:
-        raise ControlError(ControlCode.BAD_SOURCE, f"{_shown(info)} is a link; allowed: objects that have content")
+        raise ControlError(ControlCode.BAD_SOURCE, f"{shown(info)} is a link; allowed: objects that have content")
     if not info.deleted:
         # The nuid becomes a token of a subject, and the sizes limit the bytes that are written.
         is_sound = info.nuid.isalnum() and 0 <= info.chunks <= info.size and (info.size == 0) == (info.chunks == 0)
         if not is_sound:
             raise ControlError(
                 ControlCode.BAD_SOURCE,
-                f"{_shown(info)} contradicts itself: {info.size} bytes in {info.chunks} parts of {info.nuid[:80]!r}",
+                f"{shown(info)} contradicts itself: {info.size} bytes in {info.chunks} parts of {info.nuid[:80]!r}",
             )
     return info
 
 
-def _shown(info: ObjectInfo) -> str:
+def shown(info: ObjectInfo) -> str:
+    """Return the name of an object for messages."""
     return f"objects:{info.bucket[:80]}/{info.name[:200]}"

@@ -12,10 +12,8 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from ...schemas.decoding import MALFORMED
 from ...schemas.manifest import DTYPE_BITS
-from ...schemas.wire_version import MALFORMED
-
-__all__ = ["BadSafetensors", "StoredTensor", "read_header"]
 
 MAX_HEADER_BYTES: Final = 32 * 1024**2
 """Maximum bytes of a header: `MAX_TENSORS` tensors of 160 bytes each. The format allows 100 MB, which took 32 s and

@@ -1,34 +1,327 @@
-"""Stores a folder in the object store completely or not at all."""
+"""Stores a folder in the object store completely or not at all.
+
+Each object's description is signed, and has the digest of the whole folder. Only a user that may sign can therefore
+change, add or remove a file. See `rollbus.bus.auth.credentials`.
+"""
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
+from nats import errors as nats_errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.nuid import NUID
 
-from ...schemas.errors import BusBroken, ControlCode, ControlError
-from ..nats.connection import Connection
-from ..nats.jetstream import ApiError, ask
-from .catalog import BUCKET_BYTES, delete_objects, ensure_bucket, list_objects
-from .layout import MAX_FILES, ObjectInfo, check_path, split_objects, stream_of
-from .sender import open_sender
-from .signed import describe_folder, store_descriptions
-from .upload import put_file
-
-__all__ = ["delete_stored", "put_folder"]
+from ...schemas.errors import BusBroken, ControlCode, ControlError, LocalProtocolError, RollbusError
+from ..nats.connection import Connection, publish, subscribe
+from ..nats.jetstream import put, storage_errors
+from ..protocol.fleet.authority import check_unlimited
+from .catalog import BUCKET_BYTES, bucket_state, delete_objects, ensure_bucket, list_objects, list_prefix
+from .layout import (
+    FOLDER_DIGEST,
+    MAX_FILES,
+    ObjectInfo,
+    ObjectOptions,
+    check_path,
+    encode_digest,
+    info_subject,
+    parts_subject,
+    split_objects,
+)
 
 logger = logging.getLogger(__name__)
 
+PART_BYTES: Final = 512 * 1024
+"""Bytes of a chunk, if the server's `max_payload` allows it. Larger chunks are not faster and delay other messages."""
+HEADROOM_BYTES: Final = 4096
+"""Bytes below `max_payload` for headers that an intermediate server may add."""
+WINDOW_BYTES: Final = 4 * 1024 * 1024
+"""Published bytes without an ack: enough to keep the server busy, few enough not to delay other messages."""
+ACK_TIMEOUT_S: Final = 10.0
+"""Seconds for the server to store a chunk; a slow disk or an election takes seconds."""
+Bytes = bytes | bytearray | memoryview
+Pieces = AsyncIterable[Bytes] | Iterable[Bytes]
+"""Content of an object, split at any positions."""
 CLEANUP_S: Final = 15.0
 """Seconds for removing the objects of a failed upload; a restarted server is back within that time."""
 RETRY_S: Final = 0.5
-"""Seconds between attempts of the removal."""
+"""Seconds between attempts to remove them."""
+
+
+class Sender:
+    """Publishes messages to a stream and keeps several of them in flight."""
+
+    def __init__(self, nats: Client, inbox: str) -> None:
+        self.part_bytes = min(PART_BYTES, nats.max_payload - HEADROOM_BYTES)
+        self._nats = nats
+        self._inbox = inbox
+        self._window = max(1, WINDOW_BYTES // self.part_bytes)
+        self._unacked = 0
+        self._acked = asyncio.Event()
+        self._failure: RollbusError | None = None
+
+    async def on_ack(self, message: Msg) -> None:
+        """Handle the server's ack of one message."""
+        self._unacked -= 1
+        self._failure = self._failure or _refusal(message)
+        self._acked.set()
+
+    async def send(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
+        """Publish a message once the window has room."""
+        await self._wait_until(self._window - 1)
+        if self._failure is not None:
+            raise self._failure
+        self._unacked += 1
+        await publish(self._nats, subject, data, reply=self._inbox, headers=headers)
+
+    async def finish(self) -> None:
+        """Wait until all messages are stored."""
+        await self._wait_until(0)
+        if self._failure is not None:
+            raise self._failure
+
+    async def settle(self) -> None:
+        """Wait until the server has processed all messages. It stores none of them after a later delete."""
+        if not isinstance(self._failure, BusBroken):
+            await self._wait_until(0)
+
+    async def _wait_until(self, unacked: int) -> None:
+        while self._unacked > unacked:
+            self._acked.clear()
+            try:
+                async with asyncio.timeout(ACK_TIMEOUT_S):
+                    await self._acked.wait()
+            except TimeoutError:
+                self._failure = BusBroken(f"JetStream did not store a part within {ACK_TIMEOUT_S:g} s")
+                return
+
+
+@contextlib.asynccontextmanager
+async def open_sender(nats: Client) -> AsyncIterator[Sender]:
+    """Open a sender for a block. At the end of the block, the server has processed all messages."""
+    inbox = nats.new_inbox()
+    sender = Sender(nats, inbox)
+    subscription = await subscribe(nats, inbox, sender.on_ack)
+    try:
+        yield sender
+    finally:
+        await sender.settle()
+        with contextlib.suppress(nats_errors.Error):  # the connection is closed
+            await subscription.unsubscribe()
+
+
+def _refusal(message: Msg) -> ControlError | None:
+    """Return the reason why the server did not store a message; None: it stored the message."""
+    answer: dict[str, Any] = json.loads(message.data) if message.data else {"error": {"description": "no such bucket"}}
+    if "error" not in answer:
+        return None
+    return ControlError(
+        ControlCode.STORAGE, f"the bucket rejected the upload: {answer['error'].get('description', '')}"
+    )
+
+
+def folder_digest(objects: str, infos: Iterable[ObjectInfo]) -> str:
+    """Return the digest of a folder: its location and the digest of each file."""
+    _, prefix = split_objects(objects)
+    files = sorted((info.name.removeprefix(f"{prefix}/"), info.size, info.digest) for info in infos)
+    lines = [objects, *(f"{path} {size} {digest}" for path, size, digest in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def describe_folder(objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInfo]:
+    """Return the descriptions with the digest of the folder."""
+    infos = list(infos)
+    metadata = {FOLDER_DIGEST: folder_digest(objects, infos)}
+    return [msgspec.structs.replace(info, metadata=metadata) for info in infos]
+
+
+async def store_descriptions(nats: Connection, sender: Sender, infos: Iterable[ObjectInfo]) -> None:
+    """Store descriptions, signed if this program signs. From then on, readers find the objects.
+
+    Raises:
+        ControlError: `storage`: the bucket is full.
+        BusBroken: the connection or JetStream failed; some descriptions may be stored.
+    """
+    for info in infos:
+        subject, data = info_subject(info.bucket, info.name), msgspec.json.encode(info)
+        await sender.send(subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+    await sender.finish()
+
+
+def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
+    """Check that a folder of signed descriptions is complete.
+
+    Raises:
+        ControlError: `bad_source`.
+    """
+    infos = list(infos)
+    digest = folder_digest(objects, infos)
+    for info in infos:
+        if info.metadata.get(FOLDER_DIGEST) != digest:
+            raise ControlError(
+                ControlCode.BAD_SOURCE,
+                f"objects:{objects} is not the folder that was signed: a file was changed, added or removed since",
+            )
+
+
+async def sign_folder(nats: Connection, objects: str) -> int:
+    """Sign a stored folder without a check of its author. Return its number of objects.
+
+    Raises:
+        ControlError: `bad_source`: the folder has no objects; `not_allowed`; `storage`.
+        BusBroken: JetStream does not answer; some objects may be signed.
+    """
+    check_unlimited(nats.signatures.own)
+    bucket, _ = split_objects(objects)
+    infos = describe_folder(objects, await list_prefix(nats, objects, is_signed=False))
+    for info in infos:
+        subject, data = info_subject(bucket, info.name), msgspec.json.encode(info)
+        with storage_errors(f"objects:{objects} cannot be signed"):
+            await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+    return len(infos)
+
+
+async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
+    """Store the content of a file. Return the object's description.
+
+    Raises:
+        ControlError: `bad_source`: the file cannot be read; and as in `put_pieces`.
+    """
+    sha = hashlib.sha256()
+    try:
+        async with contextlib.aclosing(_parts_of_file(path, sender.part_bytes, sha)) as batches:
+            return await _put(sender, info, batches, sha)
+    except OSError as error:
+        raise ControlError(ControlCode.BAD_SOURCE, f"{path} cannot be read: {error.strerror or error}") from error
+
+
+async def put_pieces(sender: Sender, info: ObjectInfo, pieces: Pieces) -> ObjectInfo:
+    """Store the content of `pieces` as one object. Return its description.
+
+    At most one window and one piece are in memory. Hashes are computed in a thread.
+
+    Raises:
+        ControlError: `storage`: the bucket is full.
+        BusBroken, BusClosed: the errors of `publish`.
+    """
+    sha = hashlib.sha256()
+    async with contextlib.aclosing(_parts_of_pieces(pieces, sender.part_bytes, sha)) as batches:
+        return await _put(sender, info, batches, sha)
+
+
+async def _put(
+    sender: Sender, info: ObjectInfo, batches: AsyncIterable[list[bytes]], sha: "hashlib._Hash"
+) -> ObjectInfo:
+    subject = parts_subject(info.bucket, info.nuid)
+    size = chunks = 0
+    async for parts in batches:
+        for part in parts:
+            await sender.send(subject, part)
+            size, chunks = size + len(part), chunks + 1
+    return msgspec.structs.replace(
+        info,
+        size=size,
+        chunks=chunks,
+        digest=encode_digest(sha.digest()),
+        mtime=datetime.now(UTC).isoformat(),
+        options=ObjectOptions(max_chunk_size=sender.part_bytes),
+    )
+
+
+async def _parts_of_file(path: Path, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
+    # One thread reads and closes the file in that order, even if the wait for the thread was cancelled.
+    disk = ThreadPoolExecutor(1, thread_name_prefix="objects")
+    run = asyncio.get_running_loop().run_in_executor
+    file = _OldFile(path, part_bytes, sha)
+    try:
+        await run(disk, file.open)
+        while parts := await run(disk, file.read):
+            yield parts
+    finally:
+        await run(disk, file.close)
+        disk.shutdown(wait=False)
+
+
+async def _parts_of_pieces(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
+    """Cut the pieces into chunks of `part_bytes`, except for the last one. Yield the chunks of one window at a time."""
+    batch_bytes = max(1, WINDOW_BYTES // part_bytes) * part_bytes
+    rest = bytearray()
+    async with contextlib.aclosing(each_piece(pieces)) as given:
+        async for piece in given:
+            view = memoryview(piece).cast("B")
+            while view:
+                taken = view[: batch_bytes - len(rest)]
+                rest += taken
+                view = view[len(taken) :]
+                if len(rest) == batch_bytes:
+                    yield await asyncio.to_thread(_cut, rest, part_bytes, sha)
+                    rest = bytearray()
+    if rest:
+        yield await asyncio.to_thread(_cut, rest, part_bytes, sha)
+
+
+def _cut(batch: bytearray, part_bytes: int, sha: "hashlib._Hash") -> list[bytes]:
+    sha.update(batch)
+    return [bytes(batch[start : start + part_bytes]) for start in range(0, len(batch), part_bytes)]
+
+
+async def each_piece(pieces: Pieces) -> AsyncGenerator[Bytes, None]:
+    """Yield the pieces of either kind of iterable. Close an asynchronous generator at the end."""
+    if not isinstance(pieces, AsyncIterable):
+        for piece in pieces:
+            yield piece
+        return
+    try:
+        async for piece in pieces:
+            yield piece
+    finally:
+        if isinstance(pieces, AsyncGenerator):
+            await pieces.aclose()
+
+
+class _OldFile:
+    """A file that is read and hashed. Its methods block."""
+
+    def __init__(self, path: Path, part_bytes: int, sha: "hashlib._Hash") -> None:
+        self._path = path
+        self._part_bytes = part_bytes
+        self._fd: int | None = None
+        self._sha = sha
+
+    def open(self) -> None:
+        """Open the file. Reject a pipe, because a read from it could block forever."""
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise ControlError(ControlCode.BAD_SOURCE, f"{self._path} is no regular file")
+
+    def read(self) -> list[bytes]:
+        """Return the chunks of one window; an empty list at the end of the file."""
+        if self._fd is None:
+            raise LocalProtocolError(f"{self._path} is read before it is open")
+        parts = []
+        for _ in range(max(1, WINDOW_BYTES // self._part_bytes)):
+            part = os.read(self._fd, self._part_bytes)
+            if not part:
+                break
+            self._sha.update(part)
+            parts.append(part)
+        return parts
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 async def put_folder(
@@ -91,12 +384,9 @@ async def put_folder(
 
 async def _check_room(nats: Connection, bucket: str, folder: Path, needed: int) -> None:
     """Raise `storage` if the bucket has fewer than `needed` bytes left."""
-    try:
-        info = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
-    except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
-    used, limit = info["state"]["bytes"], info["config"].get("max_bytes", -1)
-    if 0 <= limit < used + needed:
+    with storage_errors(f"the bucket {bucket!r} cannot be read"):
+        used, limit, _ = await bucket_state(nats, bucket)
+    if limit < used + needed:
         raise ControlError(
             ControlCode.STORAGE,
             f"{folder} needs {needed} bytes, and of the {limit} bytes of the bucket {bucket!r} {used} are used; an "

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["as_html"]
-
 
 def as_html(title: str, rows: Iterable[Sequence[object]], columns: Sequence[str] = ()) -> str:
     """Return a table with a title. All text is escaped, because workers and users choose names."""

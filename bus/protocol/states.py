@@ -12,16 +12,6 @@ from typing import Final, Generic, TypeVar
 from ...schemas.errors import LocalProtocolError
 from ...schemas.presence import WorkerState
 
-__all__ = [
-    "SPEAKING",
-    "WORKER",
-    "WORKER_REQUEST",
-    "StateMachine",
-    "WorkerEvent",
-    "WorkerRequestEvent",
-    "WorkerRequestState",
-]
-
 
 class WorkerRequestState(enum.StrEnum):
     """The state of a request that a worker has accepted."""

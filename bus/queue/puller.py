@@ -23,10 +23,7 @@ from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
 from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
 from ..subjects import LANES, Subjects
-from .limits import QueueLimits
-from .streams import PROBE_HEADER, ensure_queue, stream_name
-
-__all__ = ["NAK_DELAY_S", "PullerStats", "QueuePuller", "QueuedRequest"]
+from .streams import PROBE_HEADER, QueueLimits, ensure_queue, stream_name
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +147,6 @@ class QueuePuller:
         self.stats = PullerStats()
         self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
         """Called with each request that is returned immediately; must not block."""
-
-    def __repr__(self) -> str:
-        """Return one line with state and counts."""
-        state = "paused" if self._is_paused else "pulling"
-        return f"<QueuePuller {self._model!r} {state} {self._plan!r} {self.stats}>"
 
     def lanes_waiting(self) -> tuple[Lane, ...] | None:
         """Return the lanes in which requests wait, as of the last pulls; None: not known."""

@@ -1,4 +1,4 @@
-"""A model's queue of requests: its streams and consumers in JetStream, and the number of waiting requests.
+"""A model's queue of requests: its streams and consumers in JetStream, their limits and their contents.
 
 Each model has two streams. One has the lanes `high`, `normal` and `low`. The lane `resume` has its own stream, so that
 new requests can never fill the queue for requests that were already running. In each lane, all workers of the model
@@ -6,33 +6,21 @@ share one durable consumer. A request leaves its stream when a worker acks it, o
 """
 
 import hashlib
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 from nats.aio.client import Client
 
-from ...schemas.errors import BusBroken, PermissionDenied
+from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied
 from ...schemas.request import Lane
-from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, nanoseconds
-from ..nats.patched_client import PatchedNatsClient
-from ..nats.stream_info import parse_stream
+from ..nats.client import PatchedNatsClient
+from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, find, nanoseconds, parse_stream
 from ..subjects import LANES, Subjects, encode_token
-from .limits import QueueLimits
 
-__all__ = [
-    "PROBE_HEADER",
-    "STREAM_LANES",
-    "QueueDepth",
-    "StoredRange",
-    "delete_queue",
-    "ensure_queue",
-    "queue_clients",
-    "queue_depths",
-    "stored_in",
-    "stream_name",
-]
-
+RESUME_SHARE: Final = 4
+"""Resumed requests that a client may have in the queue, for each new one. A lost worker may have had that many."""
 DUPLICATE_WINDOW_S: Final = 120.0
 """Seconds for which the server detects duplicates: far longer than any client repeats an unanswered publish."""
 MAX_WAITING: Final = 65_536
@@ -46,9 +34,49 @@ PROBE_HEADER: Final = "Rollbus-Probe"
 """Header of a message that is no request: it tests whether the queue stores messages, and workers remove it."""
 MAX_NAME_CHARS: Final = 240
 """The server allows 255 characters, file systems 255 bytes."""
-
 STREAM_LANES: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
 """The lanes of each stream."""
+
+
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one model's queue.
+
+    They apply when its streams are created, and later through `rollbus make-queue`.
+    """
+
+    max_msgs: int = 65_536
+    """Requests that wait in the lanes high, normal and low: minutes of work for hundreds of GPUs."""
+    max_bytes: int = 1024**3
+    """Their total bytes: as many requests with prompts of 4,000 tokens. The server reserves them on its disk if it can.
+    """
+    max_per_client: int = 1024
+    """Requests of one client in one of these lanes. The client holds further requests back and publishes them when
+    there is room. In a first-in, first-out lane, equal limits give equal shares of requests. Workers that accept a
+    thousand requests at once leave room for the next thousand within a round trip."""
+    resume_max_msgs: int = 1_000_000
+    """Resumed requests: more than a fleet can have in flight."""
+    resume_max_bytes: int = 4 * 1024**3
+    """Their total bytes."""
+    ack_wait_s: float = 5.0
+    """Seconds without an ack or in-progress from its worker after which a request goes to another worker."""
+
+    def of_stream(self, lane: Lane) -> dict[str, Any]:
+        """Return the limits of the stream with `lane`, by JetStream's names."""
+        return bounds_of_stream(lane, msgspec.structs.asdict(self))
+
+
+def bounds_of_stream(lane: Lane, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits of the stream with `lane`, by JetStream's names.
+
+    Args:
+        limits: the limits, by the field names of `QueueLimits`. A missing name sets no limit.
+    """
+    prefix, share = ("resume_", RESUME_SHARE) if lane == "resume" else ("", 1)
+    bounds = {name: limits[prefix + name] for name in ("max_msgs", "max_bytes") if prefix + name in limits}
+    if "max_per_client" in limits:
+        # The subject has client, model and lane.
+        bounds |= {"max_msgs_per_subject": limits["max_per_client"] * share, "discard_new_per_subject": True}
+    return bounds
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,11 +199,8 @@ async def delete_queue(nats: Client, subjects: Subjects, model: str) -> None:
         BusBroken: JetStream does not answer, or refuses; the message quotes it.
     """
     for lanes in STREAM_LANES:
-        try:
-            await ask(nats, f"STREAM.DELETE.{stream_name(subjects, model, lanes[0])}")
-        except ApiError as error:
-            if error.code != NO_STREAM:
-                raise BusBroken(f"the queue of {model!r} cannot be deleted: {error}") from error
+        operation = f"STREAM.DELETE.{stream_name(subjects, model, lanes[0])}"
+        await find(nats, operation, absent={NO_STREAM}, failing=f"the queue of {model!r} cannot be deleted")
 
 
 async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:
@@ -187,12 +212,9 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
     depths = []
     for model in models:
         for lane in LANES:
-            try:
-                info = await ask(nats, f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}")
-            except ApiError as error:
-                if error.code in {NO_STREAM, NO_CONSUMER}:
-                    continue
-                raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+            info = await _find_consumer(nats, subjects, model, lane)
+            if info is None:
+                continue
             cluster = parse_stream(info)
             depths.append(
                 QueueDepth(
@@ -218,12 +240,10 @@ async def queue_clients(nats: Client, subjects: Subjects, model: str) -> dict[tu
     found: dict[tuple[Lane, str], int] = {}
     for lanes in STREAM_LANES:
         operation = f"STREAM.INFO.{stream_name(subjects, model, lanes[0])}"
-        try:
-            info = await ask(nats, operation, {"subjects_filter": ">"})
-        except ApiError as error:
-            if error.code == NO_STREAM:
-                continue
-            raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+        failing = f"the queue of {model!r} cannot be read"
+        info = await find(nats, operation, {"subjects_filter": ">"}, absent={NO_STREAM}, failing=failing)
+        if info is None:
+            continue
         for subject, count in (info["state"].get("subjects") or {}).items():
             *_, client, _model, lane = subject.split(".")
             if lane in lanes:
@@ -237,19 +257,21 @@ async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) ->
     Raises:
         BusBroken: JetStream does not answer.
     """
-    stream = stream_name(subjects, model, lane)
-    try:
-        consumer = await ask(nats, f"CONSUMER.INFO.{stream}.{lane}")
-    except ApiError as error:
-        if error.code in {NO_STREAM, NO_CONSUMER}:
-            return StoredRange()
-        raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+    consumer = await _find_consumer(nats, subjects, model, lane)
+    if consumer is None:
+        return StoredRange()
     return StoredRange(
         delivered_seq=consumer["delivered"]["stream_seq"],
         acked_seq=consumer["ack_floor"]["stream_seq"],
         has_waiting=consumer["num_pending"] > 0,
         age_s=_age_s(consumer),
     )
+
+
+async def _find_consumer(nats: Client, subjects: Subjects, model: str, lane: Lane) -> dict[str, Any] | None:
+    operation = f"CONSUMER.INFO.{stream_name(subjects, model, lane)}.{lane}"
+    failing = f"the queue of {model!r} cannot be read"
+    return await find(nats, operation, absent={NO_STREAM, NO_CONSUMER}, failing=failing)
 
 
 def _age_s(consumer: dict[str, Any]) -> float:
@@ -269,3 +291,45 @@ def _stream_config(subjects: Subjects, model: str, lanes: tuple[Lane, ...]) -> d
         "allow_msg_ttl": True,
         "duplicate_window": nanoseconds(DUPLICATE_WINDOW_S),
     }
+
+
+async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mapping[str, int]) -> None:
+    """Set these limits for the existing streams of `model`. Other limits stay.
+
+    If a server receives a lower limit than the contents of a stream, it deletes the oldest messages without an error.
+    Therefore the limits are first compared with the contents, and workers never change limits.
+
+    Args:
+        limits: the limits, by the field names of `QueueLimits`.
+
+    Raises:
+        InvalidRequest: a stream holds more than a limit, which the error names; this stream is not changed.
+        BusBroken: JetStream does not answer, or refuses; the message quotes it.
+    """
+    try:
+        for lanes in STREAM_LANES:
+            name = stream_name(subjects, model, lanes[0])
+            info = await ask(nats, f"STREAM.INFO.{name}", {"subjects_filter": ">"})
+            bounds = bounds_of_stream(lanes[0], limits)
+            _check_held(name, info["state"], bounds)
+            # Keep the other settings: an operator's replicas and placement stay.
+            await ask(nats, f"STREAM.UPDATE.{name}", {**info["config"], **bounds})
+    except ApiError as error:
+        raise BusBroken(f"the limits of the queue of {model!r} cannot be set: {error}") from error
+
+
+def _check_held(stream: str, state: dict[str, Any], bounds: dict[str, Any]) -> None:
+    """Check that no limit is below the contents of the stream."""
+    of_clients = state.get("subjects") or {}
+    held = {
+        "max_msgs": state["messages"],
+        "max_bytes": state["bytes"],
+        "max_msgs_per_subject": max(of_clients.values(), default=0),
+    }
+    for bound, now in held.items():
+        if now > bounds.get(bound, now):
+            raise InvalidRequest(
+                field=bound,
+                problem=f"is {bounds[bound]}, and {stream} holds {now}",
+                allowed=f"{now} or more, until workers have pulled some",
+            )

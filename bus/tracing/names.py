@@ -5,47 +5,6 @@ They are repeated here because the package with these names is an extra. A test 
 
 from typing import Final
 
-__all__ = [
-    "ATTEMPT",
-    "ATTEMPTS",
-    "CACHED_TOKENS",
-    "CHILD",
-    "CHOICE_COUNT",
-    "CLIENT",
-    "ERROR_TYPE",
-    "FINISH_REASONS",
-    "HTTP_METHOD",
-    "HTTP_ROUTE",
-    "HTTP_STATUS",
-    "INPUT_TOKENS",
-    "LANE",
-    "LOST_WORKER",
-    "MAX_TOKENS",
-    "MESSAGING_OPERATION",
-    "MESSAGING_SYSTEM",
-    "OPERATION",
-    "OUTPUT_TOKENS",
-    "PROVIDER",
-    "REASON",
-    "RELEASED",
-    "REQUEST_ID",
-    "REQUEST_MODEL",
-    "RESPONSE_ID",
-    "RESPONSE_MODEL",
-    "STREAM",
-    "TEMPERATURE",
-    "TIME_TO_FIRST_CHUNK",
-    "TOKENS",
-    "TOP_K",
-    "TOP_P",
-    "URL_PATH",
-    "URL_SCHEME",
-    "WEIGHT_VERSION",
-    "WEIGHT_VERSIONS",
-    "WORKER",
-    "WORKERS",
-]
-
 OPERATION: Final = "gen_ai.operation.name"
 PROVIDER: Final = "gen_ai.provider.name"
 REQUEST_MODEL: Final = "gen_ai.request.model"

@@ -26,10 +26,8 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace.span import TraceState
 from opentelemetry.util.types import Attributes
 
-from ...schemas.foreign_code import ForeignError, foreign_code
+from ...schemas.errors import ForeignError, foreign_code
 from .spans import Span, SpanContext, SpanKind, TracingStats, new_span_id, new_trace_id
-
-__all__ = ["OtelTracer", "exporting_tracer", "is_provider", "tracer_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +69,6 @@ class OtelTracer:
         self._lock = threading.Lock()
         self._allowance, self._allowed_at = float(BURST), time.monotonic()
         self._warned_at, self._num_warned = -WARN_S, 0
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<OtelTracer {self.stats}>"
 
     def start(
         self, name: str, kind: SpanKind, parent: SpanContext | None, links: Sequence[SpanContext] = ()

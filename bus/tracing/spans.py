@@ -1,26 +1,22 @@
-"""Spans and the interface to exporters. A span has times and ids that were recorded while a request ran."""
+"""Spans, whose times and ids were recorded while a request ran, and the interface to exporters."""
 
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self
 
-from ...schemas.trace_context import TRACEPARENT_PATTERN
+from ...schemas.checks import TRACEPARENT_PATTERN, describe
+from ...schemas.errors import InvalidRequest
+from ...schemas.options import pip_install
 
-__all__ = [
-    "Attribute",
-    "Attributes",
-    "Clock",
-    "Span",
-    "SpanContext",
-    "SpanEvent",
-    "SpanKind",
-    "Tracer",
-    "TracingStats",
-    "new_span_id",
-    "new_trace_id",
-]
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    Tracing = bool | TracerProvider
+else:
+    Tracing = object
+
 
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int]
 Attributes = Mapping[str, Attribute]
@@ -134,3 +130,43 @@ class Clock:
     def unix_ns(self, monotonic_s: float) -> int:
         """Return the same moment in nanoseconds of Unix time."""
         return self._offset_ns + round(monotonic_s * 1e9)
+
+
+def check_tracing(tracing: Tracing, field: str = "tracing") -> Tracing:
+    """Validate a value for `make_tracer`. OpenTelemetry is imported only if tracing is requested.
+
+    Raises:
+        InvalidRequest: OpenTelemetry is not installed, or `tracing` is neither a bool nor a provider.
+    """
+    if tracing is False:
+        return tracing
+    try:
+        from . import otel
+    except ImportError as exc:
+        problem = f"needs {exc.name}, which is not installed"
+        raise InvalidRequest(field=field, problem=problem, allowed=f"False, or {pip_install('otel')}") from exc
+    if tracing is not True and not otel.is_provider(tracing):
+        allowed = "True, False or a TracerProvider of opentelemetry.sdk.trace"
+        raise InvalidRequest(field=field, problem=f"is {describe(tracing)}", allowed=allowed)
+    return tracing
+
+
+def make_tracer(tracing: Tracing, *, service_name: str, field: str = "tracing") -> Tracer | None:
+    """Start a tracer, which the caller closes; None: tracing is off, also by `OTEL_SDK_DISABLED`.
+
+    Args:
+        tracing: False: off. True: an exporter by OTLP over HTTP, set up by the environment (`OTEL_*`). Else a
+            `TracerProvider` of OpenTelemetry's SDK, which is used unchanged, and neither flushed nor shut down.
+        service_name: the name if the environment sets none.
+        field: the caller's name for `tracing`, for errors.
+    """
+    if check_tracing(tracing, field) is False:
+        return None
+    from . import otel
+
+    if otel.is_provider(tracing):
+        return otel.tracer_of(tracing)
+    try:
+        return otel.exporting_tracer(service_name)
+    except ValueError as exc:
+        raise InvalidRequest(field=field, problem=f"cannot be set up: {exc}", allowed="valid OTEL_* variables") from exc

@@ -1,5 +1,3 @@
-"""The `rollbus` command line: one file in `frontend/cli/commands` for each subcommand."""
+"""The `rollbus` command line: `frontend/cli/commands` declares the subcommands."""
 
-from .app import main
-
-__all__ = ["main"]
+from .app import main as main

@@ -1,23 +1,23 @@
 """Parses the command line, runs the subcommand and maps errors to exit codes.
 
-Each module in `frontend/cli/commands` is a subcommand, so a new file adds a subcommand. These modules import no heavy
-package at module level. Thus `rollbus --help` is fast and works without the extras.
+`frontend/cli/commands` declares the subcommands. `COMMANDS` has them after its modules are imported.
 """
 
 import argparse
-import importlib
+import itertools
 import logging
 import os
-import pkgutil
+import re
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 from ... import __version__
+from ...schemas.decoding import nearest
 from ...schemas.errors import (
     FREE_SPACE,
     InvalidRequest,
@@ -26,15 +26,136 @@ from ...schemas.errors import (
     RollbusError,
     is_disk_full,
 )
-from . import commands
-from .arguments import START_SOME, no_workers
-from .console import log_notes, note
-from .exits import INTERRUPTED, ExitCode, cause_of, exit_code_of
-from .parser import CliParser, as_section, option_names
-
-__all__ = ["EXAMPLES", "CliCommand", "build_parser", "common_options", "main", "run_async", "until_signalled"]
+from .arguments import COMMANDS, CliCommand, add_options
+from .commands import fleet, machine, views  # noqa: F401 - they declare the subcommands
+from .console import log_notes, note, write
+from .exits import INTERRUPTED, CommandFailed, ExitCode, cause_of, exit_code_of
+from .options import START_SOME, no_workers
 
 logger = logging.getLogger("rollbus")
+
+
+MISSING = "the following arguments are required"
+"""First words of argparse's error for a missing argument."""
+MIN_PREFIX = len("--co")
+"""Shortest prefix that argparse reads as `--config`: other options of `up` begin with --c."""
+
+
+class CliParser(argparse.ArgumentParser):
+    """An `argparse` parser whose errors have one line and suggest the nearest command, option or value."""
+
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other kinds of namespaces
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse all arguments. Report an unknown argument as an error, before a missing one."""
+        given = list(sys.argv[1:] if args is None else args)
+        self._check_options(given)
+        if "--config" in self._option_string_actions:
+            given = self._with_config(given)
+        parsed, rest = super().parse_known_args(given, namespace)
+        if rest and rest[0].startswith("-"):
+            self.error(f'no option "{rest[0]}"')
+        if rest:
+            near = [f"{name} {rest[0]}" for name in ("--model", "--worker") if name in self._option_string_actions]
+            question = f"; did you mean {' or '.join(near)}?" if near else ""
+            self.error(f'one argument too many: "{rest[0]}"{question}')
+        return parsed, []
+
+    def with_option_names(self, text: str) -> str:
+        """Return an error text with options in place of the Python arguments that they set: `--allow-rollback`."""
+        names = {
+            action.dest.removeprefix("only_"): action.option_strings[-1:] or [str(action.metavar)]
+            for action in self._actions
+        }
+        names["workers"] = names.get("workers") or names.get("worker", [])
+        first, _, rest = text.partition(" ")
+        if names.get(first):
+            text = f"{names[first][0]} {rest}"
+        return re.sub(
+            r"(?<![\w.-])[a-z]+(?:_[a-z]+)+(?![\w-])", lambda match: (names.get(match[0]) or [match[0]])[0], text
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Write the error to stderr and exit with code 2."""
+        text = message.removeprefix("argument ")
+        if text.startswith(MISSING):
+            text += f"; {self.prog} --help has examples"
+        note(f"{self.prog}: {text}")
+        sys.exit(ExitCode.USAGE)
+
+    def _with_config(self, given: list[str]) -> list[str]:
+        """Return `given` after the settings of the file that it names, so that the command line takes precedence."""
+        from .options import config_flags
+
+        for word, next_word in itertools.pairwise([*given, ""]):
+            name, has_value, value = word.partition("=")
+            if len(name) >= MIN_PREFIX and "--config".startswith(name):
+                try:
+                    return [*config_flags(self, Path(value if has_value else next_word)), *given]
+                except CommandFailed as exc:
+                    self.error(str(exc))
+        return given
+
+    def _check_options(self, given: list[str]) -> None:
+        """Report a long option as an error unless it is an option of this parser or a prefix of one."""
+        known = self._option_string_actions
+        for name in self._long_options(given):
+            if not any(option.startswith(name) for option in known):
+                # A parser with subcommands has few options. The options of a subcommand follow it.
+                place = f"{self.prog} --help lists them" if self._subparsers is None else "options follow the command"
+                self.error(f'no option "{name}"{self._similar_option(name) or f"; {place}"}')
+
+    def _similar_option(self, name: str) -> str:
+        """Return a question with the one option whose name or else placeholder has the word, or the nearest option."""
+        word, known = name.strip("-"), self._option_string_actions
+        for texts in (
+            {option: option for option in known},
+            {action.option_strings[-1]: str(action.metavar or "").lower() for action in known.values()},
+        ):
+            having = [option for option, text in texts.items() if word and word in text]
+            if len(having) == 1:
+                return nearest(name, having, 0.0)
+        return nearest(name, known)
+
+    def _long_options(self, given: list[str]) -> Iterator[str]:
+        """Yield the long options that argparse would assign to this parser, without their values."""
+        if self._subparsers is not None:
+            given = list(itertools.takewhile(lambda text: text.startswith("-"), given))
+        for text in itertools.takewhile(lambda text: text != "--", given):
+            if text.startswith("--") and " " not in text.partition("=")[0]:
+                yield text.partition("=")[0]
+
+    def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
+        counts = super()._match_arguments_partial(actions, arg_strings_pattern)
+        # Before an option, Python 3.11 ends each positional argument that may be empty. Its words may follow the
+        # option: `auth certify --dir DIR FILE`.
+        while counts and counts[-1] == 0 and "O" in arg_strings_pattern[sum(counts) :]:
+            counts.pop()
+        return counts
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        allowed = list(map(str, action.choices))
+        near = nearest(str(value), allowed)
+        if isinstance(action, argparse._SubParsersAction):
+            problem = f'no command "{value}"{near or f"; {self.prog} --help lists them"}'
+        else:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            problem = f'{name}: no "{value}"{near}; allowed: {", ".join(allowed)}'
+        raise argparse.ArgumentError(None, problem)
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a parser, each by its short name if it has one."""
+    return [action.option_strings[0] for action in parser._actions if action.option_strings]
+
+
+def as_section(title: str, lines: Collection[str]) -> str:
+    """Return a section of a help text in the layout of argparse."""
+    return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+
+
 Outcome = TypeVar("Outcome")
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
@@ -55,24 +176,6 @@ EXAMPLES = (
     "rollbus status               # in a second terminal",
     "rollbus help generate        # a command's help; the same as rollbus generate --help",
 )
-
-
-class CliCommand(Protocol):
-    """The attributes of a module in `frontend/cli/commands`."""
-
-    HELP: str
-    """The line for `rollbus --help`."""
-    EXAMPLES: Sequence[str]
-    """Two to four command lines at the end of the help of the subcommand. Each works without changes."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the subcommand.
-
-        If the module sets `READS_NO_CREDENTIALS`, `run` reads `--creds` and `--fleet` itself.
-        """
-
-    def run(self, args: argparse.Namespace) -> int | Coroutine[object, object, int]:
-        """Run the subcommand and return the exit code, or return a coroutine that returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +217,7 @@ def _set_up_logs(args: argparse.Namespace) -> None:
         log_notes()
     elif not args.verbose:
         # The error of the command has the denial.
-        logging.getLogger(f"{__name__.partition('.')[0]}.bus.nats.denials").setLevel(logging.ERROR)
+        logging.getLogger(f"{__name__.partition('.')[0]}.bus.nats.failures").setLevel(logging.ERROR)
 
 
 def _apply_login(args: argparse.Namespace) -> None:
@@ -129,7 +232,7 @@ def _apply_login(args: argparse.Namespace) -> None:
             os.environ[variable] = str(Path(path).absolute())
     if args.replicas is not None:
         os.environ["ROLLBUS_REPLICAS"] = str(args.replicas)
-    if args.fleet is None and not getattr(args.command, "READS_NO_CREDENTIALS", False):
+    if args.fleet is None and not args.command.reads_no_credentials:
         args.fleet = _fleet_of(os.environ.get(CREDENTIALS_VARIABLE))
 
 
@@ -179,7 +282,7 @@ def until_signalled(on_signal: Callable[[], None] = lambda: None) -> Iterator[No
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `rollbus` with all subcommands. `args.command` is the module of the chosen subcommand."""
+    """Return the parser of `rollbus` with all subcommands. `args.command` is the chosen subcommand."""
     common = common_options()
     parser = CliParser(
         prog="rollbus",
@@ -192,17 +295,16 @@ def build_parser() -> argparse.ArgumentParser:
     named = as_section("options of every command (rollbus --help describes them)", [" ".join(option_names(common))])
     for action in common._actions:
         action.help = argparse.SUPPRESS
-    for module in pkgutil.iter_modules(commands.__path__):
-        command = cast(CliCommand, importlib.import_module(f"{commands.__name__}.{module.name}"))
+    for name, command in sorted(COMMANDS.items()):
         subparser = subcommands.add_parser(
-            module.name.replace("_", "-"),
-            help=command.HELP,
-            description=sys.modules[f"{commands.__name__}.{module.name}"].__doc__,
-            epilog=f"{named}\n\n{as_section('examples', command.EXAMPLES)}",
+            name,
+            help=command.summary,
+            description=command.text,
+            epilog=f"{named}\n\n{as_section('examples', command.examples)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=[common],
         )
-        command.add_arguments(subparser)
+        add_options(subparser, command.options)
         subparser.set_defaults(
             command=command, default_of=subparser.get_default, with_option_names=subparser.with_option_names
         )
@@ -286,7 +388,7 @@ def _text_of(cause: RollbusError | OSError) -> str:
 
 def _with_fleets(text: str, args: argparse.Namespace) -> str:
     """Return an error text with the fleets that have workers, or `text` if the fleet of the command has some."""
-    from .serving import fleets_with_workers
+    from .watch.status import fleets_with_workers
 
     try:
         fleets = run_async(fleets_with_workers(args.nats, args.fleet))
@@ -303,3 +405,25 @@ def _report_bug(kind: type[BaseException], error: BaseException, trace: Tracebac
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     note(f"rollbus: internal error, run again with -v for the traceback: {error!r}", logging.ERROR)
+
+
+def print_completion(args: argparse.Namespace) -> int:
+    """Print the completion script of a shell."""
+    import shtab
+
+    parser = build_parser()
+    complete_files(parser)
+    write(shtab.complete(parser, args.shell))
+    return ExitCode.OK
+
+
+def complete_files(parser: argparse.ArgumentParser) -> None:
+    """Mark the options whose values are paths, so that the shell completes them."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                complete_files(command)
+        elif isinstance(action.metavar, str) and ("FILE" in action.metavar or "DIR" in action.metavar):
+            action.complete = shtab.DIRECTORY if "DIR" in action.metavar else shtab.FILE  # type: ignore[attr-defined]

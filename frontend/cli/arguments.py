@@ -1,93 +1,134 @@
-"""Options and values that several commands have."""
+"""The declarations of subcommands: their options, their help, and the function that runs them.
+
+A declaration imports no heavy package. Thus `rollbus --help` is fast and works without the extras. The module of a
+command is imported when the command runs.
+"""
 
 import argparse
-import re
-from collections.abc import Iterable
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Final, NamedTuple
 
-from ...schemas.install import pip_install
-from .exits import CommandFailed, ExitCode
+from ...schemas.options import duration, positive_int, size
 
-if TYPE_CHECKING:
-    from ...bus import FleetState
+Option = Callable[[Any], object]
+"""Adds one or more options to a parser, or to a group of one."""
+Run = Callable[[argparse.Namespace], int | Coroutine[object, object, int]]
+"""Runs a subcommand and returns its exit code, or returns a coroutine that returns it."""
+Declared = Callable[..., object]
 
-__all__ = [
-    "START_SOME",
-    "add_tokenizer",
-    "check_drawable",
-    "check_known_model",
-    "host_name",
-    "no_workers",
-    "refuse_options",
-    "without_password",
-]
-
-
-START_SOME = "start some with `rollbus up` or `rollbus worker`"
+TYPES: Final[dict[object, Callable[[str], object]]] = {
+    "N": positive_int,
+    "TIME": duration,
+    "SIZE": size,
+    "DIR": Path,
+    "FILE": Path,
+}
+"""The type of a value, by its placeholder in the help. Values with other placeholders are texts."""
 
 
-def no_workers(nats_url: str, fleet: str) -> str:
-    """Return the error text for a fleet without live workers."""
-    return f"fleet {fleet} has no workers at {without_password(nats_url)}"
-
-
-def check_known_model(state: "FleetState", model: str) -> None:
-    """Check that a worker of the fleet serves this model, or has served it.
-
-    Raises:
-        CommandFailed: none has.
-    """
-    known = {worker.model for worker in state.workers} | state.desired.keys()
-    if model not in known:
-        allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
-        raise CommandFailed(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}", ExitCode.USAGE)
-
-
-def check_drawable(option: str) -> None:
-    """Check that matplotlib, which draws the picture of `option`, is installed.
-
-    Raises:
-        CommandFailed: it is not.
-    """
-    try:
-        import matplotlib  # noqa: F401 - checks that it is installed
-    except ImportError as exc:
-        raise CommandFailed(f"{option} requires {exc.name}, which is not installed: {pip_install('rl')}") from exc
-
-
-def host_name(text: str) -> str:
-    """Parse a host name without a port and return it in lower case."""
-    if not re.fullmatch(r"[A-Za-z0-9_]([\w.-]*[A-Za-z0-9_])?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a host name such as fleet.example.com")
-    return text.lower()
-
-
-def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """Add the option --tokenizer."""
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        type=Path,
-        help="folder of the tokenizer (default: model folder of a worker on this machine)",
-    )
-
-
-def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) -> None:
-    """Check that the user gave none of these options.
+def arg(name: str, value: str | Collection[str] | None, text: str, **settings: Any) -> Option:
+    """Return an argument or an option with a value.
 
     Args:
-        names: names of the options in `args`.
-        reason: continues the error: why the option has no effect here.
-
-    Raises:
-        CommandFailed: an option was given.
+        value: placeholder of the value in the help, or the allowed values.
+        text: its help.
+        settings: further settings of `argparse`; `type` replaces the type of the placeholder.
     """
-    for name in names:
-        if getattr(args, name) != args.default_of(name):
-            raise CommandFailed(f"--{name.replace('_', '-')} has no effect {reason}", ExitCode.USAGE)
+    if isinstance(value, str):
+        settings = {"metavar": value, "type": TYPES.get(value), **settings}
+    elif value is not None:
+        settings["choices"] = value
+    return lambda parser: parser.add_argument(name, help=text, **settings)
 
 
-def without_password(text: str) -> str:
-    """Return NATS addresses without user names, passwords and tokens."""
-    return ",".join(re.sub(r"//.*@", "//", url) for url in re.split(r",(?=\w+://)", text))
+def flag(name: str, text: str) -> Option:
+    """Return an option without a value."""
+    return lambda parser: parser.add_argument(name, action="store_true", help=text)
+
+
+def group(title: str, *options: Option) -> Option:
+    """Return options that stand under a title of their own in the help."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        add_options(parser.add_argument_group(title), options)
+
+    return add
+
+
+def one_of(*options: Option) -> Option:
+    """Return options that exclude each other."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        add_options(parser.add_mutually_exclusive_group(), options)
+
+    return add
+
+
+def add_options(parser: Any, options: Sequence[Option]) -> None:
+    """Add options to a parser, or to a group of one."""
+    for option in options:
+        option(parser)
+
+
+class CliCommand(NamedTuple):
+    """A subcommand."""
+
+    name: str
+    summary: str
+    """The line for `rollbus --help`."""
+    text: str
+    """The help of the subcommand."""
+    examples: Sequence[str]
+    """Two to four command lines at the end of the help. Each works without changes."""
+    options: Sequence[Option]
+    run: Run
+    reads_no_credentials: bool
+    """True if the subcommand reads `--creds` and `--fleet` itself."""
+
+
+COMMANDS: Final[dict[str, CliCommand]] = {}
+"""The declared subcommands by name."""
+
+
+def command(
+    summary: str,
+    run: str | Callable[[Declared], Run],
+    *options: Option,
+    examples: Sequence[str],
+    reads_no_credentials: bool = False,
+) -> Callable[[Declared], Declared]:
+    """Declare a subcommand: the function has its name, and its docstring is the help.
+
+    Args:
+        run: module below `frontend/cli` and function that runs the subcommand, for example `watch.status:run`, or a
+            function that makes one from the declared function.
+    """
+
+    def declare(declared: Declared) -> Declared:
+        name = declared.__name__.replace("_", "-")
+        COMMANDS[name] = CliCommand(
+            name=name,
+            summary=summary,
+            text=inspect.cleandoc(declared.__doc__ or ""),
+            examples=examples,
+            options=options,
+            run=imported(run) if isinstance(run, str) else run(declared),
+            reads_no_credentials=reads_no_credentials,
+        )
+        return declared
+
+    return declare
+
+
+def imported(place: str) -> Run:
+    """Return a function that imports `module:function` below `frontend/cli` when it is called, and calls it."""
+
+    def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
+        module, _, function = place.partition(":")
+        chosen: Run = getattr(importlib.import_module(f".{module}", __package__), function)
+        return chosen(args)
+
+    return run

@@ -12,15 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = [
-    "log_notes",
-    "note",
-    "print_json",
-    "program",
-    "progress",
-    "waiting",
-    "write",
-]
+from ...schemas.weights import Staging
 
 # The level is above all others: notes are log lines only after `log_notes`. This logger does not come from `getLogger`,
 # which would make it the parent of the loggers of our modules.
@@ -109,3 +101,25 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as line:
         task = line.add_task(what, total=None)
         yield lambda text: line.update(task, description=text)
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size in GiB as text."""
+    return f"{num_bytes / 1024**3:.1f} GiB"
+
+
+def size(num_bytes: float) -> str:
+    """Return a size in GiB, MiB or KiB as text."""
+    if num_bytes >= 1024**3:
+        return gib(num_bytes)
+    if num_bytes >= 1024**2:
+        return f"{num_bytes / 1024**2:.0f} MiB"
+    return f"{num_bytes / 1024:.0f} KiB"
+
+
+def staging_text(staging: Staging) -> str:
+    """Return for example `fetching 45 % of 1.2 GiB`, or only the stage if its bytes are unknown."""
+    if not staging.total_bytes:
+        return staging.stage
+    share = 100 * min(staging.done_bytes, staging.total_bytes) // staging.total_bytes
+    return f"{staging.stage} {share} % of {size(staging.total_bytes)}"

@@ -1,107 +1,31 @@
 """Shared parts of the subcommands that send commands to workers: options, progress and printed command results."""
 
 import argparse
-import functools
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
 
-from ...schemas.control import PauseMode
-from ...schemas.option_types import duration, positive_int
-from ...schemas.weights import Staging, WeightSource
-from .byte_counts import staging_text
+import msgspec
+from msgspec.structs import astuple
+
+from ... import bus
+from ...bus import CommandIncomplete, Fleet
+from ...bus.client.fleet import SendOptions
+from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
+from ...schemas.acks import Ack
+from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSource
+from ..command_json import ledger_as_json, ledger_lines
+from .console import note, print_json, size, staging_text, waiting
 from .exits import CommandFailed, ExitCode, exit_code_of_ledger
-
-if TYPE_CHECKING:
-    from ...bus import CommandIncomplete, CommandResult, Fleet
-    from ...bus.client.fleet_options import SendOptions
-    from ...schemas.control import Ack
-
-__all__ = [
-    "AckCounter",
-    "add_send_options",
-    "add_source_options",
-    "add_switch_options",
-    "command",
-    "show_ledger",
-    "source_of",
-]
-
+from .options import refuse_options
+from .tables import print_table, print_text
 
 EXPECT_WITHIN_S = 5.0
 """Seconds to wait for the presence of expected workers. Workers publish presence every second."""
 
-Send = Callable[[argparse.Namespace, "Fleet", "SendOptions"], Awaitable["CommandResult"]]
+Send = Callable[[argparse.Namespace, Fleet, SendOptions], Awaitable[CommandResult]]
 """Sends the command that the arguments describe to a fleet."""
-
-
-def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True) -> None:
-    """Add the options that select the workers of a command and its timeout.
-
-    Args:
-        has_worker: add --worker; False if the workers are positional arguments.
-    """
-    group = parser.add_argument_group("workers of the command")
-    group.add_argument("--model", metavar="NAME", help="only workers that serve this model (default: all models)")
-    if has_worker:
-        group.add_argument(
-            "--worker",
-            dest="only_workers",
-            metavar="ID",
-            action="append",
-            help="only this worker; may be repeated (default: all workers, including those that start later)",
-        )
-    group.add_argument(
-        "--expect",
-        metavar="N",
-        type=positive_int,
-        help="expected number of workers of the model or fleet; with fewer live workers, the command is not sent "
-        "(default: no check)",
-    )
-    group.add_argument(
-        "--timeout-s",
-        metavar="TIME",
-        type=duration,
-        help="seconds for each worker (default: 60, or 600 for weights and adapters)",
-    )
-
-
-def add_source_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add PATH and the options that state where PATH is.
-
-    Args:
-        what: content of the folder, for the help.
-    """
-    parser.add_argument(
-        "path", metavar="PATH", help=f"folder of the {what} on the workers' machines, below one of their --weight-root"
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--upload", action="store_true", help="PATH is on this machine: upload it through NATS for the workers"
-    )
-    where.add_argument(
-        "--objects", action="store_true", help="PATH is BUCKET/PREFIX of an upload in the NATS object store"
-    )
-
-
-def add_switch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that state how workers switch to new weights."""
-    parser.add_argument(
-        "--mode",
-        choices=get_args(PauseMode),
-        default="keep",
-        help="treatment of requests in flight during the switch (default: keep)",
-    )
-    parser.add_argument("--allow-rollback", action="store_true", help="allow N to be lower than the current version")
-    parser.add_argument(
-        "--min-staged",
-        metavar="N",
-        type=positive_int,
-        help="number of workers that must have the weights on their machines before the switch; the command does not "
-        "wait for the others, which serve no requests until they have the weights (default: all)",
-    )
 
 
 def source_of(args: argparse.Namespace) -> WeightSource:
@@ -123,18 +47,11 @@ def source_of(args: argparse.Namespace) -> WeightSource:
     return WeightSource(path=path)
 
 
-def command(send: Send) -> Callable[[argparse.Namespace], Coroutine[object, object, int]]:
-    """Return the `run` of a subcommand. It sends one command, waits for all acks and prints them."""
-    return functools.partial(_control, send)
-
-
-async def _control(send: Send, args: argparse.Namespace) -> int:
-    from ... import bus
-    from .console import note, waiting
-
+async def send_command(send: Send, args: argparse.Namespace) -> int:
+    """Send one command, wait for all acks and print them. Return the exit code."""
     incomplete: CommandIncomplete | None = None
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
-        with waiting(_name(args)) as show:
+        with waiting(args.command.name) as show:
             if args.expect is not None:
                 await _expect(args.expect, args.model, rb.fleet)
             options = _send_options(args)
@@ -151,7 +68,7 @@ async def _control(send: Send, args: argparse.Namespace) -> int:
     return exit_code_of_ledger(ledger)
 
 
-async def _expect(count: int, model: str | None, fleet: "Fleet") -> None:
+async def _expect(count: int, model: str | None, fleet: Fleet) -> None:
     """Wait for the presence of `count` workers.
 
     Raises:
@@ -169,7 +86,7 @@ async def _expect(count: int, model: str | None, fleet: "Fleet") -> None:
             raise CommandFailed(problem, ExitCode.NO_WORKERS)
 
 
-def _send_options(args: argparse.Namespace) -> "SendOptions":
+def _send_options(args: argparse.Namespace) -> SendOptions:
     options: SendOptions = {"model": args.model}
     if getattr(args, "only_workers", None):
         options["workers"] = args.only_workers
@@ -178,23 +95,14 @@ def _send_options(args: argparse.Namespace) -> "SendOptions":
     return options
 
 
-def show_ledger(args: argparse.Namespace, ledger: "CommandResult") -> None:
+def show_ledger(args: argparse.Namespace, ledger: CommandResult) -> None:
     """Print the ack of each worker."""
-    from ..ledger import ledger_as_json
-    from .console import print_json
-    from .ledger import COLUMNS, ledger_rows, summary
-    from .tables import print_table, print_text
-
     if args.json:
         print_json(ledger_as_json(ledger))
         return
     print_table(COLUMNS, ledger_rows(ledger))
     for line in (summary(ledger), *(f"warning: {warning}" for warning in ledger.warnings)):
         print_text(line)
-
-
-def _name(args: argparse.Namespace) -> str:
-    return str(args.command.__name__.rpartition(".")[2].replace("_", "-"))
 
 
 class AckCounter:
@@ -210,7 +118,7 @@ class AckCounter:
         self._stages: dict[str, str] = {}
         self._progress: dict[str, Staging] = {}
 
-    def add(self, ack: "Ack") -> None:
+    def add(self, ack: Ack) -> None:
         """Count the ack of a worker and show the new summary."""
         if ack.id != self._command:
             # An update sends two commands: a dry run, then the update.
@@ -230,3 +138,125 @@ class AckCounter:
         done = sum(progress.done_bytes for progress in moving)
         total = sum(progress.total_bytes for progress in moving)
         return staging_text(Staging(source="", stage=stage, done_bytes=done, total_bytes=total))
+
+
+MAX_NAMED = 3
+"""Maximum number of modules named in a line. `--json` lists more."""
+COLUMNS = ("result", "worker", "version", "seconds", "why")
+
+
+def ledger_rows(ledger: CommandResult) -> list[list[str]]:
+    """Return the cells of `COLUMNS` for each worker. Workers that applied the command come last."""
+    return [
+        [
+            line.result,
+            line.worker,
+            "-" if line.ack is None else str(line.ack.weight_version),
+            "-" if line.ack is None else f"{line.ack.seconds:.2f}",
+            line.why or _what(ledger, line.ack) or "-",
+        ]
+        for line in sorted(ledger_lines(ledger), key=lambda line: line.result == "applied")
+    ]
+
+
+def summary(ledger: CommandResult) -> str:
+    """Return the result in one line: `pause: applied by 1 of 2 workers in 0.31 s, epoch 7; 1 missing`."""
+    applied, total = len(ledger.applied), sum(1 for _ in ledger_lines(ledger))
+    share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
+    others = [f"{len(getattr(ledger, result))} {result}" for result in RESULTS[1:] if getattr(ledger, result)]
+    text = f"{ledger.command}: applied by {share} in {ledger.seconds:.2f} s{_epochs(ledger.epochs)}"
+    if ledger.paused_s is not None:
+        text += f", paused {ledger.paused_s:.2f} s"
+    not_awaited = [f"not waited for: {', '.join(ledger.not_awaited)}"] if ledger.not_awaited else []
+    not_found = [f"not found: {', '.join(ledger.not_found)}"] if ledger.not_found else []
+    return "; ".join([text, *others, *not_awaited, *not_found])
+
+
+def _what(ledger: CommandResult, ack: Ack | None) -> str:
+    """Return details of the command at a worker, if they depend on the state of the worker."""
+    if ack is None:
+        return ""
+    if ledger.command != "abort":
+        verified = "" if ack.verified is None else _what_was_verified(ack.verified)
+        return "; ".join(filter(None, (verified, "" if ack.timing is None else _where_time_went(ack.timing))))
+    return f"aborted {', '.join(ack.request_ids)}" if ack.request_ids else "had none of these requests"
+
+
+def _where_time_went(timing: UpdateTiming) -> str:
+    """Return for example `staged 2.1 s (34 MiB fetched), waited 0.1 s, paused 0.9 s (loaded 0.6 s, canary 0.2 s)`."""
+    fetched = f" ({size(timing.fetched_bytes)} fetched)" if timing.fetched_bytes else ""
+    staged = f"staged {timing.staged_s:.1f} s{fetched}"
+    if not timing.paused_s:
+        return staged
+    paused = f"paused {timing.paused_s:.2f} s (loaded {timing.loaded_s:.2f} s, canary {timing.canary_s:.2f} s)"
+    return f"{staged}, waited {timing.waited_s:.2f} s, {paused}"
+
+
+def _what_was_verified(verified: Verified) -> str:
+    text = f"{verified.probed} modules probed, {verified.equal} equal"
+    if verified.seconds:
+        text += f" in {verified.seconds:.2f} s"
+    if not verified.num_unprobed:
+        return text
+    more = verified.num_unprobed - MAX_NAMED
+    named = ", ".join(verified.unprobed[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{text}, not probed: {named}"
+
+
+def _epochs(epochs: Mapping[str, int]) -> str:
+    if len(epochs) == 1:
+        return f", epoch {next(iter(epochs.values()))}"
+    return "".join(f", epoch {epoch} of {model}" for model, epoch in sorted(epochs.items()))
+
+
+async def load_lora(args: argparse.Namespace) -> int:
+    """Load the adapter."""
+    path, objects = astuple(source_of(args))
+
+    def send(args: argparse.Namespace, fleet: Fleet, options: SendOptions) -> Awaitable[CommandResult]:
+        return fleet.load_lora(args.name, path, objects=objects, upload=args.upload, version=args.version, **options)
+
+    return await send_command(send, args)
+
+
+async def update_weights(args: argparse.Namespace) -> int:
+    """Update the weights, or check them."""
+    path, objects = astuple(source_of(args))
+    if args.check:
+        if args.upload:
+            raise CommandFailed(
+                "--check and --upload exclude each other: --check tests weights that the workers can reach already",
+                ExitCode.USAGE,
+            )
+        refuse_options(args, ("version", "mode", "allow_rollback", "min_staged", "expected_canary"), "with --check")
+        return await send_command(lambda _, fleet, options: fleet.check_weights(path, objects=objects, **options), args)
+    if args.version is None:
+        raise CommandFailed("--version N is required: it marks the tokens of the new weights", ExitCode.USAGE)
+    canary = None if args.expected_canary is None else read_canary(args.expected_canary)
+
+    def send(args: argparse.Namespace, fleet: Fleet, options: SendOptions) -> Awaitable[CommandResult]:
+        return fleet.update_weights(
+            path,
+            objects=objects,
+            upload=args.upload,
+            version=args.version,
+            mode=args.mode,
+            allow_rollback=args.allow_rollback,
+            expected_canary=canary,
+            min_staged=args.min_staged,
+            **options,
+        )
+
+    return await send_command(send, args)
+
+
+def read_canary(path: Path) -> Canary:
+    """Read a canary from a file.
+
+    Raises:
+        CommandFailed: the file cannot be read or contains no canary.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Canary)
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise CommandFailed(f"--expected-canary {path}: {exc}", ExitCode.USAGE) from exc

@@ -9,7 +9,6 @@ from ...schemas.errors import InvalidRequest, NoWorkers, RequestTimeout, Rollbus
 if TYPE_CHECKING:
     from ...bus import CommandResult
 
-__all__ = ["INTERRUPTED", "CommandFailed", "ExitCode", "cause_of", "exit_code_of", "exit_code_of_ledger"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, the convention of shells."""

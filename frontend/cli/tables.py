@@ -2,17 +2,23 @@
 
 A table fits its width, and nothing is cut or shortened. Columns whose cells are all zero or empty are left out. Cells
 that do not fit stand on lines below their row, with the title of their column. Only a word that is longer than the
-width makes a longer line.
+width makes a longer line. Figures that were measured in several rounds have one format in tables and JSON.
 """
 
+import os
+import platform
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from typing import IO, Final, NamedTuple
+import statistics
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Final, NamedTuple, TypeVar
+
+import numpy as np
+from rich.cells import cell_len
 
 from .console import write
-
-__all__ = ["NONE", "TableLines", "lay_out", "print_table", "print_text", "printable", "table_text", "wrapped"]
 
 NONE: Final = "-"
 """Cell without a value."""
@@ -64,8 +70,6 @@ def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 def wrapped(text: str, width: int) -> list[str]:
     """Return text in lines of at most `width` columns, broken only between words."""
-    from rich.cells import cell_len
-
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
@@ -101,8 +105,6 @@ class _Table:
 
     def _widest(self, i: int, limit: int | None) -> int:
         """Return the width of a column, without the cells that exceed `limit`; 0 if no cell is left."""
-        from rich.cells import cell_len
-
         cells = [size for row in self._rows if (size := cell_len(row[i])) <= (limit or size)]
         return max([cell_len(self._titles[i]), *cells]) if cells or not self._rows else 0
 
@@ -133,8 +135,6 @@ class _Table:
 
     def _joined(self, cells: Sequence[str]) -> str:
         """Return cells in their columns, numbers on the right."""
-        from rich.cells import cell_len
-
         line = []
         for (i, size), cell in zip(self._widths.items(), cells, strict=True):
             blanks = " " * (size - cell_len(cell))
@@ -142,8 +142,6 @@ class _Table:
         return (" " * GAP).join(line).rstrip()
 
     def _lines(self, row: Sequence[str]) -> Iterator[str]:
-        from rich.cells import cell_len
-
         inside, below = {}, [i for i in self._shown if i not in self._widths]
         for i, size in self._widths.items():
             lines = wrapped(row[i], size) if i == self._shown[-1] else [row[i]]
@@ -162,8 +160,6 @@ class _Table:
 
     def _below(self, row: Sequence[str], below: Sequence[int]) -> Iterator[str]:
         """Yield the texts below a row: each wide cell by itself, and the others together."""
-        from rich.cells import cell_len
-
         pairs = []
         for i in below:
             if not _NOTHING.fullmatch(row[i]):
@@ -174,3 +170,72 @@ class _Table:
                     pairs.append(pair)
         if pairs:
             yield "; ".join(pairs)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and range of one figure over all rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Return the median and range of `values`, which must not be empty."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self) -> str:
+        """Return `median (low to high)` for a table, or only the median if all values are equal."""
+        shown = _digits(self.median)
+        median = f"{self.median:,.{shown}f}"
+        return median if self.low == self.high else f"{median} ({self.low:,.{shown}f} to {self.high:,.{shown}f})"
+
+
+Value = Spread | float | int | str
+"""Content of a table cell."""
+
+
+def in_turns(rounds: int, sides: Iterable[T]) -> Iterator[T]:
+    """Yield every side once in each round, so that a slow phase of the machine affects all sides."""
+    every = list(sides)
+    for _ in range(rounds):
+        yield from every
+
+
+def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Return the median and range of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    return {name: Spread.of([figures[name] for figures in rounds if name in figures]) for name in names}
+
+
+def cell(value: Value) -> str:
+    """Return a value as text with its significant digits."""
+    if isinstance(value, Spread):
+        return value.text()
+    if isinstance(value, float):
+        return f"{value:,.{_digits(value)}f}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def as_json(value: Value) -> object:
+    """Return a value in JSON types. A spread becomes an object."""
+    return asdict(value) if isinstance(value, Spread) else value
+
+
+def _digits(value: float) -> int:
+    """Return the number of decimals to show, so that at least three significant digits appear."""
+    return next((shown for shown, limit in enumerate((100, 10, 1)) if abs(value) >= limit), 3)
+
+
+def machine() -> str:
+    """Return a description of the machine on which figures are measured."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def percentile(values: "Sequence[float] | array[float]", percent: float) -> float:
+    """Return the smallest of `values` that `percent` percent of them do not exceed. `values` must not be empty."""
+    return float(np.percentile(np.asarray(values), percent, method="inverted_cdf"))

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from ... import bus
-from .answer_types import CachedTokens, Usage
-from .calls import first_error, until_disconnect
-from .merge import merged
+from .calls import first_error, merged, until_disconnect
 from .service import Service
-from .stops import AnswerText
-from .tokens import Tokens
-
-__all__ = ["AnswerChoice", "Update", "collect_answers", "updates", "usage_of"]
+from .text import AnswerText
+from .tokens import CachedTokens, Tokens, Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,37 +15,36 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import bus
 from ...schemas.checks import describe
+from ...schemas.decoding import nearest
 from ...schemas.errors import RollbusError
-from ...schemas.explain import nearest
-from . import about, control, generate, openapi, page, reference_page, status, timelines, tokenize
-from .access import check_access
+from . import chat, control, docs, generate, page, status
+from . import status as about
+from .access import check_access, check_media_type, check_origin
 from .calls import Admission
+from .control import reads
 from .errors import HttpError, error_response, http_error
 from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers
-from .origins import check_media_type, check_origin
-from .server_spans import server_span
+from .requests import server_span
 from .service import Handler, RouteTable, Service
 from .settings import Settings
 
-__all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
-
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.ROUTES, **page.ROUTES}
+OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **docs.REFERENCE_ROUTES, **page.ROUTES}
 """Routes without a token: health, the served models, the API description, and the page without its data."""
 DATA: RouteTable = {
     **status.ROUTES,
-    **about.ROUTES,
+    **about.ABOUT_ROUTES,
     **generate.ROUTES,
-    **tokenize.ROUTES,
+    **chat.ROUTES,
     **openai.ROUTES,
     **control.ROUTES,
     **live.ROUTES,
 }
 """Routes that require the data token or the admin token."""
-ADMIN: RouteTable = {**control.ADMIN_ROUTES, **timelines.ROUTES}
+ADMIN: RouteTable = {**control.ADMIN_ROUTES, **reads.TIMELINE_ROUTES}
 """Routes that require the admin token: they change the fleet or show other clients' requests."""
 CLIENT_GONE = 499
 """nginx's status: the client disconnected before it had the answer."""
@@ -71,9 +70,9 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
         middleware=[Middleware(_OriginCheck, service)] if is_open else [],
     )
     app.state.service = service
-    described = openapi.document(OPEN, DATA, ADMIN, settings)
+    described = docs.document(OPEN, DATA, ADMIN, settings)
     app.state.openapi = msgspec.json.encode(described)
-    app.state.reference_page = reference_page.page(described)
+    app.state.reference_page = docs.page(described)
     return app
 
 

@@ -1,20 +1,151 @@
-"""Reading and decoding of request bodies, with a size limit and with the name of the invalid field."""
+"""Reading and decoding of request bodies, with a size limit and with the name of the invalid field.
+
+A value of another JSON type than its field is read as vLLM's server reads it, in the lax mode of pydantic: `"2"` and
+`true` are integers. The rules here are the same, except that a number is always finite. The bus stays strict.
+"""
 
 import asyncio
 import json
+import math
 import re
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import fields
 from starlette.requests import Request
 
+from ...schemas.decoding import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
 from ...schemas.errors import ErrorCode
-from ...schemas.explain import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
 from .errors import HttpError
-from .lax import LaxReader
 from .settings import Settings
 
-__all__ = ["decode_body", "read_body"]
+NO_TEXT: Final = Meta(extra={"lax": "no text"})
+"""Marks an integer that may not be text. vLLM checks some fields before pydantic reads them."""
+STRICT: Final = Meta(extra={"lax": "nothing"})
+"""Marks a field that is read strictly."""
+MAX_ITEMS: Final = 1 << 17
+"""Items of lists and objects that are read leniently in one body, as many as the longest prompts have. It bounds the
+time of the event loop to less than a second. A list whose items all have the right type does not count."""
+WHOLE: Final = re.compile(r"([+-]?[\d_]+)(?:\.0+)?", re.ASCII)
+TRUE: Final = frozenset({"true", "t", "yes", "y", "on", "1"})
+FALSE: Final = frozenset({"false", "f", "no", "n", "off", "0"})
+
+
+def _integer(value: object) -> object:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**63 else value
+    if isinstance(value, str) and (whole := WHOLE.fullmatch(value.strip())) is not None:
+        try:
+            return int(whole[1])
+        except ValueError:  # underscores that separate no digits, or too many digits
+            return value
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and value.strip().isascii():
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return number if math.isfinite(number) else value
+    return value
+
+
+def _boolean(value: object) -> object:
+    if isinstance(value, str):
+        known = value.lower()
+        return True if known in TRUE else False if known in FALSE else value
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+
+
+SCALARS: Final[Mapping[object, Callable[[object], object]]] = {int: _integer, float: _number, bool: _boolean}
+"""By type: returns the value that a JSON value stands for, or the JSON value itself if it stands for none."""
+
+
+class LaxReader:
+    """Reads one body."""
+
+    def __init__(self) -> None:
+        self._left = MAX_ITEMS
+
+    def read(self, value: Any, kind: Any) -> Any:
+        """Return a decoded JSON value with the types of `kind`. What fits no rule stays as it is, and so it is wrong.
+
+        Args:
+            kind: a type that msgspec decodes.
+        """
+        origin, args = get_origin(kind), get_args(kind)
+        if kind in SCALARS:
+            return SCALARS[kind](value)
+        if origin is Annotated:
+            return self._annotated(value, kind)
+        if origin in (Union, UnionType):
+            return self._one_of(value, args)
+        if origin is Literal:
+            return number if (number := _integer(value)) in args and type(number) is int else value
+        if isinstance(value, list) and origin in (list, tuple):
+            each = args if origin is tuple and args[-1] is not ... else args[:1] * len(value)
+            return self._items(value, each) if len(each) == len(value) else value
+        if isinstance(value, dict) and origin is dict:
+            return dict(zip(value, self._items(list(value.values()), args[1:] * len(value)), strict=True))
+        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            kinds = {field.encode_name: field.type for field in fields(kind)}
+            return {name: self.read(each, kinds[name]) if name in kinds else each for name, each in value.items()}
+        return value
+
+    def _annotated(self, value: Any, kind: Any) -> Any:
+        bare, *metas = get_args(kind)
+        if STRICT in metas or (NO_TEXT in metas and isinstance(value, str)):
+            return value
+        return self.read(value, bare)
+
+    def _one_of(self, value: Any, kinds: tuple[Any, ...]) -> Any:
+        """Return the value as the first of several types that it has exactly, or else that it can be read as."""
+        kinds = tuple(kind for kind in kinds if kind is not NoneType)
+        if value is None or type(value) in kinds:
+            return value
+        if len(kinds) == 1:
+            return self.read(value, kinds[0])
+        if any(_fits(value, kind) for kind in kinds):
+            return value
+        for kind in kinds:
+            found = self.read(value, kind)
+            if _fits(found, kind):
+                return found
+        return value
+
+    def _items(self, values: list[Any], kinds: tuple[Any, ...]) -> list[Any]:
+        # The long lists have only token ids. Decide about them without a call for each.
+        if len(set(kinds)) == 1 and set(map(type, values)) <= _members(kinds[0]):
+            return values
+        self._left -= len(values)
+        if self._left < 0:
+            return values
+        return [self.read(value, kind) for value, kind in zip(values, kinds, strict=True)]
+
+
+def _members(kind: Any) -> set[Any]:
+    """Return the types without conditions that a value of this type may have."""
+    if get_origin(kind) is Annotated:
+        return _members(get_args(kind)[0])
+    return set(get_args(kind)) if get_origin(kind) in (Union, UnionType) else {kind}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError):
+        return False
+    return True
+
 
 T = TypeVar("T")
 

@@ -18,17 +18,6 @@ from ...schemas.errors import (
     RollbusError,
 )
 
-__all__ = [
-    "STATUS",
-    "HttpError",
-    "error_body",
-    "error_response",
-    "http_error",
-    "invalid",
-    "unsupported",
-    "without_paths",
-]
-
 RETRY_AFTER_S = 1
 """Seconds after which a client may retry a busy service."""
 

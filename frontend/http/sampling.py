@@ -1,24 +1,44 @@
-"""Sampling fields that all token routes share, and their conversion to sampling parameters of the bus."""
+"""Sampling fields that all token routes share, and their conversion to sampling parameters of the bus.
 
-from typing import Annotated, Any, Final
+The bus carries only token ids, so `bad_words` is converted into token ids here.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from ...schemas import limits
 from ..tokenization import Tokenizer
-from .bad_words import BadWords, bad_words_ids
 from .errors import invalid, unsupported
-from .stops import StopStrings
+from .text import StopString, StopStrings
 
-__all__ = [
-    "SamplingFields",
-    "TokenIds",
-    "bus_sampling",
-    "check_sampling",
-    "check_stream_options",
-    "sampling_names",
-]
+MAX_BAD_WORDS: Final = 1024
+
+BadWords: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None
+"""The type of the field in request bodies."""
+
+
+def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer, field: str) -> list[list[int]]:
+    """Return the token ids of each word, as vLLM does.
+
+    Each word is encoded as at the start of a text. It is also encoded after a blank if that gives another single token.
+
+    Raises:
+        HttpError: 400, a word has no tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not plain:
+            raise invalid(field, "contains a word without tokens", "words that the tokenizer knows")
+        found.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
 
 TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
 

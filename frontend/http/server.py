@@ -10,13 +10,10 @@ import uvicorn
 
 from ... import bus
 from .app import make_app
-from .connections import EXPENDABLE, KEEP_ALIVE_S, HttpConnection, OpenConnections, max_connections
-from .edge import Edge
+from .edge import EXPENDABLE, KEEP_ALIVE_S, Edge, HttpConnection, OpenConnections, max_connections
 from .openai.parsers import load_parsers
 from .settings import Settings
 from .status import OPEN_ROUTES
-
-__all__ = ["listen", "serving"]
 
 STOP_TIMEOUT_S = 5
 """Seconds that open requests have to finish when the service stops. Then they are aborted."""

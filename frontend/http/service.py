@@ -1,36 +1,295 @@
-"""State and types that the routes share."""
+"""State and types that the routes share: settings, open requests, and the users' turns.
+
+Users share the fleet's capacity equally. Workers pull requests from the queue in the order of their arrival. So this
+service puts only a few more requests into the queue than the workers can run, and the others wait here for their
+users' turns. Otherwise a flood from one user would delay all later requests of other users.
+"""
 
 import asyncio
+import heapq
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
 from ...bus.client.client import registry_of
-from ...bus.protocol.fleet.unserved import WaitLimit
+from ...bus.protocol.fleet.presence import WaitLimit
 from ...bus.tracing.spans import Tracer
+from ...schemas.errors import RequestTimeout
+from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
-from ...schemas.request_ids import check_given_id
+from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from .access import user_of
-from .calls import Admission, EventStream, until_disconnect
-from .edge import given_request_id
+from .calls import Admission, EventStream, JsonPieces, until_disconnect
+from .edge import REQUEST_ID_HEADER, given_request_id
 from .errors import HttpError
-from .live.live_fleet import LiveFleet
+from .live.fleet import LiveFleet
 from .metrics import Metrics
 from .openai.parsers import Parsers
-from .preparation import Preparation, RequestAborted
 from .settings import Settings
-from .tokenizer_loads import TokenizerLoads
-from .turns import FleetTurn, Turns
+from .text import TokenizerLoads
 
-__all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One queued request.
+
+    Args:
+        user: the user that sent the request.
+        size: number of samples.
+        priority: compared with the same user's requests only. Lower is more urgent.
+    """
+
+    user: str
+    size: int = 1
+    priority: int = 0
+    serial: int = 0
+    """Position in the order of arrival."""
+    is_due: bool = False
+    """True if the request was scheduled. It then counts as open."""
+    has_ended: bool = False
+
+    def __lt__(self, other: "Ticket") -> bool:
+        """Return True if this request comes before another request of the same user."""
+        return (self.priority, self.serial) < (other.priority, other.serial)
+
+
+class FairLine:
+    """The requests for one model: the waiting requests by user, and the number of open samples of each user.
+
+    The next request belongs to the user with the fewest open samples. Among equal users, it belongs to the user that
+    was scheduled least recently.
+    """
+
+    def __init__(self) -> None:
+        # Heaps. A user without waiting requests has no entry.
+        self._waiting: dict[str, list[Ticket]] = {}
+        # Entries exist for users with waiting or open requests. `_last_turns` has the same users.
+        self._under_way: dict[str, int] = {}
+        self._last_turns: dict[str, int] = {}
+        self._serial = 0
+
+    def __bool__(self) -> bool:
+        """Return True if a request waits or is open."""
+        return bool(self._under_way)
+
+    def add(self, ticket: Ticket) -> None:
+        """Add a request to the line."""
+        self._serial += 1
+        ticket.serial = self._serial
+        self._under_way.setdefault(ticket.user, 0)
+        heapq.heappush(self._waiting.setdefault(ticket.user, []), ticket)
+
+    def next(self, room: int) -> Ticket | None:
+        """Return the next request and count it as open; None if all waiting requests must still wait.
+
+        Args:
+            room: limit on open samples. The last request may exceed it.
+        """
+        if not self._waiting or sum(self._under_way.values()) >= room:
+            return None
+        user = min(self._waiting, key=lambda user: (self._under_way[user], self._last_turns.get(user, 0)))
+        ticket = self._waiting[user][0]
+        self._leave(ticket)
+        self._serial += 1
+        self._last_turns[user] = self._serial
+        self._under_way[user] += ticket.size
+        ticket.is_due = True
+        return ticket
+
+    def end(self, ticket: Ticket) -> None:
+        """Remove a waiting or open request. Repeated calls are safe."""
+        if ticket.has_ended:
+            return
+        ticket.has_ended = True
+        if ticket.is_due:
+            self._under_way[ticket.user] -= ticket.size
+        else:
+            self._leave(ticket)
+        if not self._under_way[ticket.user] and ticket.user not in self._waiting:
+            del self._under_way[ticket.user]
+            self._last_turns.pop(ticket.user, None)
+
+    def _leave(self, ticket: Ticket) -> None:
+        line = self._waiting[ticket.user]
+        if line[0] is ticket:
+            heapq.heappop(line)
+        else:
+            line.remove(ticket)
+            heapq.heapify(line)
+        if not line:
+            del self._waiting[ticket.user]
+
+
+class RequestAborted(Exception):
+    """A request was aborted before its token requests were open.
+
+    Attributes:
+        request_id: the id that its client chose, or a new one.
+        model: the requested model; empty if it is unknown.
+    """
+
+    def __init__(self, request_id: str, models: Sequence[str]) -> None:
+        self.request_id = request_id
+        self.model = models[0] if models else ""
+        super().__init__("the request was aborted")
+
+
+@dataclass(eq=False, slots=True)
+class Preparation:
+    """One HTTP request from the time at which its body was read until its token requests are open."""
+
+    request_id: str
+    id_scope: str | None
+    """The user, if the user's client chose the id."""
+    scope: asyncio.Timeout | None
+    """Ends the preparation. None: it has ended, and the token requests are open in a moment."""
+    models: Sequence[str] = ()
+    """The models that may serve it. Empty while they are unknown."""
+    is_aborted: bool = False
+
+    @property
+    def wire_id(self) -> str:
+        """Id of the request on the wire."""
+        return wire_id(self.request_id, self.id_scope)
+
+    def may_be_for(self, model: str | None) -> bool:
+        """Return True if the request may be for `model`, or if that is None."""
+        return model is None or not self.models or model in self.models
+
+    def abort(self, model: str | None) -> bool:
+        """End the preparation if the request is for `model`, or if that is None. Return True if it ends."""
+        if self.scope is None or not (model is None or model in self.models):
+            return False
+        if not self.is_aborted:
+            self.is_aborted = True
+            self.scope.reschedule(0.0)
+        return True
+
+
+def aborted_response(error: RequestAborted, documents: Sequence[object], *, stream: bool) -> Response:
+    """Return the answer to an aborted request: the only document, or a stream of documents."""
+    headers = {REQUEST_ID_HEADER: error.request_id if error.request_id.isascii() else ""}
+    first, *others = map(msgspec.json.encode, documents)
+    return EventStream(first, _events(others), headers) if stream else JsonPieces([first], headers)
+
+
+async def _events(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+    for event in events:
+        yield event
+
+
+MIN_AHEAD: Final = 8
+"""Minimum number of samples in the fleet's queue, so that a worker with a free slot need not wait for this service."""
+MIN_LEFT_S: Final = 0.001
+"""Least rest of a timeout in seconds: a request's timeout is above 0."""
+
+
+def room_of(workers: Sequence[WorkerPresence], model: str) -> int | None:
+    """Return the limit on open samples of a model in the fleet; None if no worker announces its number of slots."""
+    slots = sum(
+        worker.capabilities.max_num_seqs
+        for worker in workers
+        if worker.model == model
+        and worker.state.is_present
+        and worker.capabilities is not None
+        and worker.capabilities.role != "prefill"
+    )
+    return slots + max(slots // 4, MIN_AHEAD) if slots else None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTurn:
+    """A request that may go to the fleet now."""
+
+    request: bus.GenerateRequest
+    """The request with the rest of its timeout."""
+    arrived_at: float
+    """Time at which the request began to wait for its turn, on `time.monotonic()`."""
+    end: Callable[[], None]
+    """Call this when the request has ended in the fleet. Repeated calls are safe."""
+
+
+class Turns:
+    """The waiting requests of all models.
+
+    Args:
+        workers: returns the current workers.
+        default_room: limit on open samples of a model if no worker announces its number of slots.
+    """
+
+    def __init__(self, workers: Callable[[], Sequence[WorkerPresence]], default_room: int, metrics: Metrics) -> None:
+        self._workers = workers
+        self._default_room = default_room
+        self._metrics = metrics
+        # By model. Only models with requests have an entry.
+        self._lines: dict[str, FairLine] = {}
+        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._by_request: dict[int, asyncio.Future[None]] = {}
+
+    @asynccontextmanager
+    async def turn(self, user: str, request: bus.GenerateRequest) -> AsyncIterator[FleetTurn]:
+        """Wait for a request's turn. The turn ends with the block at the latest.
+
+        Raises:
+            RequestTimeout: the request's turn did not come within its timeout.
+        """
+        model, arrived_at = request.model or "", time.monotonic()
+        ticket = Ticket(user, request.sampling.n, request.priority)
+        self._lines.setdefault(model, FairLine()).add(ticket)
+        end = partial(self._end, model, ticket)
+        try:
+            self._call_up(model)
+            yield FleetTurn(request if ticket.is_due else await self._wait(ticket, request), arrived_at, end)
+        finally:
+            end()
+
+    async def _wait(self, ticket: Ticket, request: bus.GenerateRequest) -> bus.GenerateRequest:
+        begun = time.monotonic()
+        timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
+        waiter = self._waiters[ticket] = self._by_request[id(request)] = asyncio.get_running_loop().create_future()
+        try:
+            with self._metrics.waiting.labels(request.model or "").track_inprogress():
+                async with asyncio.timeout(timeout_s):
+                    await waiter
+        except TimeoutError:
+            message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
+            raise RequestTimeout(stage="admission", message=message, request_id=request.request_id) from None
+        finally:
+            del self._waiters[ticket], self._by_request[id(request)]
+        return replace(request, timeout_s=max(timeout_s - (time.monotonic() - begun), MIN_LEFT_S))
+
+    def end_wait(self, request: bus.GenerateRequest) -> None:
+        """Let a request that is aborted go to the client of the bus before its turn, because only that aborts it."""
+        if (waiter := self._by_request.get(id(request))) is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _end(self, model: str, ticket: Ticket) -> None:
+        line = self._lines.get(model)
+        if line is None:
+            return
+        line.end(ticket)
+        self._call_up(model)
+        if not line:
+            del self._lines[model]
+
+    def _call_up(self, model: str) -> None:
+        room = room_of(self._workers(), model) or self._default_room
+        while (ticket := self._lines[model].next(room)) is not None:
+            if (waiter := self._waiters.get(ticket)) is not None and not waiter.done():
+                waiter.set_result(None)
+
 
 ABORT_AGAIN_S: Final = 0.02
 """Seconds between two aborts of requests that wait for their turn."""

@@ -1,11 +1,9 @@
-"""Settings of the HTTP service."""
+"""Settings of the HTTP service. The declarations of subcommands import this module, so it imports no package."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.limits import DEFAULT_PREFILL_MIN_TOKENS, DEFAULT_TIMEOUT_S
-
-__all__ = ["LOOPBACK", "Settings"]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts that only programs on this machine can reach."""

@@ -1,21 +1,27 @@
-"""Tokens with their logprobs, weight versions and routed experts: all tokens of an answer, or those of one chunk."""
+"""Tokens with their logprobs, weight versions and routed experts as JSON: all of an answer, or those of one chunk.
+
+Logprobs and routed experts are written in pieces, because those of a long answer have many megabytes as text and
+millions of objects. The answer types are structs for the OpenAPI document; the code builds only small parts of answers
+from them. Tests compare the answers with the structs.
+"""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from binascii import b2a_base64
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, TypeVar
+from io import BytesIO
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ... import bus
 from ...schemas.chunk import JSON_MINUS_INFINITY
 from ...schemas.errors import ErrorCode
-from ...schemas.rows import Rows, expected_rows, no_rows
+from ...schemas.rows import RowDtype, Rows, dtype_of, expected_rows, no_rows
 from .errors import HttpError
-from .request_target import RequestTarget
-
-__all__ = ["BLOCK", "Ids", "Scored", "Scores", "Tokens", "json_logprobs", "prompt_scores", "whole_rows"]
+from .requests import RequestTarget
 
 BLOCK: Final = 1024
 """Number of positions whose logprobs are converted to objects at a time."""
@@ -265,3 +271,303 @@ def prompt_scores(request: bus.GenerateRequest, tokens: Tokens) -> Scores | None
     if len(found.ids):
         found.check(width, "tokens of the prompt")
     return found
+
+
+class CachedTokens(msgspec.Struct):
+    """Composition of `prompt_tokens`."""
+
+    cached_tokens: int
+    """Number of prompt tokens that the engine found in its prefix cache."""
+
+
+class Usage(msgspec.Struct):
+    """Token counts of the request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None
+    """Null if the engine does not report it."""
+
+
+class RoutedExpertsJson(msgspec.Struct):
+    """Routed experts: an array of `shape[0]` positions, `shape[1]` layers and `shape[2]` experts."""
+
+    data: str
+    """base64 of the raw rows, little-endian."""
+    shape: tuple[int, int, int]
+    start: int
+    """Absolute position of the first row."""
+    dtype: Literal["uint8", "uint16"]
+
+
+class OfPrompt(msgspec.Struct, gc=False):
+    """Log probability of a prompt token, or of a likely alternative at the same position."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, OfPrompt] | None] | None
+"""By position, then by token id. The first position is null."""
+
+
+class TopToken(msgspec.Struct, gc=False):
+    """A likely token at a position, with its log probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class SampledToken(TopToken):
+    """A token of the answer, with its log probability."""
+
+    top_logprobs: list[TopToken]
+
+
+class ContentLogprobs(msgspec.Struct):
+    """Log probabilities of the answer's tokens."""
+
+    content: list[SampledToken]
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+    """OpenAI's field; always null."""
+
+
+class GenerateChoice(msgspec.Struct):
+    """One sample."""
+
+    index: int
+    finish_reason: str
+    token_ids: list[int]
+    weight_versions: list[int]
+    """The weight version that generated each token."""
+    logprobs: ContentLogprobs | None
+    routed_experts: RoutedExpertsJson | None
+    """Null if the model has no experts."""
+    sampling_mask: list[list[int]] | None
+
+
+class GenerateAnswer(msgspec.Struct):
+    """Tokens that continue the prompt."""
+
+    request_id: str
+    model: str
+    """Name of the model, or of the adapter if the request named one."""
+    lora: str | None
+    """Name of the adapter. Null without an adapter."""
+    created: int
+    choices: list[GenerateChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | None
+    """Set if the request has `return_token_ids`."""
+    mm_placeholders: None
+    kv_transfer_params: None
+    ec_transfer_params: None
+
+
+class EngineData(msgspec.Struct):
+    """Token ids and related data exactly as the engine generated them."""
+
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    completion_logprobs: list[float]
+    completion_weight_versions: list[int]
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType = msgspec.UNSET
+
+
+class NvExtAnswer(msgspec.Struct):
+    """The fields that `nvext.extra_fields` requested."""
+
+    engine_data: EngineData | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    completion_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Same value as the token ids above."""
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType = msgspec.UNSET
+    worker_id: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    timing: dict[str, float | None] | msgspec.UnsetType = msgspec.UNSET
+    weight_version: int | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class CalledFunction(msgspec.Struct):
+    """Function of a tool call, with its arguments."""
+
+    name: str
+    arguments: str
+    """JSON text as the model generated it."""
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call that the model requests."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(msgspec.Struct):
+    """A message of the model."""
+
+    role: Literal["assistant"]
+    content: str | None
+    """Null if the message has other parts and no content."""
+    refusal: None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """Set if the service runs with `--reasoning-parser` and the model generated reasoning."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """Same value as `reasoning`."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    """Set if the service runs with `--tool-call-parser` and the model generated tool calls."""
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: Message
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: ContentLogprobs | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType | None = msgspec.UNSET
+    """Set if the request has `return_routed_experts`."""
+
+
+class ChatAnswer(msgspec.Struct):
+    """Answers to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    nvext: NvExtAnswer | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextLogprobs(msgspec.Struct):
+    """Log probabilities of the answer's tokens, as parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """`token_logprobs` and `top_logprobs` are null for the first token of a prompt, which `echo` includes."""
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: TextLogprobs | None
+    prompt_logprobs: PromptLogprobs
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType | None = msgspec.UNSET
+    """Set if the request has `return_routed_experts`."""
+
+
+class CompletionAnswer(msgspec.Struct):
+    """Texts that continue the prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    nvext: NvExtAnswer | msgspec.UnsetType = msgspec.UNSET
+
+
+def list_json(blocks: Iterable[list[Any]]) -> Iterator[bytes]:
+    """Yield a JSON array, block by block."""
+    before = b"["
+    for block in blocks:
+        yield before + msgspec.json.encode(block)[1:-1]
+        before = b","
+    yield b"[]" if before == b"[" else b"]"
+
+
+def prompt_logprobs_json(scores: Scores | None, text_of: Callable[[int], str] | None = None) -> Iterator[bytes]:
+    """Yield vLLM's list `prompt_logprobs`: null for the first token, then objects by token id.
+
+    Without scores, the result is null.
+
+    Args:
+        text_of: returns a token's text, if the answer includes it.
+    """
+    if scores is None:
+        yield b"null"
+        return
+    blocks = (
+        [
+            {
+                each.token_id: OfPrompt(each.logprob, each.rank, None if text_of is None else text_of(each.token_id))
+                for each in position
+            }
+            for position in block
+        ]
+        for block in scores.blocks()
+    )
+    yield from list_json(itertools.chain([[None]], blocks))
+
+
+RowsFormat = Literal["object", "npy"]
+"""Formats of routed experts in a choice: an object, or vLLM's string."""
+RowsJson = Callable[[Rows, int], Iterator[bytes]]
+"""Yields the JSON of rows from an absolute position."""
+
+ENCODED_BYTES = 3 * 64 * 1024
+"""Bytes that are encoded at a time: a multiple of three, so that base64 needs padding only at the end."""
+DTYPE_NAMES: Final[dict[RowDtype, str]] = {"u1": "uint8", "<u2": "uint16"}
+"""numpy's names of the dtypes, without the byte order, which is always little-endian."""
+
+
+def routed_experts_json(rows: Rows, start: int) -> Iterator[bytes]:
+    """Yield `{"data": base64, "shape": [rows, layers, top_k], "start": n, "dtype": name}` in pieces, without blanks.
+
+    `data` is the first field, because clients cut it out of the answer's bytes without parsing the JSON.
+
+    Args:
+        rows: u1|<u2[num_rows, num_layers, top_k].
+        start: absolute position of row 0.
+    """
+    yield b'{"data":"'
+    data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+    for at in range(0, len(data), ENCODED_BYTES):
+        yield b2a_base64(data[at : at + ENCODED_BYTES], newline=False)
+    rest = {"shape": rows.shape, "start": start, "dtype": DTYPE_NAMES[dtype_of(rows)]}
+    yield b'",' + msgspec.json.encode(rest)[1:]
+
+
+def rows_json(wanted: RowsFormat | None, *, npy: bool) -> RowsJson:
+    """Return the format that a request asks for.
+
+    Args:
+        wanted: the format in the request; None: that of the service.
+        npy: True if the format of the service is vLLM's.
+    """
+    return _npy_json if wanted == "npy" or (wanted is None and npy) else routed_experts_json
+
+
+def _npy_json(rows: Rows, _start: int) -> Iterator[bytes]:
+    """Yield the rows as vLLM's server returns them: a string with the base64 of a `.npy` file."""
+    header = BytesIO()
+    array = np.ascontiguousarray(rows)
+    described = np.lib.format.header_data_from_array_1_0(array)  # type: ignore[no-untyped-call]
+    np.lib.format.write_array_header_1_0(header, described)  # type: ignore[no-untyped-call]
+    data = array.reshape(-1).view(np.uint8).data
+    first = ENCODED_BYTES - len(header.getvalue())
+    yield b'"'
+    yield b2a_base64(header.getvalue() + data[:first], newline=False)
+    for at in range(first, len(data), ENCODED_BYTES):
+        yield b2a_base64(data[at : at + ENCODED_BYTES], newline=False)
+    yield b'"'

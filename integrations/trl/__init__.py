@@ -12,9 +12,8 @@
 Written for the interfaces of trl 1.16.
 """
 
+from ..publisher import PolicyPublisher
 from .async_grpo import RolloutWorker, WeightTransfer
-from .policy import PublishPolicy
-from .publisher import PolicyPublisher
-from .rollouts import Rollouts
+from .grpo import PublishPolicy, Rollouts
 
 __all__ = ["PolicyPublisher", "PublishPolicy", "RolloutWorker", "Rollouts", "WeightTransfer"]

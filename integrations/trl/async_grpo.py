@@ -26,11 +26,9 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.limits import MAX_N
 from ...schemas.request import GenerateRequest
 from ...schemas.sampling import SamplingParams
-from ...trainer.advantages import group_advantages
-from .prompts import seeded, token_ids_of
-from .publisher import PolicyPublisher
-
-__all__ = ["RolloutWorker", "WeightTransfer"]
+from ...trainer.losses import group_advantages
+from ..publisher import PolicyPublisher
+from .grpo import seeded, token_ids_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ Any thread may use a connected client:
         rb.fleet.update_weights("/checkpoints/step-7", version=7)
 """
 
-from .bus.client.sync.client import BlockingClient, BlockingFleet, connect
-from .bus.client.sync.groups import BlockingGroups
+from .bus.client.sync import BlockingClient, BlockingFleet, BlockingGroups, connect
 
 __all__ = ["BlockingClient", "BlockingFleet", "BlockingGroups", "connect"]

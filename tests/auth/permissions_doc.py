@@ -7,8 +7,6 @@ from pathlib import Path
 from rollbus.bus.auth.credentials import Role
 from rollbus.bus.auth.permissions import JETSTREAM_RULES, SUBJECT_RULES
 
-__all__ = ["DOC", "with_table"]
-
 DOC = Path(__file__).parents[2] / "docs" / "operate" / "secure.md"
 PARTS = re.compile(r"(<!-- table: (permissions|jetstream) -->\n).*?(<!-- end -->)", re.DOTALL)
 

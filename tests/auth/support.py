@@ -6,13 +6,11 @@ from pathlib import Path
 
 from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
 from rollbus.bus.auth.users import credentials_path, ensure_users
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from tests.support.nats_server import require_binary
-
-__all__ = ["FLEET", "MODEL", "Guarded", "guarded"]
 
 FLEET = "F"
 MODEL = "m"

@@ -11,11 +11,10 @@ import rollbus
 from rollbus.bus.auth.credentials import Role, load_credentials
 from rollbus.bus.auth.permissions import SUBJECT_RULES
 from rollbus.bus.auth.users import ensure_users
-from rollbus.bus.control.provision import provision
-from rollbus.bus.nats.connection import open_connection, subscribe
+from rollbus.bus.control.updates import provision
+from rollbus.bus.nats.connection import check_permitted, open_connection, publish_permitted, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
-from rollbus.bus.nats.permitted import check_permitted, publish_permitted
 from rollbus.bus.nats.server import Server
 from rollbus.bus.queue.streams import stream_name
 from rollbus.bus.subjects import Subjects

@@ -8,10 +8,9 @@ import pytest
 
 import rollbus
 from rollbus.bus.auth.cluster import Node, parse_nodes
-from rollbus.bus.auth.credentials import Role, load_credentials
-from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.credentials import Role, Tls, load_credentials
 from rollbus.bus.auth.users import credentials_path, ensure_users
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
 from rollbus.frontend.cli.app import main
 from rollbus.schemas.errors import BusBroken, InvalidRequest

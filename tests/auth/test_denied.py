@@ -8,20 +8,19 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from rollbus.bus.auth.credentials import Credentials, Role
-from rollbus.bus.auth.nkeys import new_seed
-from rollbus.bus.control.provision import provision
+from rollbus.bus.auth.credentials import Credentials, Role, new_seed
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import open_connection, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import Ack
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.errors import BusBroken, ErrorCode, InvalidRequest, PermissionDenied, RequestError
 from rollbus.schemas.messages import decode_ack
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.cli.support import run_rollbus

@@ -15,8 +15,7 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from rollbus.bus.auth.credentials import Role, load_credentials
-from rollbus.bus.auth.signatures import SIGNED, Signatures
+from rollbus.bus.auth.credentials import SIGNED, Role, Signatures, load_credentials
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.control.revisions import BASE, BASE_SIGNED
 from rollbus.bus.nats.connection import Connection, publish
@@ -26,18 +25,19 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import (
     Abort,
     AnyCommand,
+    DesiredState,
     Drain,
     Pause,
+    Recorded,
     Resume,
     Sleep,
     StartWeightUpdate,
     UpdateWeights,
-    WeightSource,
 )
-from rollbus.schemas.desired import DesiredState, Recorded
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_ack, decode_desired, encode_json
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollbus.bus.auth.signatures import SIGNED, Signatures
+from rollbus.bus.auth.credentials import SIGNED, Signatures
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ask, headers_of, put
-from rollbus.bus.objects import put_folder, sign_folder
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.layout import info_subject
+from rollbus.bus.objects.writer import put_folder, sign_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from tests.auth.support import FLEET, Guarded, guarded
 from tests.support.fetching import fetch_folder

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import rollbus
-from rollbus.bus.control.provision import provision
 from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.control.updates import provision
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import Pause
 from rollbus.schemas.errors import InvalidRequest, PermissionDenied

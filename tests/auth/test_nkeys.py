@@ -5,7 +5,7 @@ import base64
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rollbus.bus.auth.nkeys import BadKey, new_seed, public_key, sign
+from rollbus.bus.auth.credentials import BadKey, new_seed, nkey_public_key, sign
 
 # From the documentation of nats-server.
 SEED = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
@@ -14,7 +14,7 @@ PUBLIC = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
 
 def test_a_seed_gives_the_public_key_that_nats_documents() -> None:
     """The public key of a documented seed is the documented key, so prefix, base32 and checksum are correct."""
-    assert public_key(SEED) == PUBLIC
+    assert nkey_public_key(SEED) == PUBLIC
 
 
 def test_each_new_seed_is_unique_and_has_the_format_of_nats() -> None:
@@ -24,7 +24,7 @@ def test_each_new_seed_is_unique_and_has_the_format_of_nats() -> None:
     assert len(seeds) == 8
     assert {seed[:2] for seed in seeds} == {"SU"}
     assert {len(seed) for seed in seeds} == {len(SEED)}
-    assert {public_key(seed)[0] for seed in seeds} == {"U"}
+    assert {nkey_public_key(seed)[0] for seed in seeds} == {"U"}
 
 
 def test_a_server_verifies_the_signature_of_its_nonce_with_the_public_key() -> None:
@@ -41,6 +41,6 @@ def test_an_invalid_seed_is_refused_and_not_quoted(seed: str) -> None:
     The error does not quote them.
     """
     with pytest.raises(BadKey) as caught:
-        public_key(seed)
+        nkey_public_key(seed)
 
     assert len(seed) < 3 or seed not in str(caught.value)

@@ -8,14 +8,13 @@ from nats.aio.msg import Msg
 
 import rollbus
 from rollbus.bus.auth import permissions
-from rollbus.bus.nats.connection import publish, subscribe
-from rollbus.bus.nats.permitted import publish_permitted
+from rollbus.bus.nats.connection import publish, publish_permitted, subscribe
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import Pause, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError, PermissionDenied
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control.reads import OWN_READS_PER_S
+from rollbus.workers.control.commands import OWN_READS_PER_S
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.control.support import ask
 from tests.support.fleet import synthetic_worker

@@ -9,8 +9,8 @@ import pytest
 import rollbus
 from rollbus.bus.auth import permissions
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.lifecycle import peers
-from rollbus.workers.lifecycle.lifecycle import HEARTBEAT_S
+from rollbus.workers.control import content
+from rollbus.workers.lifecycle import HEARTBEAT_S
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
@@ -24,7 +24,7 @@ async def test_a_worker_compares_its_start_if_its_user_may_receive_presence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool
 ) -> None:
     """A worker whose user was created by an earlier release may not receive presence: it serves without comparison."""
-    monkeypatch.setattr(peers, "LISTEN_S", 1.25 * HEARTBEAT_S)
+    monkeypatch.setattr(content, "LISTEN_S", 1.25 * HEARTBEAT_S)
     if is_earlier:
         rules = (
             replace(rule, observe=frozenset()) if rule.subject == "presence.<worker>" else rule

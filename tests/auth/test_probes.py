@@ -8,8 +8,8 @@ import pytest
 import rollbus
 from rollbus.bus.auth import permissions
 from rollbus.bus.nats.jetstream import put
-from rollbus.bus.queue.set_limits import set_limits
-from rollbus.bus.queue.storing import QueueProbes
+from rollbus.bus.queue.publisher import QueueProbes
+from rollbus.bus.queue.streams import set_limits
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.messages import RequestMessage, encode
 from tests.auth.support import FLEET, MODEL, guarded
@@ -70,6 +70,6 @@ async def test_an_admin_sends_no_requests_as_probes(tmp_path: Path) -> None:
                 await put(boss, SUBJECTS.probe(MODEL, "normal"), data.replace(b"x" * len(client), client))
             await until_true(lambda: serving.stats().intake.bad == 3)
 
-            assert serving.stats().links.offered == 0
+            assert serving.stats().links.requests == 0
             assert (await rb.complete(greedy(1, 2))).error is None
             assert serving._puller.stats.probes == 0

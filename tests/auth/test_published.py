@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.auth.signatures import Signatures
-from rollbus.bus.nats.permitted import publish_permitted
+from rollbus.bus.auth.credentials import Signatures
+from rollbus.bus.nats.connection import publish_permitted
 from rollbus.bus.objects.catalog import list_subjects
 from rollbus.bus.objects.layout import info_subject, parts_subject
 from rollbus.bus.subjects import published_bucket

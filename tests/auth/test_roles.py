@@ -11,22 +11,22 @@ import pytest
 
 import rollbus
 from rollbus.bus.auth.credentials import Role
-from rollbus.bus.control.uploads import Uploads
 from rollbus.bus.nats.jetstream import put
 from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
-from rollbus.bus.objects import list_objects
-from rollbus.bus.objects.catalog import set_bucket_bytes
+from rollbus.bus.objects.catalog import list_objects, set_bucket_bytes
+from rollbus.bus.objects.uploads import Uploads
 from rollbus.bus.protocol.weights.chain import SPARE_BYTES
 from rollbus.bus.subjects import Subjects, published_bucket
-from rollbus.frontend.cli.http_service import bind_address, serve_http, settings_from_environment
-from rollbus.schemas.control import Pause, UpdateWeights, WeightSource
-from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.frontend.cli.local.http import bind_address, serve_http, settings_from_environment
+from rollbus.schemas.control import DesiredState, Pause, Recorded, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.cli.support import run_rollbus

@@ -8,11 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
-from rollbus.bus.auth.roots import PUBLISHER_COMMANDS, ensure_roots
-from rollbus.bus.auth.signatures import SIGNED, BadSignature, Signatures, encode_key, issue, public_key, signing_key
-from rollbus.bus.auth.users import certify, credentials_path, ensure_users, remove_user
-from rollbus.schemas.certificate import Certificate
+from rollbus.bus.auth.credentials import (
+    SIGNED,
+    BadSignature,
+    Credentials,
+    Role,
+    Signatures,
+    encode_key,
+    issue,
+    load_credentials,
+    public_key,
+    signing_key,
+)
+from rollbus.bus.auth.users import (
+    PUBLISHER_COMMANDS,
+    certify,
+    credentials_path,
+    ensure_roots,
+    ensure_users,
+    remove_user,
+)
+from rollbus.schemas.control import Certificate
 from rollbus.schemas.errors import BusBroken, InvalidRequest
 
 SUBJECT = "rb.v1.F.control.boss"

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollbus import bus
-from rollbus.bus.auth.credentials import Credentials, Role, load_credentials
-from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.credentials import Credentials, Role, Tls, load_credentials
 from rollbus.bus.auth.users import credentials_path, ensure_users, remove_user
 from rollbus.bus.nats.connection import open_connection
 from rollbus.bus.nats.embedded import find_binary

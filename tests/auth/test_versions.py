@@ -6,15 +6,22 @@ import msgspec
 import pytest
 from nats.errors import Error
 
-from rollbus.bus.control.chain_key import read_chain
-from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.jetstream import put
-from rollbus.bus.objects import ObjectReader
 from rollbus.bus.objects.layout import ObjectInfo, info_subject
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.publish.chain_store import read_chain
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
-from rollbus.schemas.chain import CHAIN, CHAIN_OBJECT, ChainRecord, Holder
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
-from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
+from rollbus.schemas.manifest import (
+    CHAIN,
+    CHAIN_OBJECT,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    ChainRecord,
+    Holder,
+    decode_manifest,
+)
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.support.patience import SOON_S
 from tests.support.versions import parts_in, publish

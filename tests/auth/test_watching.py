@@ -6,9 +6,8 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from rollbus.bus.client.fleet_watch import watch_fleet
-from rollbus.bus.nats.connection import publish, subscribe
-from rollbus.bus.nats.permitted import publish_permitted
+from rollbus.bus.client.client import watch_fleet
+from rollbus.bus.nats.connection import publish, publish_permitted, subscribe
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import Resume
 from rollbus.schemas.errors import PermissionDenied

@@ -4,8 +4,6 @@ from typing import Any
 
 from tests.browser.page import Page
 
-__all__ = ["faint_texts", "nameless", "roles"]
-
 NAMED = {
     *("button", "checkbox", "combobox", "dialog", "grid", "heading", "image", "link", "listbox", "menuitem", "option"),
     *("radio", "searchbox", "slider", "spinbutton", "switch", "tab", "table", "tabpanel", "textbox"),

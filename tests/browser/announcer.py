@@ -12,8 +12,6 @@ from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerPresence
 from tests.support.connections import opened
 
-__all__ = ["announced"]
-
 AGAIN_S = 1.0
 
 

@@ -9,8 +9,6 @@ from selenium.webdriver.common.keys import Keys
 import rollbus
 from tests.browser.page import Page
 
-__all__ = ["Counts", "counts_of", "until_counts"]
-
 Counts = npt.NDArray[np.int64]
 CELL = "const {layer, expert, count} = document.querySelector('[data-testid=cell-readout]').dataset;"
 READOUT = f"{CELL} return [Number(layer), Number(expert), Number(count)];"

@@ -2,8 +2,6 @@
 
 from tests.browser.page import Page
 
-__all__ = ["ROWS", "rows"]
-
 ROWS = """
 const cells = row => [...row.querySelectorAll("td[data-column]")].map(td => [td.dataset.column, td.innerText.trim()]);
 return [...document.querySelectorAll("[data-testid=workers] tbody tr[data-key]")]

@@ -13,8 +13,6 @@ from selenium.webdriver.common.by import By
 
 from tests.support.patience import SOON_S
 
-__all__ = ["DESKTOP", "PHONE", "Page", "Size", "Theme", "each", "opened"]
-
 T = TypeVar("T")
 Theme = Literal["light", "dark"]
 LOOK_AGAIN_S = 0.1

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.series import History, Point
-from rollbus.frontend.http.live import live_fleet
-
-__all__ = ["remember_an_hour"]
+from rollbus.bus.protocol.telemetry.rates import History, Point
+from rollbus.frontend.http.live import fleet as live_fleet
 
 POINTS = 715
 PAUSES = (240, 480)

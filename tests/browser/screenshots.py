@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tests.browser.page import Page
 
-__all__ = ["FOLDER", "photograph"]
-
 FOLDER = os.environ.get("ROLLBUS_SCREENSHOTS")
 
 

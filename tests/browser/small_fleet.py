@@ -10,17 +10,15 @@ import numpy.typing as npt
 import pytest
 
 import rollbus
-from rollbus.schemas.presence import EngineStats, Staging, WorkerPresence, WorkerState
+from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 from rollbus.schemas.rows import Rows
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from rollbus.workers.engines.synthetic.model import SyntheticModel
-from rollbus.workers.engines.synthetic.weights import SyntheticWeights, checksum_of
+from rollbus.schemas.weights import Staging
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.model import SyntheticModel, SyntheticWeights, checksum_of
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence
 from tests.support.requests import endless
-
-__all__ = ["MODEL", "SLOTS", "bias_router", "busy_fleet", "in_trouble", "under_load"]
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8

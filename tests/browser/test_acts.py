@@ -8,7 +8,7 @@ from selenium.webdriver import Chrome
 
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.page import Page, each, opened
 from tests.browser.small_fleet import under_load
 from tests.browser.test_tokens import check_leaves_no_trace, give

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from selenium.webdriver import Chrome
 
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.announcer import announced
 from tests.browser.fleet_view import ROWS, rows
 from tests.browser.page import DESKTOP, PHONE, Page, Size, Theme, opened

@@ -4,8 +4,9 @@ import pytest
 from selenium.webdriver import Chrome
 
 from rollbus.schemas.control import ReadRequest
-from rollbus.schemas.presence import LoraInfo, Staging
+from rollbus.schemas.presence import LoraInfo
 from rollbus.schemas.telemetry import RequestProgress, RequestTimeline, TimelineEvent
+from rollbus.schemas.weights import Staging
 from tests.browser.announcer import announced
 from tests.browser.fleet_view import rows
 from tests.browser.page import PHONE, opened

@@ -8,9 +8,9 @@ import pytest
 from selenium.webdriver import Chrome
 
 import rollbus
-from rollbus.frontend.http.live import expert_feeds
+from rollbus.frontend.http.live import experts
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.announcer import announced
 from tests.browser.expert_view import counts_of, until_counts
 from tests.browser.page import DESKTOP, PHONE, Size, each, opened
@@ -121,8 +121,8 @@ async def test_the_heat_map_keeps_its_last_counts(
 
     It keeps its counts after the worker is gone.
     """
-    monkeypatch.setattr(expert_feeds, "PERIOD_S", 0.2)
-    monkeypatch.setattr(expert_feeds, "WINDOW_S", 0.0)
+    monkeypatch.setattr(experts, "PERIOD_S", 0.2)
+    monkeypatch.setattr(experts, "WINDOW_S", 0.0)
     config = SyntheticConfig(num_layers=3, num_experts=8, top_k=2)
     async with (
         http_before(nats_url, fleet) as http,

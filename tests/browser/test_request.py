@@ -9,7 +9,7 @@ from selenium.webdriver.common.keys import Keys
 import rollbus
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestRejected
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.page import PHONE, Size, each, opened
 from tests.browser.test_tokens import give
 from tests.http.support import http_before

@@ -9,7 +9,7 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest, InvalidRequest, NoWorkers, SamplingParams
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.hand_worker import chunk, hand_worker, request
 from tests.support.patience import SOON_S

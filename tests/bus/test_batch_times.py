@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbus
-from rollbus.bus.client import batch_times
+from rollbus.bus.client import times as batch_times
 from tests.support.fleet import StartServed
 from tests.support.requests import sized
 from tests.support.streams import all_of

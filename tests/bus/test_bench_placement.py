@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from bench.placement import FLEETS, SIMULATED, SIMULATED_TRACES, run_fleet, simulate
-from bench.placement_engine import EngineShape
-from bench.placement_sim import Simulation
+from bench.placement_sim import EngineShape, Simulation
 from bench.placement_traces import Shape, block_keys, least_computed, make_trace
 from bench.placement_ways import WAYS
-from bench.report import Report, Spread
+from bench.report import Report
+from rollbus.frontend.cli.tables import Spread
 
 ENGINE = EngineShape(slots=16)
 SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)

@@ -6,8 +6,7 @@ import pytest
 pytest.importorskip("pybase64", reason="comes with vLLM")
 
 import rollbus
-from bench.routing_engine import CLOCK, Case, RoutedEngine, clock_us, make_rows
-from bench.routing_ways import WAYS, bus_request, digest, running_worker
+from bench.routing_ways import CLOCK, WAYS, Case, RoutedEngine, bus_request, clock_us, digest, make_rows, running_worker
 from rollbus.bus.nats.embedded import EmbeddedServer
 from tests.support.patience import SOON_S
 

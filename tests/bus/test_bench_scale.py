@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from bench.report import shown_argument
+from bench.scale import Side, Used, of_fleet, started_fleet, work
 from bench.scale import Work as Done
-from bench.scale import of_fleet, work
-from bench.scale_fleet import Side, Used, started_fleet
 from bench.scale_paper import DOC, MODELS, RESULTS, frame_bytes, with_tables
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
 
 def test_the_scaling_page_equals_the_recorded_figures() -> None:

@@ -9,7 +9,7 @@ import pytest
 import rollbus
 from rollbus.bus.client.runtime import LEASE_S
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import check_generation
 from tests.support.load import Load
 from tests.support.requests import sized

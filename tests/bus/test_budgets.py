@@ -8,8 +8,8 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, InvalidRequest, SamplingParams
-from rollbus.bus.client.loop_thread import LoopThread
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.bus.client.thread import LoopThread
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 from tests.support.requests import sized

@@ -20,7 +20,8 @@ from rollbus.schemas.errors import (
     RequestRejected,
 )
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.fleet import StartServed, check_generation, synthetic_worker
 from tests.support.outcomes import error_of

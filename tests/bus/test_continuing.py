@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import FinishReason, GenerateRequest, Generation, InvalidRequest, SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation
 
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000, sampling_mask=False)

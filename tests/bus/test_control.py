@@ -13,9 +13,11 @@ import rollbus
 from rollbus.bus.client.fleet import Fleet
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet.desired import effective
-from rollbus.schemas.control import Abort, AckStatus, Canary, Pause, State, UpdateWeights
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import Abort, Pause, State, UpdateWeights
 from rollbus.schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import Canary
 from tests.support.fleet_states import until_state, until_worker
 from tests.support.hand_control import ACCEPTED, controlled, failed
 from tests.support.nats_server import change_config, require_binary

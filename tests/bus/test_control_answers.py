@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from rollbus.bus.control import ack_collector
-from rollbus.schemas.control import Ack, AckStatus, AnyCommand, FlushCache
+from rollbus.bus.control import controller
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import AnyCommand, FlushCache
 from rollbus.schemas.errors import ControlCode, InvalidRequest
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.slow  # each client waits half a second for presence
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat commands soon, and wait for answers exactly as long as the command allows."""
-    monkeypatch.setattr(ack_collector, "REPEAT_S", 0.1)
-    monkeypatch.setattr(ack_collector, "MARGIN_S", 0.0)
+    monkeypatch.setattr(controller, "REPEAT_S", 0.1)
+    monkeypatch.setattr(controller, "MARGIN_S", 0.0)
 
 
 @pytest.mark.proves("P76")

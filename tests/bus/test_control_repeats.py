@@ -6,12 +6,12 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rollbus.bus.control import ack_collector
-from rollbus.bus.control.ack_collector import MAX_REPEAT_S, REPEAT_S, AckCollector
+from rollbus.bus.control import controller
+from rollbus.bus.control.controller import MAX_REPEAT_S, REPEAT_S, AckCollector
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.protocol.fleet.command_result import AckTracker
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.messages import encode_json
 from tests.support.hand_control import ACCEPTED, APPLIED, controlled
 from tests.support.presences import presence
@@ -46,8 +46,8 @@ async def test_endless_new_acks_do_not_prevent_the_repeat_of_a_lost_command(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream of new acks does not prevent the repeat of a lost command."""
-    monkeypatch.setattr(ack_collector, "REPEAT_S", 3600.0)
-    monkeypatch.setattr(ack_collector, "MAX_REPEAT_S", 0.1)
+    monkeypatch.setattr(controller, "REPEAT_S", 3600.0)
+    monkeypatch.setattr(controller, "MAX_REPEAT_S", 0.1)
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (ACCEPTED, APPLIED) if len(control["a"].heard) > 2 else ()
 

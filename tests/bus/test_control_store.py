@@ -15,10 +15,10 @@ from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.protocol.fleet import desired
 from rollbus.bus.subjects import BUCKET, Subjects
 from rollbus.schemas import limits
-from rollbus.schemas.control import FlushCache, LoadLora, Pause, Resume, UpdateWeights, WeightSource
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, FlushCache, LoadLora, Pause, Resume, UpdateWeights
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from rollbus.schemas.messages import decode_desired
+from rollbus.schemas.weights import WeightSource
 from tests.support.connections import opened
 from tests.support.nats_server import change_config, require_binary
 

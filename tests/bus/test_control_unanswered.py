@@ -5,15 +5,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollbus.bus.control import retries
 from rollbus.bus.control import store as module
 from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ApiError, Unanswered, put
 from rollbus.bus.protocol.fleet import desired
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import FlushCache, Pause, Resume
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, FlushCache, Pause, Resume
 from rollbus.schemas.errors import BusBroken
 from tests.support.connections import opened
 
@@ -65,7 +64,7 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Leader:
     """Return a leader in front of all stores, and let stores retry immediately."""
     made = Leader()
     monkeypatch.setattr(module, "put", made.put)
-    monkeypatch.setattr(retries, "AGAIN_S", 0.0)
+    monkeypatch.setattr(jetstream, "AGAIN_S", 0.0)
     return made
 
 
@@ -154,7 +153,7 @@ async def test_the_wait_for_an_answer_to_a_write_is_bounded(
     nats_url: str, fleet: str, leader: Leader, monkeypatch: pytest.MonkeyPatch, fate: str, problem: str
 ) -> None:
     """If the server answers no write within the time of an election, the store raises an error with the reason."""
-    monkeypatch.setattr(retries, "ELECTION_S", 0.05)
+    monkeypatch.setattr(jetstream, "ELECTION_S", 0.05)
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         leader.fates = [fate] * 100_000

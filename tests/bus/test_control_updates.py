@@ -7,19 +7,11 @@ from typing import Any
 import pytest
 
 import rollbus
-from rollbus.schemas.control import (
-    AckStatus,
-    AnyCommand,
-    Canary,
-    CheckWeights,
-    Fence,
-    FinishWeightUpdate,
-    LoadLora,
-    UpdateWeights,
-    WeightSource,
-)
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import AnyCommand, CheckWeights, Fence, FinishWeightUpdate, LoadLora, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import Canary, WeightSource
 from tests.support.fleet_states import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
 from tests.support.outcomes import incomplete
@@ -102,7 +94,7 @@ async def test_an_update_with_an_unanswered_check_is_not_recorded(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a live worker does not answer the check, it may be unable to load the weights, so nothing is recorded."""
-    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.control.controller.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = silent
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=1, timeout_s=0.3))
@@ -224,7 +216,7 @@ async def test_the_error_states_that_a_fence_was_not_confirmed(
 ) -> None:
     """If a worker does not confirm its fence, the error states that it may still serve unverified weights."""
     monkeypatch.setattr("rollbus.bus.control.updates.FENCE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
+    monkeypatch.setattr("rollbus.bus.control.controller.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
         for name in ("a", "c"):
             control[name].reply = loads(GOOD)

@@ -9,13 +9,15 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.bus.control.controller import Controller
-from rollbus.bus.control.uploads import Uploads, sources_in
 from rollbus.bus.nats.jetstream import ApiError, ask
-from rollbus.bus.objects import list_objects, put_folder
+from rollbus.bus.objects.catalog import list_objects
+from rollbus.bus.objects.uploads import Uploads, sources_in
+from rollbus.bus.objects.writer import put_folder
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import AckStatus, AnyCommand, CheckWeights, LoadLora, UpdateWeights, WeightSource
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import AnyCommand, CheckWeights, DesiredState, LoadLora, UpdateWeights
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
+from rollbus.schemas.weights import WeightSource
 from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, unless
 from tests.support.outcomes import incomplete
 from tests.support.waits import until
@@ -166,7 +168,7 @@ async def test_uploads_of_dead_controllers_are_deleted(
         ]
         await uploads.sweep("m", {kept})
         before = await _uploads(control, fleet)
-        monkeypatch.setattr("rollbus.bus.control.uploads.ABANDONED_S", -60.0)
+        monkeypatch.setattr("rollbus.bus.objects.uploads.ABANDONED_S", -60.0)
         await uploads.sweep("other", set())
         await uploads.sweep("m", {kept})
         assert before == {"m/weights/1", "m/weights/2", "m/loras/x=2Fy/1"}
@@ -177,7 +179,7 @@ async def test_an_old_upload_that_may_be_desired_again_stays(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An old upload of the previous version stays while an update is open, which the workers may still refuse."""
-    monkeypatch.setattr("rollbus.bus.control.uploads.ABANDONED_S", -60.0)
+    monkeypatch.setattr("rollbus.bus.objects.uploads.ABANDONED_S", -60.0)
     folder = _folder(tmp_path / "ckpt", "weights")
     async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         await control.rb.fleet.update_weights(folder, version=1, upload=True)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rollbus.bus.auth.credentials import Role, User
 from rollbus.bus.auth.permissions import rules
-from rollbus.bus.nats.denials import Denials
+from rollbus.bus.nats.failures import Denials
 from rollbus.schemas.errors import PermissionDenied
 
 SUBJECT = "$JS.API.STREAM.CREATE.rb"

@@ -14,7 +14,7 @@ from rollbus.schemas.errors import NoWorkers
 from rollbus.schemas.limits import DEFAULT_PREFILL_MIN_TOKENS
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import undisturbed
 from tests.support.checkpoints import write_adapter
 from tests.support.disagg import disaggregated, long, until_paired
@@ -226,7 +226,7 @@ async def test_a_prefill_worker_without_the_weights_or_adapter_is_skipped(nats_u
         newer = await both.rb.complete(long("newer", min_weight_version=3))
         assert both.fallbacks() == {PrefillFallback.UNSUITABLE: 1}
         # As many tokens as fit into a message beside the other fields of the request.
-        max_payload = both.rb._registry._runtime.nats.max_payload
+        max_payload = both.rb._registry.runtime.nats.max_payload
         num_tokens = (max_payload - 900) // 4
         prompt = np.zeros(num_tokens, np.int32)
         largest = await both.rb.complete(long("largest", prompt_token_ids=prompt, return_routed_experts=False))

@@ -9,14 +9,14 @@ from nats.js import JetStreamContext
 
 import rollbus
 from rollbus import Generation, NoWorkers, RequestRejected
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
-from rollbus.bus.queue.set_limits import set_limits
-from rollbus.bus.queue.streams import StoredRange, stored_in, stream_name
+from rollbus.bus.protocol.queue.placement import rendezvous
+from rollbus.bus.queue.streams import StoredRange, set_limits, stored_in, stream_name
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_ATTEMPTS
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import Lane
+from tests.support.fleet_states import client_state
 from tests.support.hand_worker import (
     HandWorker,
     Taken,
@@ -356,8 +356,7 @@ async def test_ended_requests_leave_nothing_in_the_tables_of_the_client(nats_url
         await rb.abort(["aborted", "direct"])
         running["left"].cancel()
         await asyncio.wait(running.values())
-        empty = ("<AttemptCoordinator calls=0>", "<RequestDispatcher line=0 published=0 queued=0>")
-        await until_true(lambda: all(table in repr(rb._registry._runtime) for table in empty))
+        await until_true(lambda: not any(client_state(rb).values()))
 
     assert running["refused"].result() == "unsupported"
     assert {name: running[name].result() for name in ("done", "lost", "aborted", "direct")} == {

@@ -10,7 +10,7 @@ import pytest
 import rollbus
 from rollbus import BusBroken, BusClosed, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
 from rollbus.bus.client.links import ClientLinks
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, synthetic_worker, until_idle
 from tests.support.outcomes import error_of
 from tests.support.patience import SOON_S

@@ -11,8 +11,9 @@ from rollbus import GenerateRequest, RequestFailed, SamplingParams
 from rollbus.bus.client.client import registry_of
 from rollbus.bus.client.links import ClientLinks
 from rollbus.bus.nats.connection import publish
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode
-from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, failure, hand_worker, request
 from tests.support.outcomes import error_of

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import RequestFailed
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.protocol.stream.announced import announced_by, are_within, problem_of
+from rollbus.bus.protocol.stream.verification import announced_by, are_within, problem_of
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import SamplingMask, TopLogprobs
 from rollbus.schemas.control import UpdateWeights

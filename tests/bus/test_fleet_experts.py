@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.protocol.telemetry.expert_window import ExpertWindow
+from rollbus.bus.protocol.telemetry.experts import ExpertWindow
 from rollbus.schemas.errors import InvalidRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import ask, folders, serving
 from tests.support.disagg import disaggregated, in_two_legs, long
 from tests.support.expert_counts import asked_until, counted, planes_of

@@ -1,7 +1,7 @@
 """The view of a client on its fleet: workers, queues, and commands of other controllers."""
 
-from rollbus.bus.client.command_listener import MAX_ACK_BYTES
-from rollbus.bus.client.fleet_watch import watch_fleet
+from rollbus.bus.client.client import watch_fleet
+from rollbus.bus.client.fleet_state import MAX_ACK_BYTES
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import Pause
 from rollbus.schemas.messages import encode_json

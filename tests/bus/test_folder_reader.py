@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.objects import FolderReader, ObjectReader, put_folder
-from rollbus.bus.objects.token_bucket import BURST_S, TokenBucket
+from rollbus.bus.objects.reader import BURST_S, FolderReader, ObjectReader, TokenBucket
+from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, write_folder

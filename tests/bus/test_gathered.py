@@ -8,7 +8,7 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed
 from tests.support.invariants import observing
 from tests.support.patience import patient

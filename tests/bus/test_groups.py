@@ -10,7 +10,7 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest, GroupPrompt, GroupStep, InvalidRequest, NoWorkers, SamplingParams
 from rollbus.schemas.errors import BusClosed, ErrorCode
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.patience import SOON_S
 from tests.support.requests import greedy

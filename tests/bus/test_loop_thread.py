@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from rollbus.bus.client.loop_thread import LoopThread
+from rollbus.bus.client.thread import LoopThread
 from rollbus.schemas.errors import BusBroken, BusClosed
 from tests.support.patience import SOON_S
 

@@ -3,8 +3,8 @@
 import pytest
 
 import rollbus
-from bench.many_workers import many_workers
-from rollbus.schemas.control import Ack, AckStatus
+from bench.processes import many_workers
+from rollbus.schemas.acks import Ack, AckStatus
 from tests.support.invariants import observing
 from tests.support.patience import SOON_S
 

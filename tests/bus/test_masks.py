@@ -11,7 +11,8 @@ import rollbus
 from rollbus import ErrorCode, GenerateRequest, RequestRejected, SamplingParams, TokenMasks
 from rollbus.schemas.errors import EngineDead
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from rollbus.workers.worker import Worker
 from tests.support.fleet import StartServed, check_generation

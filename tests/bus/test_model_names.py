@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.nats.server import Server

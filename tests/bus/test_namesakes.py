@@ -6,7 +6,7 @@ import pytest
 
 import rollbus
 from rollbus.schemas.errors import ErrorCode, RequestFailed
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import synthetic_worker, until_idle
 from tests.support.patience import SOON_S
 from tests.support.requests import greedy

@@ -13,8 +13,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
+from rollbus.bus.nats.client import PatchedNatsClient
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.nats.patched_client import PatchedNatsClient
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bus", "workers", "frontend", "trainer", "schemas")

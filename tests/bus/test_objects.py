@@ -9,10 +9,11 @@ import pytest
 from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import Connection, subscribe
-from rollbus.bus.objects import ObjectReader, delete_prefix, list_objects, put_folder
-from rollbus.bus.objects.catalog import ensure_bucket, set_bucket_bytes
+from rollbus.bus.objects.catalog import delete_prefix, ensure_bucket, list_objects, set_bucket_bytes
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import folder_store
+from rollbus.workers.sources import store as folder_store
 from tests.support.connections import count_tasks, opened
 from tests.support.fetching import complete, fetch_folder, partial
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder

@@ -18,9 +18,10 @@ from nats.js.api import ObjectMeta, ObjectMetaOptions
 from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.objects import list_objects, object_chunks, put_folder, sender
-from rollbus.bus.objects.catalog import ensure_bucket
-from rollbus.bus.objects.new_file import NewFile
+from rollbus.bus.objects import reader, writer
+from rollbus.bus.objects.catalog import ensure_bucket, list_objects
+from rollbus.bus.objects.reader import NewFile
+from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
 from tests.support.connections import count_tasks, opened
 from tests.support.fetching import complete, fetch_folder, open_files, partial
@@ -84,7 +85,7 @@ async def test_a_fetch_without_data_for_a_while_is_an_error(tmp_path: Path, monk
 
     No folder counts as complete, and no lock is held.
     """
-    monkeypatch.setattr(object_chunks, "STALL_S", 0.1)
+    monkeypatch.setattr(reader, "STALL_S", 0.1)
     monkeypatch.setattr(jetstream, "API_TIMEOUT_S", 1.0)
     event = asyncio.Event()
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, _), asyncio.TaskGroup() as tasks:
@@ -292,7 +293,7 @@ async def test_a_put_into_a_server_that_is_killed_leaves_nothing(
 ) -> None:
     """A put fails if its server is killed, and removes what it stored when the server is back."""
     require_binary()
-    monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(writer, "ACK_TIMEOUT_S", 0.2)
     event = asyncio.Event()
 
     async def set_event(message: Msg) -> None:

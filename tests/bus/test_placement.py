@@ -9,9 +9,10 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
-from rollbus.bus.protocol.placement.policy import PlacementReason
+from rollbus.bus.protocol.queue.placement import PlacementReason
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode
+from tests.support.fleet_states import client_state, is_placing
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true
@@ -51,7 +52,7 @@ class ScriptedWorkers:
         The wait is necessary because presence uses another subject.
         """
         await self.frame(worker, admitted=[taken.key])
-        await until_true(lambda: "held=1" in num_tables(self.rb))
+        await until_true(lambda: client_state(self.rb)["placed"] == 1)
 
     async def take_direct(self) -> tuple[HandWorker, Taken]:
         """Return the next request, which must be sent directly, and its worker."""
@@ -102,14 +103,6 @@ async def scripted_workers(
             both.stats = lambda: last
 
 
-def num_tables(rb: rollbus.Client) -> str:
-    """Return the state of the client's placement."""
-    return repr(rb._registry._runtime.dispatcher.placement)
-
-
-EMPTY = "<RequestPlacement held=0 waiting=0>"
-
-
 async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str) -> None:
     """With enough free slots, all samples of a request are sent to one worker in one message with the seeds of all."""
     async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
@@ -118,7 +111,7 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
         await both.answer(worker, taken)
         generation = await completing
         stats = both.stats()
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
 
     assert taken.request.sampling.seed == 5
     assert taken.message.placed_for == PlacementReason.PLACED_GROUP
@@ -157,7 +150,7 @@ async def test_the_first_of_the_rejected_samples_goes_to_the_queue(nats_url: str
         await both.answer(worker, last)
         generation = await completing
         assert both.rb.stats().placements_refused == 2
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
 
     assert [each.attempts for each in (generation, *generation.siblings)] == [1, 1, 1]
     assert both.placed() == {PlacementReason.PLACED_GROUP: 4}
@@ -213,7 +206,7 @@ async def test_without_free_slots_followers_go_to_the_worker_of_the_leader(
     async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = start(tasks, both.rb, group_id)
         [first] = await both.take_queued(1)
-        await until_true(lambda: "waiting=2" in num_tables(both.rb))
+        await until_true(lambda: client_state(both.rb)["followers"] == 2)
         await both.frame(both.a, admitted=[first.key])
         others = [await both.a.take() for _ in range(1 if group_id is None else 2)]
         assert all(each.queued is None and each.message.may_wait for each in others)
@@ -221,7 +214,7 @@ async def test_without_free_slots_followers_go_to_the_worker_of_the_leader(
         for each in others:
             await both.frame(both.a, *(chunk(key, 0, 7, 7, total=2) for key in each.keys), admitted=each.keys)
         results = [await task for task in completing]
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
 
     assert not first.message.may_wait
     assert not first.message.placed_for
@@ -264,7 +257,7 @@ async def test_a_worker_without_a_backlog_gets_no_more_than_its_free_slots(nats_
             assert not each.message.may_wait
             await both.answer(both.a, each)
         await completing
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
 
 
 @pytest.mark.parametrize("is_offered", [True, False])
@@ -289,7 +282,7 @@ async def test_rejected_followers_get_another_leader_and_then_go_to_the_queue(
             await both.answer(both.a, each)
         generation = await completing
         assert both.rb.stats().placements_refused == 5
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
 
     assert [each.attempts for each in (generation, *generation.siblings)] == [1] * 4
     assert [each.worker_ids for each in (generation, *generation.siblings)] == [("a",)] * 4
@@ -300,14 +293,14 @@ async def test_followers_of_a_cancelled_leader_get_another_leader(nats_url: str,
     async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         first, *others = start(tasks, both.rb, "g")
         await both.take_queued(1)
-        await until_true(lambda: "waiting=2" in num_tables(both.rb))
+        await until_true(lambda: client_state(both.rb)["followers"] == 2)
         first.cancel()
         [leader] = await both.take_queued(1)
         await both.answer(both.a, leader)
         worker, last = await both.take_direct()
         await both.answer(worker, last)
         await asyncio.wait(others)
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
 
 
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
@@ -319,16 +312,16 @@ async def test_waiting_followers_that_end_are_never_published(nats_url: str, fle
         [led] = await both.take_queued(1)
         call = long(2, request_id="r", group_id="g", timeout_s=timeout_s)
         others = tasks.create_task(outcome(both.rb.complete(call)))
-        await until_true(lambda: "waiting=2" in num_tables(both.rb) or others.done())
+        await until_true(lambda: client_state(both.rb)["followers"] == 2 or others.done())
         if ending == "abort":
             await both.rb.abort(["r"])
         elif ending == "leave":
             others.cancel()
         await asyncio.wait([others])
-        await until_true(lambda: "waiting=0" in num_tables(both.rb))
+        await until_true(lambda: client_state(both.rb)["followers"] == 0)
         await both.answer(both.a, led)
         await first
-        assert num_tables(both.rb) == EMPTY
+        assert not is_placing(both.rb)
         assert both.a.requests.empty()
         after = tasks.create_task(both.rb.complete(long(prompt_token_ids=[1])))
         await both.answer(both.a, (await both.take_queued(1))[0])

@@ -12,7 +12,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import publish, subscribe
-from rollbus.schemas.control import Ack, AckStatus
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.messages import decode_ack
 from tests.protocol.protocol_doc import DOC
 from tests.support.connections import opened

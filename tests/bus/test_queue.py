@@ -9,10 +9,8 @@ import pytest
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
-from rollbus.bus.queue.limits import QueueLimits
-from rollbus.bus.queue.set_limits import set_limits
-from rollbus.bus.queue.storing import QueueProbes
-from rollbus.bus.queue.streams import QueueDepth, ensure_queue, queue_depths, stream_name
+from rollbus.bus.queue.publisher import QueueProbes
+from rollbus.bus.queue.streams import QueueDepth, QueueLimits, ensure_queue, queue_depths, set_limits, stream_name
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import BusBroken, InvalidRequest
 from rollbus.schemas.request import Lane

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.queue.limits import QueueLimits
-from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import LANES, Subjects
 from tests.support.connections import opened
 from tests.support.nats_server import require_binary

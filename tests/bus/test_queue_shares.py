@@ -6,8 +6,7 @@ import itertools
 import pytest
 
 import rollbus
-from rollbus.bus.queue.limits import RESUME_SHARE, QueueLimits
-from rollbus.bus.queue.streams import ensure_queue, queue_depths
+from rollbus.bus.queue.streams import RESUME_SHARE, QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import ErrorCode
 from tests.control.support import ask as greedy

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from rollbus.bus.client import durations
-from rollbus.bus.client.durations import BOUNDS_S, DurationsByModel
+from rollbus.bus.client import times
+from rollbus.bus.client.times import BOUNDS_S, DurationsByModel
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, failure, hand_worker, request
@@ -32,7 +32,7 @@ def test_a_bucket_includes_its_upper_bound() -> None:
 
 def test_the_number_of_counted_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the maximum number of models, the model that was counted first is removed. A copy does not change."""
-    monkeypatch.setattr(durations, "MAX_MODELS", 2)
+    monkeypatch.setattr(times, "MAX_MODELS", 2)
     waits = DurationsByModel()
     for model in "abc":
         waits.add(model, 1.0)

@@ -6,8 +6,8 @@ import pytest
 
 from rollbus.bus.protocol.fleet.command_result import CommandIncomplete
 from rollbus.schemas.errors import ErrorCode, RequestRejected
-from rollbus.schemas.request_ids import wire_id
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.schemas.request import wire_id
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed
 from tests.support.requests import endless, short
 from tests.support.streams import start_stream

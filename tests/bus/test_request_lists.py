@@ -6,7 +6,7 @@ import pytest
 
 import rollbus
 from rollbus.schemas.errors import InvalidRequest, RequestRejected
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
 from tests.support.requests import endless, greedy, short

@@ -8,15 +8,14 @@ from typing import Any, cast
 import pytest
 from nats.aio.msg import Msg
 
-from rollbus.bus.auth.credentials import Role, load_credentials
-from rollbus.bus.auth.signatures import Signatures
+from rollbus.bus.auth.credentials import Role, Signatures, load_credentials
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.control import revisions as module
 from rollbus.bus.control.revisions import Revisions
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import NO_MESSAGE
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState
 from rollbus.schemas.messages import encode_json
 
 MODEL = "m"
@@ -147,5 +146,5 @@ async def test_names_without_a_valid_state_do_not_displace_valid_states(
     bucket.messages.clear()
     bucket.write(60, 9, is_signed=False)
 
-    assert repr(revisions) == "<Revisions of 3 models refused=40>"
+    assert revisions.debug_state() == {"models": 3, "refused": 40}
     assert (await bucket.epochs(revisions))[0] == before[0] == 2

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 import rollbus
-from rollbus.bus.client import silence as silence_checks
+from rollbus.bus.client import presence as silence_checks
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.protocol.attempt import silence
+from rollbus.bus.protocol.attempt import suspects
 from rollbus.schemas.control import Pause, Resume
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.presence import WorkerPresence, WorkerState
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers count as silent after a second, and let them apply commands within two seconds."""
-    monkeypatch.setattr(silence, "SILENT_S", 1.0)
+    monkeypatch.setattr(suspects, "SILENT_S", 1.0)
     monkeypatch.setattr(silence_checks, "READ_S", 0.1)
     monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", 2.0)
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.client.group_sampler import GroupSampler
-from rollbus.bus.client.sync.client import BlockingClient, BlockingFleet
-from rollbus.bus.client.sync.groups import BlockingGroups
+from rollbus.bus.client.groups import GroupSampler
+from rollbus.bus.client.sync import BlockingClient, BlockingFleet, BlockingGroups
 from rollbus.schemas.errors import BusBroken, BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
 from tests.support.fleet import StartServed, check_generation
 from tests.support.patience import SOON_S

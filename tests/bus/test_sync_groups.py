@@ -9,7 +9,7 @@ import pytest
 import rollbus
 from rollbus import GroupPrompt, GroupStep, InvalidRequest, NoWorkers, SamplingParams
 from rollbus.schemas.errors import BusClosed
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_sync_client import in_thread
 from tests.support.fleet import StartServed, until_idle
 from tests.support.processes import becomes_true

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.control import versions
-from rollbus.bus.control.chain_key import ChainKey, read_chain
 from rollbus.bus.nats.jetstream import put
-from rollbus.bus.objects import ObjectReader, list_objects, put_folder
-from rollbus.bus.objects.catalog import delete_prefix
+from rollbus.bus.objects.catalog import delete_prefix, list_objects
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.writer import put_folder
 from rollbus.bus.protocol.weights import chain
+from rollbus.bus.publish import versions
+from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
 from tests.support.connections import count_tasks, opened

@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.control.chain_key import ChainKey
-from rollbus.bus.control.version_cleaning import Cleaning
 from rollbus.bus.nats.jetstream import ApiError, put
-from rollbus.schemas.chain import ChainRecord
+from rollbus.bus.objects.uploads import Cleaning
+from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.manifest import ChainRecord
 from tests.support.connections import opened
 from tests.support.versions import folders_in, fresh_store, opened_store, parts_in, publish, versions_bucket
 

@@ -8,17 +8,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollbus.bus.control import publication, versions
-from rollbus.bus.control.chain_key import ChainKey, read_chain
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import Unanswered, ask, put
-from rollbus.bus.objects import ObjectInfo, ObjectReader, sender
+from rollbus.bus.objects import writer
+from rollbus.bus.objects.layout import ObjectInfo
+from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.writer import delete_stored
 from rollbus.bus.protocol.weights import chain
-from rollbus.schemas.chain import ChainRecord, Holder
+from rollbus.bus.publish import publication, versions
+from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
-from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
+from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, Holder, decode_manifest
 from tests.support.connections import opened
 from tests.support.nats_server import require_binary
 from tests.support.patience import SOON_S
@@ -30,7 +31,7 @@ MEGABYTE = 1024 * 1024
 
 KILLED = """
 import asyncio, sys
-from rollbus.bus.control.versions import VersionStore
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects
 
 async def main():
@@ -91,7 +92,7 @@ async def test_a_server_restart_during_an_upload_fails_the_publication(monkeypat
 
     The lease stays, and the next version works.
     """
-    monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(writer, "ACK_TIMEOUT_S", 0.2)
     async with own_server() as (server, nats, fleet, bucket), opened_store(server.url, fleet) as store:
 
         async def pieces() -> AsyncIterator[bytes]:

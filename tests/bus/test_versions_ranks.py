@@ -3,20 +3,21 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 import msgspec
 import pytest
 
-from rollbus.bus.control import publication as module
-from rollbus.bus.control import rank_objects, rank_waits, versions
-from rollbus.bus.control.chain_key import ChainKey
-from rollbus.bus.control.publication import Publication
-from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.objects import ObjectReader, list_objects
-from rollbus.schemas.chain import RankList
+from rollbus.bus.objects.catalog import list_objects
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.publish import chain_store, versions
+from rollbus.bus.publish import publication as module
+from rollbus.bus.publish.chain_store import ChainKey
+from rollbus.bus.publish.publication import Publication
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
-from rollbus.schemas.manifest import Link, Manifest, TensorEntry, content_digest
+from rollbus.schemas.manifest import Link, Manifest, RankList, TensorEntry, content_digest
 from tests.support.connections import opened
 from tests.support.patience import SOON_S
 from tests.support.versions import opened_store, parts_in, publish, versions_bucket
@@ -135,7 +136,7 @@ async def test_a_rank_that_fails_ends_the_wait_of_rank_0(nats_url: str) -> None:
 
 async def test_a_rank_that_dies_after_joining_is_named(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the process of a rank dies after it joined, rank 0 stops waiting early and gives other ranks the reason."""
-    monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
+    monkeypatch.setattr(chain_store, "SILENT_S", 1.0)
     async with ranks(nats_url, 3) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -160,9 +161,10 @@ async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
         await publication.announce()
         joined = await stores[2].join(7, SOON_S)
         async with joined.alive(2):
-            watch = rank_waits.RankWatch(nats, bucket, publication._list_prefix)
-            assert [await watch.silence_of(rank) for rank in (1, 2)] == [None, None]
-            assert watch.joined == {2}
+            silences: dict[int, Any] = {}
+            where = nats, bucket, publication._list_prefix
+            assert [await chain_store.silence_of(*where, rank, silences) for rank in (1, 2)] == [None, None]
+            assert set(silences) == {2}
             refused = await refusal(publication.collect(3, 1.0))
         assert refused.code is ControlCode.TIMEOUT
         assert "of 3 ranks, these stored no list within 1 s: 1 (did not join)" in refused.message
@@ -170,7 +172,7 @@ async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
 
 async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If rank 0 does not renew its lease, the error of rank 1 states that rank 0 sends no sign of life."""
-    monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
+    monkeypatch.setattr(chain_store, "SILENT_S", 1.0)
     monkeypatch.setattr(versions, "RENEW_S", 3600.0)
     async with ranks(nats_url, 2) as (_, _, stores):
         publication = stores[0].begin(7)
@@ -271,7 +273,7 @@ async def test_a_list_of_another_version_epoch_or_rank_is_refused(
 @pytest.mark.parametrize("name", ["versions/chain", "../x", "m/weights/1-abc/a"])
 async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Rank 0 rejects a list with an object outside the folder of the version."""
-    real = rank_objects.as_rank_object
+    real = chain_store.as_rank_object
     monkeypatch.setattr(module, "as_rank_object", lambda info: msgspec.structs.replace(real(info), name=name))
     async with ranks(nats_url, 2) as (_, _, stores):
         publication = stores[0].begin(7)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 import rollbus
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected, publish
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects

@@ -6,8 +6,6 @@ from pathlib import Path
 from tests.chaos.publisher import FLEET
 from tests.support.tensors import Amount, Tensors, changed, hashes, hashes_in, make_tensors, write
 
-__all__ = ["Checkpoints"]
-
 AMOUNTS: tuple[Amount, ...] = ("none", "few", "few", "few", "mixed", "all")
 
 

@@ -21,19 +21,17 @@ import msgspec
 
 import rollbus
 from rollbus.bus.client.generation import Generation
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.cli.local_users import local_users
+from rollbus.frontend.cli.local.fleet import local_users
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, observing
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.worker_process import worker_process
-
-__all__ = ["main"]
 
 ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 NUM_KINDS = 300

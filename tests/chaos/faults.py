@@ -15,8 +15,6 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import TcpProxy
 
-__all__ = ["Fault", "Victims", "schedule", "victims"]
-
 StartWorker = Callable[[int], AbstractAsyncContextManager[Process]]
 
 KINDS = {

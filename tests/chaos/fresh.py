@@ -9,10 +9,8 @@ from msgspec.structs import replace
 
 from rollbus.bus.client.generation import Generation
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import undisturbed
-
-__all__ = ["assert_fresh"]
 
 
 async def assert_fresh(

@@ -1,7 +1,7 @@
 """A publisher in a separate process that faults may kill or stop: `python -m tests.chaos.publisher URL NAME FOLDER`.
 
-It reads lines `VERSION FOLDER HOW` on stdin, as `bench.ways` does, publishes the checkpoint of that folder, and answers
-with the outcome. `HOW` is one of these:
+It reads lines `VERSION FOLDER HOW` on stdin, as `bench.processes` does, publishes the checkpoint of that folder, and
+answers with the outcome. `HOW` is one of these:
 
 - `update`: workers switch to the version.
 - `store`: the version is only stored.
@@ -24,21 +24,19 @@ import msgspec
 import uvloop
 
 import rollbus
-from bench.ways import answer
-from rollbus.bus.client.weights.checkpoint import folder_tensors
-from rollbus.bus.client.weights.fleet_loader import FleetLoader
-from rollbus.bus.control import versions
-from rollbus.bus.control.chain_key import ChainKey
-from rollbus.bus.control.publication import Publication
+from bench.processes import answer
 from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.objects.catalog import list_prefix
 from rollbus.bus.objects.layout import parts_subject
 from rollbus.bus.protocol.weights import chain
+from rollbus.bus.publish import versions
+from rollbus.bus.publish.chain_store import ChainKey
+from rollbus.bus.publish.publication import Publication
+from rollbus.bus.publish.tensors import folder_tensors
+from rollbus.bus.publish.version_publisher import VersionPublisher
 from rollbus.schemas.errors import ControlCode
 from tests.support.connections import opened
-
-__all__ = ["FLEET", "MODEL"]
 
 FLEET = "walk"
 MODEL = "model"
@@ -89,17 +87,17 @@ class Program:
 
     @contextlib.contextmanager
     def _damaging(self) -> Iterator[None]:
-        update = FleetLoader.update
+        load = VersionPublisher.load
 
-        async def damage_and_update(loader: FleetLoader, objects: str, options: Any) -> Any:
+        async def damage_and_load(publisher: VersionPublisher, objects: str, options: Any) -> Any:
             await self._damage(objects)
-            return await update(loader, objects, options)
+            return await load(publisher, objects, options)
 
-        FleetLoader.update = damage_and_update  # type: ignore[method-assign, assignment]
+        VersionPublisher.load = damage_and_load  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            FleetLoader.update = update  # type: ignore[method-assign]
+            VersionPublisher.load = load  # type: ignore[method-assign]
 
     async def _damage(self, objects: str) -> None:
         """Overwrite a version's delta with random bytes."""

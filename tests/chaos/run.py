@@ -19,7 +19,7 @@ from rollbus.bus.client.generation import Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.presence import Role
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.disagg import until_paired
@@ -27,8 +27,6 @@ from tests.support.invariants import assert_equal, check_results, check_stream, 
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until
 from tests.support.worker_process import worker_process
-
-__all__ = ["Settings", "Summary", "run"]
 
 FLEET = "chaos"
 GRACE_S = 60.0

@@ -30,7 +30,7 @@ from rollbus.bus.client.generation import Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.faults import Victims, victims
 from tests.chaos.fresh import assert_fresh
@@ -41,8 +41,6 @@ from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until_true
 from tests.support.worker_process import worker_process
-
-__all__ = ["Settings", "walk"]
 
 ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""

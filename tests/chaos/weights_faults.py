@@ -16,18 +16,18 @@ import pytest
 from nats.aio.msg import Msg
 
 import rollbus
-from bench.ways import Way, running
-from rollbus.bus.control.ack_collector import OnAck
+from bench.processes import Way, running
+from rollbus.bus.control.controller import OnAck
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.control.uploads import sources_in
-from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import subscribe
-from rollbus.bus.objects import list_objects
-from rollbus.bus.objects.catalog import list_subjects
+from rollbus.bus.objects.catalog import list_objects, list_subjects
 from rollbus.bus.objects.layout import parts_subject
+from rollbus.bus.objects.uploads import sources_in
 from rollbus.bus.protocol.weights.chain import MAX_DELTAS
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
-from rollbus.schemas.control import Ack, UpdateWeights
+from rollbus.schemas.acks import Ack
+from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.messages import decode_ack
 from rollbus.schemas.presence import WorkerState
 from tests.chaos.checkpoints import Checkpoints
@@ -35,8 +35,6 @@ from tests.chaos.faults import Fault, Victims
 from tests.chaos.publisher import FLEET, MODEL
 from tests.support.connections import opened
 from tests.support.fleet_states import until_worker
-
-__all__ = ["KINDS", "Trainer"]
 
 KINDS = (
     "nothing",

@@ -11,14 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbus.bus.client.generation import Generation
-from rollbus.bus.protocol.stream.engine_step import split
+from rollbus.bus.protocol.stream.engine_step import RequestStep, split
 from rollbus.schemas.chunk import FinishReason, TopLogprobs
 from rollbus.schemas.request import GenerateRequest, expand_children
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.engine import RequestStep
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-
-__all__ = ["VOCAB_SIZE", "make_requests", "undisturbed"]
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 VOCAB_SIZE = 300
 """Small, so that some requests end at a stop token."""

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import signal
-import socket
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,15 +13,12 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import GenerateRequest, NoWorkers
-from rollbus.frontend.cli import app, main
-from rollbus.frontend.cli.bench.bench import BenchTarget, target_of
-from rollbus.frontend.cli.bench.load import BenchLoad
-from rollbus.frontend.cli.bench.rounds import measure
-from rollbus.frontend.cli.commands.bench import names_nobody
+from rollbus.frontend.cli.app import main
+from rollbus.frontend.cli.bench import BenchLoad, BenchTarget, measure, target_of
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerPresence, WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import ENV, command, run_rollbus
 from tests.support.fleet import is_idle, served
 from tests.support.invariants import observing
@@ -93,7 +88,6 @@ def test_a_load_that_the_engine_cannot_serve_is_a_usage_error(load: BenchLoad, w
         (["--requests", "5", "--concurrency", "2", "6"], "--requests 5; allowed: 6 or more"),
         (["--concurrency", "65537"], "--concurrency 65537; allowed: at most 65536"),
         (["--concurrency", "4096", "--output-tokens", "4096"], "allowed: at most 50000000, with fewer"),
-        (["--synthetic", "--model", "m"], "--synthetic uses its own model"),
     ],
 )
 def test_options_with_inconsistent_values_are_refused(
@@ -195,7 +189,7 @@ async def test_the_report_has_the_fleet_and_whole_rounds(nats_url: str, fleet: s
 
     assert (ended.code, ended.stderr) == (0, "")
     told = json.loads(ended.stdout)
-    assert (told["model"], told["fleet"], told["transport_only"]) == ("synthetic", fleet, False)
+    assert (told["model"], told["fleet"]) == ("synthetic", fleet)
     assert counted == (2 + 3) + 2 * (6 + 6)
     assert [one["concurrency"] for one in told["results"]] == [2, 3]
     for one in told["results"]:
@@ -279,47 +273,3 @@ def test_the_serving_workers_of_a_model_are_the_target() -> None:
 
     assert target_of([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == BenchTarget("m", [SERVES])
     assert target_of([SERVES, other], "n", nats_url="", fleet="f") == BenchTarget("n", [other])
-
-
-@contextmanager
-def default_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Set a default address that has no server, and unset the variables that name a fleet."""
-    with socket.socket() as ours:
-        ours.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(app, "DEFAULT_NATS", f"nats://127.0.0.1:{ours.getsockname()[1]}")
-        for variable in ("ROLLBUS_NATS", "ROLLBUS_CREDS"):
-            monkeypatch.delenv(variable, raising=False)
-        yield ours
-
-
-def test_a_named_fleet_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench` never replaces a fleet that options or credentials name, nor the server at the default address."""
-    with default_address(monkeypatch) as ours:
-
-        def is_replaced(*argv: str) -> bool:
-            args = app.build_parser().parse_args(["bench", "--fleet", "default", *argv])
-            return names_nobody(args)
-
-        assert is_replaced()
-        assert not is_replaced("--nats", "nats://127.0.0.1:9")
-        assert not is_replaced("--fleet", "f")
-        assert not is_replaced("--model", "m")
-        with monkeypatch.context() as patch:
-            patch.setenv("ROLLBUS_CREDS", "alice.creds")
-            assert not is_replaced()
-        ours.listen()
-        assert not is_replaced()
-
-
-@pytest.mark.slow
-def test_without_a_fleet_only_the_transport_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Without a named fleet and a default server, `bench` starts its own and prints TRANSPORT ONLY above the table."""
-    with default_address(monkeypatch):
-        assert main(["bench", *OPTIONS[:-1], "--concurrency", "3"]) == ExitCode.OK
-
-    captured = capfd.readouterr()
-    assert captured.err.startswith("starting a NATS server and a worker with a synthetic engine")
-    assert captured.out.splitlines()[2].startswith("TRANSPORT ONLY: ")
-    assert "failed requests" in captured.out

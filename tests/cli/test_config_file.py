@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.cli import main
-from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.exits import ExitCode
 
 
@@ -70,8 +69,9 @@ def test_a_missing_file_of_settings_is_named(tmp_path: Path, capsys: pytest.Capt
     """A file that cannot be read is an error with its name."""
     with pytest.raises(SystemExit):
         build_parser().parse_args(["up", "--config", str(tmp_path / "no.toml")])
-    assert capsys.readouterr().err == (
-        f"rollbus up: {tmp_path / 'no.toml'}: No such file or directory; `rollbus init` writes a file\n"
+    assert (
+        capsys.readouterr().err
+        == f"rollbus up: {tmp_path / 'no.toml'}: No such file or directory; `rollbus init` writes a file\n"
     )
 
 

@@ -11,7 +11,8 @@ from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import publish, subscribe
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.schemas.control import Ack, AckError, AckStatus, AnyCommand
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.control import AnyCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.messages import decode_command, encode_json
 from tests.cli.support import rollbus, run_rollbus

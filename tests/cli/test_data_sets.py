@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.cli import inputs
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.inputs import NUM_CHECKED, Input, open_input
-from rollbus.frontend.cli.prompts import PromptLine, check_input, parse_prompt, read_prompts
-from rollbus.frontend.cli.row_fields import Defaults
+from rollbus.frontend.cli.generate import inputs
+from rollbus.frontend.cli.generate.inputs import NUM_CHECKED, Input, open_input
+from rollbus.frontend.cli.generate.rows import Defaults, PromptLine, check_input, parse_prompt, read_prompts
 from rollbus.schemas.errors import InvalidRequest
-from rollbus.schemas.install import pip_install
+from rollbus.schemas.options import pip_install
 
 USER = {"role": "user", "content": "Who?"}
 ANSWER = {"role": "assistant", "content": "Me."}

@@ -3,10 +3,10 @@ import os
 import numpy as np
 import pytest
 
-from rollbus.frontend.cli.commands.generate import describe
 from rollbus.frontend.cli.console import progress, waiting, write
-from rollbus.frontend.cli.expert_counts import count_experts, expert_rows
-from rollbus.frontend.cli.generate_bar import GenerateBar, count_text, pace_text
+from rollbus.frontend.cli.generate.command import describe
+from rollbus.frontend.cli.generate.run import GenerateBar, count_text, pace_text
+from rollbus.frontend.cli.tour import count_experts, expert_rows
 
 
 def test_a_reader_that_closes_the_pipe_is_no_error() -> None:

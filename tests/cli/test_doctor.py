@@ -10,10 +10,9 @@ import pytest
 
 from rollbus import bus
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
-from rollbus.frontend.cli.doctor.findings import Finding, Status
-from rollbus.frontend.cli.doctor.host_probe import HostProbe, examine_machine
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.cli.doctor.host import Finding, HostProbe, Status, examine_machine
+from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.cli.support import rollbus, run_rollbus
 from tests.control.support import ask

@@ -6,18 +6,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rollbus.bus.control.provision import provision
-from rollbus.bus.control.replicas import set_replicas
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
-from rollbus.bus.nats.jetstream import ask
+from rollbus.bus.nats.jetstream import ask, list_streams
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
-from rollbus.frontend.cli.doctor.findings import Finding, Status
+from rollbus.frontend.cli.doctor.host import Finding, Status
+from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
 from tests.cli.support import run_rollbus
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.nats_server import require_binary
-from tests.support.patience import SOON_S
 from tests.support.waits import until
 
 pytestmark = pytest.mark.slow
@@ -44,6 +42,19 @@ async def streams_without_share(server: Server) -> None:
         await ask(nats, f"STREAM.UPDATE.rb~f~{MODEL}", config)
 
 
+async def replicate(server: Server) -> None:
+    """Give each stream three replicas, as `nats stream edit` does, and wait until they are current."""
+    async with connected(server, name="test") as nats:
+        for stream in (await list_streams(nats))[0]:
+            await ask(nats, f"STREAM.UPDATE.{stream.name}", stream.config | {"num_replicas": 3})
+
+        async def are_current() -> bool:
+            streams = (await list_streams(nats))[0]
+            return all(stream.others == 2 and not stream.behind for stream in streams)
+
+        await until(are_current, expected=True)
+
+
 @asynccontextmanager
 async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
     """Run three servers and a worker. Its queue has one replica, and no limit for each client."""
@@ -64,10 +75,10 @@ async def test_doctor_reports_missing_replicas_limits_and_servers() -> None:
         few = about(found, "replicas", Status.WARN)
         assert "fewer than 3 in a cluster of 3 servers" in few
         assert f"queue of {MODEL}: 1" in few
-        assert "rollbus nats replicas 3" in few
+        assert "nats stream edit NAME --replicas 3" in few
         assert f"make-queue {MODEL} --max-per-client 1024" in about(found, f"queue of {MODEL}", Status.WARN)
 
-        assert [one async for one in set_replicas(Server(urls), "f", 3, timeout_s=SOON_S)]
+        await replicate(Server(urls))
         assert about(await findings(urls), "replicas", Status.WARN) == ""
 
         await cluster.servers[0].kill()

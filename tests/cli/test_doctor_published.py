@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.protocol.weights.chain import needed_bytes
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
-from rollbus.frontend.cli.doctor.findings import Finding, Status
-from rollbus.schemas.control import UpdateWeights, WeightSource
+from rollbus.frontend.cli.doctor.host import Finding, Status
+from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
+from rollbus.schemas.control import UpdateWeights
+from rollbus.schemas.weights import WeightSource
 from tests.auth.support import FLEET, MODEL, UPLOAD_BYTES, guarded
 from tests.support.connections import opened
 from tests.support.versions import opened_store, publish, versions_bucket

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollbus.frontend.cli import main
+from rollbus.frontend.cli.app import main
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.expert_map import LEGEND, map_lines
-from rollbus.schemas.install import pip_install
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.cli.watch.experts import LEGEND, map_lines
+from rollbus.schemas.options import pip_install
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.expert_counts import asked_until, planes_of
 from tests.support.fleet import StartServed, synthetic_worker

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.frontend.cli import log_file
-from rollbus.frontend.cli.fleet_display import FleetDisplay, WorkerBoard
-from rollbus.frontend.cli.log_file import LogFile
+from rollbus.frontend.cli.local import display
+from rollbus.frontend.cli.local.display import FleetDisplay, LogFile, WorkerBoard
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.cli.support import on_terminal, rollbus
 
@@ -82,10 +81,10 @@ def test_a_stopping_up_reports_the_workers_and_requests_that_remain(capsys: pyte
 
 def test_log_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log files are bounded in size and number. The oldest files are removed, and other files stay."""
-    monkeypatch.setattr(log_file, "MAX_BYTES", 1000)
+    monkeypatch.setattr(display, "MAX_BYTES", 1000)
     other = tmp_path / "notes.log"
     other.touch()
-    for i in range(log_file.MAX_FILES + 5):
+    for i in range(display.MAX_FILES + 5):
         (tmp_path / f"up-20250101-0000{i:02}-1.log").touch()
         (tmp_path / f"up-20250101-0000{i:02}-1.log.1").touch()
 
@@ -96,7 +95,7 @@ def test_log_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         logging.getLogger("of.a.library").warning("own.event url=%s", "nats://user:geheim@h")
 
     assert other.exists()
-    assert len(list(tmp_path.glob("up-*.log"))) == log_file.MAX_FILES
+    assert len(list(tmp_path.glob("up-*.log"))) == display.MAX_FILES
     files = [log.path, log.path.with_name(f"{log.path.name}.1")]
     assert all(0 < path.stat().st_size <= 1000 for path in files)
     lines = log.path.read_text().splitlines()

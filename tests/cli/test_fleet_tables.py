@@ -4,7 +4,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rollbus import FleetState, QueueDepth
-from rollbus.frontend.cli.fleet_tables import (
+from rollbus.frontend.cli.watch.status import (
     DESIRED_COLUMNS,
     ENGINE_COLUMNS,
     PREFIX_COLUMNS,
@@ -21,19 +21,19 @@ from rollbus.frontend.cli.fleet_tables import (
 )
 from rollbus.schemas.control import (
     AnyCommand,
+    DesiredState,
     Drain,
     FinishWeightUpdate,
     LoadLora,
     Pause,
+    Recorded,
     Resume,
     Sleep,
     UnloadLora,
     UpdateWeights,
-    WeightSource,
 )
-from rollbus.schemas.desired import DesiredState, Recorded
 from rollbus.schemas.presence import EngineStats, LoraInfo, RoutedExpertsInfo, WorkerCounters, WorkerState
-from rollbus.schemas.weights import PublishedVersion, Staging
+from rollbus.schemas.weights import PublishedVersion, Staging, WeightSource
 from tests.cli.support import ROOT
 from tests.support.presences import capabilities, presence
 

@@ -14,12 +14,11 @@ from unittest.mock import Mock
 import pytest
 from pyarrow import parquet
 
-from rollbus.frontend.cli import main
+from rollbus.frontend.cli.app import main
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.inputs import Input
-from rollbus.frontend.cli.job import GenerateRun, wait_reason
-from rollbus.frontend.cli.prompts import InputSummary
-from rollbus.frontend.cli.row_fields import Defaults
+from rollbus.frontend.cli.generate.inputs import Input
+from rollbus.frontend.cli.generate.rows import Defaults, InputSummary
+from rollbus.frontend.cli.generate.run import GenerateRun, wait_reason
 from rollbus.frontend.tokenization import load_tokenizer
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import ENV, command, rollbus, running_up, serves

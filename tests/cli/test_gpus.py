@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.frontend.cli import gpus
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.gpus import Gpus, divide_gpus, find_gpus, gpu_shares, gpus_per_engine
+from rollbus.frontend.cli.local import fleet
+from rollbus.frontend.cli.local.fleet import Gpus, divide_gpus, find_gpus, gpu_shares, gpus_per_engine
 from tests.cli.support import ENV, processes_with, rollbus, running_up
 from tests.support.processes import becomes_true
 
@@ -129,7 +129,7 @@ def test_no_gpu_is_assigned_twice() -> None:
 @pytest.fixture
 def engines_use_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the installed vLLM look like a build for GPUs."""
-    monkeypatch.setattr(gpus, "computes_on_cpu", lambda: False)
+    monkeypatch.setattr(fleet, "computes_on_cpu", lambda: False)
 
 
 @pytest.mark.usefixtures("engines_use_gpus")

@@ -13,7 +13,7 @@ import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.errors import InvalidRequest
-from rollbus.schemas.worker_options import is_hub_id
+from rollbus.schemas.options import is_hub_id
 from tests.cli.support import ENV, rollbus, running_up
 from tests.control.support import write_checkpoint
 

@@ -2,13 +2,12 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus import CommandIncomplete, CommandResult
-from rollbus.frontend.cli.control import AckCounter
+from rollbus.frontend.cli.control import COLUMNS, AckCounter, ledger_rows, summary
 from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
-from rollbus.frontend.cli.ledger import COLUMNS, ledger_rows, summary
-from rollbus.frontend.ledger import ledger_as_json
-from rollbus.schemas.control import Ack, AckError, AckStatus, Canary, Verified
+from rollbus.frontend.command_json import ledger_as_json
+from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
-from rollbus.schemas.weights import Staging, UpdateTiming
+from rollbus.schemas.weights import Canary, Staging, UpdateTiming, Verified
 
 DONE = Ack(
     id="c", command="pause", worker="a", incarnation="i", model="m", status=AckStatus.APPLIED, epoch=7,

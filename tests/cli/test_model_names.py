@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import rollbus
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
 from tests.cli.support import run_rollbus
 from tests.support.fleet import synthetic_worker

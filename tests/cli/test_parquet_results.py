@@ -6,10 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from rollbus.frontend.cli.exits import CommandFailed
-from rollbus.frontend.cli.parquet_results import parquet_results
-from rollbus.frontend.cli.prompts import PromptLine, parse_prompt
-from rollbus.frontend.cli.results import error_line, open_results, result_line
-from rollbus.frontend.cli.row_fields import Defaults
+from rollbus.frontend.cli.generate.results import error_line, open_results, parquet_results, result_line
+from rollbus.frontend.cli.generate.rows import Defaults, PromptLine, parse_prompt
 from rollbus.schemas.errors import ErrorCode, RequestFailed
 from tests.cli.test_results import generation
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollbus.frontend.cli.exits import CommandFailed, cause_of
-from rollbus.frontend.cli.local_fleet import core_share
-from rollbus.frontend.cli.processes import ProcessSpec, WorkerDied, end_text, run_tool, run_workers
-from rollbus.frontend.cli.restarts import RestartRule
+from rollbus.frontend.cli.local.fleet import core_share
+from rollbus.frontend.cli.local.processes import ProcessSpec, RestartRule, WorkerDied, end_text, run_tool, run_workers
 from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true, is_alive, python_program
 from tests.support.waits import until_true
@@ -168,7 +167,7 @@ def test_workers_detect_the_death_of_their_parent(tmp_path: Path) -> None:
     worker = "import os, sys; open(f'pid-{os.getpid()}', 'w'); os.read(int(sys.argv[-1]), 1)"
     parent = f"""
         import asyncio, os, sys
-        from rollbus.frontend.cli.processes import ProcessSpec, run_workers
+        from rollbus.frontend.cli.local.processes import ProcessSpec, run_workers
 
         async def main():
             specs = [ProcessSpec(name, [sys.executable, "-S", "-c", {worker!r}], dict(os.environ)) for name in "ab"]

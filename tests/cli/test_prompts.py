@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.inputs import Input, open_input
-from rollbus.frontend.cli.prompts import PromptLine, check_input, parse_prompt, read_prompts
-from rollbus.frontend.cli.row_fields import Defaults
+from rollbus.frontend.cli.generate.inputs import Input, open_input
+from rollbus.frontend.cli.generate.rows import Defaults, PromptLine, check_input, parse_prompt, read_prompts
 from rollbus.schemas.errors import InvalidRequest
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollbus import RunRecorder
 from rollbus.frontend.cli.app import main
-from rollbus.schemas.install import pip_install
+from rollbus.schemas.options import pip_install
 from tests.bus.record.test_rows import generation
 
 

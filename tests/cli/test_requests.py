@@ -8,11 +8,10 @@ import pytest
 import rollbus
 from rollbus import RequestList, RequestTrace, WorkerTimeline
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.request_browser import Browser
-from rollbus.frontend.cli.request_tables import request_rows
-from rollbus.frontend.request_traces import RequestQuery
+from rollbus.frontend.cli.watch.traces import Browser, request_rows
+from rollbus.frontend.command_json import RequestQuery
 from rollbus.schemas.telemetry import RequestProgress
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import on_terminal, run_rollbus
 from tests.cli.test_trace import LIFE, timeline
 from tests.support.fleet import synthetic_worker

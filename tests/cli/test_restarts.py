@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.frontend.cli.restarts import RestartRule, Restarts
-from rollbus.schemas.exit_codes import EXIT_DUPLICATE_WORKER
+from rollbus.frontend.cli.local.processes import RestartRule, Restarts
+from rollbus.schemas.errors import EXIT_DUPLICATE_WORKER
 
 RULE = RestartRule()
 

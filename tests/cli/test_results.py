@@ -8,9 +8,8 @@ import pytest
 
 from rollbus import FinishReason, GenerateRequest, Generation, TokenMasks
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.prompts import PromptLine, parse_prompt
-from rollbus.frontend.cli.results import ResultsFile, error_line, first_error, open_results, result_line
-from rollbus.frontend.cli.row_fields import Defaults
+from rollbus.frontend.cli.generate.results import ResultsFile, error_line, first_error, open_results, result_line
+from rollbus.frontend.cli.generate.rows import Defaults, PromptLine, parse_prompt
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed
 
 PROMPTS = [parse_prompt(i, json.dumps({"prompt_token_ids": [i]}).encode(), Defaults()) for i in range(3)]

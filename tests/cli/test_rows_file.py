@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from rollbus.frontend.cli.exits import CommandFailed
-from rollbus.frontend.cli.rows_file import RowsFile
+from rollbus.frontend.cli.generate.results import RowsFile
 
 
 def rows(seed: int, dtype: str = "u1") -> npt.NDArray[np.uint8]:

@@ -12,25 +12,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus import FleetState, QueueDepth, RequestList, RequestTrace
-from rollbus.bus.protocol.telemetry.fleet_rates import FleetRates
-from rollbus.frontend.cli.commands.doctor import _show
+from rollbus.bus.protocol.telemetry.rates import FleetRates
 from rollbus.frontend.cli.console import write
 from rollbus.frontend.cli.control import show_ledger
-from rollbus.frontend.cli.doctor.findings import fail, ok
-from rollbus.frontend.cli.expert_counts import COLUMNS as EXPERT_COLUMNS
-from rollbus.frontend.cli.expert_counts import expert_rows
-from rollbus.frontend.cli.expert_map import VERSION_COLUMNS
-from rollbus.frontend.cli.request_tables import list_notes, list_table
-from rollbus.frontend.cli.status_display import print_state
+from rollbus.frontend.cli.doctor.command import show_findings
+from rollbus.frontend.cli.doctor.host import fail, ok
 from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
-from rollbus.frontend.cli.top.options import TopOptions
-from rollbus.frontend.cli.top.plain import print_top
-from rollbus.frontend.cli.top.screen import TopView, draw
-from rollbus.frontend.cli.trace_tables import trace_lines
-from rollbus.frontend.cli.weights_tables import COLUMNS as WEIGHTS_COLUMNS
-from rollbus.frontend.cli.weights_tables import ModelWeights, head_line, weights_rows
-from rollbus.schemas.chain import ChainRecord
-from rollbus.schemas.manifest import Link
+from rollbus.frontend.cli.tour import COLUMNS as EXPERT_COLUMNS
+from rollbus.frontend.cli.tour import expert_rows
+from rollbus.frontend.cli.watch.experts import VERSION_COLUMNS
+from rollbus.frontend.cli.watch.status import print_state
+from rollbus.frontend.cli.watch.top import TopOptions, TopView, draw, print_top
+from rollbus.frontend.cli.watch.traces import list_notes, list_table, trace_lines
+from rollbus.frontend.cli.weights import COLUMNS as WEIGHTS_COLUMNS
+from rollbus.frontend.cli.weights import ModelWeights, head_line, weights_rows
+from rollbus.schemas.manifest import ChainRecord, Link
 from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerState
 from rollbus.schemas.telemetry import RequestProgress
 from rollbus.schemas.weights import Staging
@@ -86,7 +82,7 @@ def show_requests(worker: str, model: str) -> None:
 
 def show_doctor(worker: str, model: str) -> None:
     """Print the table of `doctor`."""
-    _show(
+    show_findings(
         AS_TEXT, [ok("python", "3.11"), fail("fleet", f"{worker} is late", f"stop {worker} of {model}")], is_well=False
     )
 

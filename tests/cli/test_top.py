@@ -29,7 +29,7 @@ ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"
 FAILING = """
 from rich.text import Text
-from rollbus.frontend.cli.top.full_screen import FullScreen
+from rollbus.frontend.cli.watch.terminal import FullScreen
 
 with FullScreen() as screen:
     screen.show(Text("drawn"))

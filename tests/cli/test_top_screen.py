@@ -11,16 +11,24 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 
 from rollbus import FleetState, QueueDepth
-from rollbus.bus.protocol.telemetry.fleet_rates import FleetRates
-from rollbus.frontend.cli.top import options as top_options
-from rollbus.frontend.cli.top.options import SORTS, Key, KeyReader, TopOptions, press
-from rollbus.frontend.cli.top.plain import print_top, top_as_json
-from rollbus.frontend.cli.top.screen import TopView, draw
-from rollbus.frontend.cli.top.sections import command_rows, model_rows
-from rollbus.schemas.control import Drain, LoadLora, Pause, UpdateWeights, WeightSource
-from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.bus.protocol.telemetry.rates import FleetRates
+from rollbus.frontend.cli.watch import top as top_options
+from rollbus.frontend.cli.watch.top import (
+    SORTS,
+    Key,
+    KeyReader,
+    TopOptions,
+    TopView,
+    command_rows,
+    draw,
+    model_rows,
+    press,
+    print_top,
+    top_as_json,
+)
+from rollbus.schemas.control import DesiredState, Drain, LoadLora, Pause, Recorded, UpdateWeights
 from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
-from rollbus.schemas.weights import Staging
+from rollbus.schemas.weights import Staging, WeightSource
 from tests.support.presences import capabilities, presence
 
 AT = time.mktime((2026, 11, 24, 14, 3, 22, 0, 0, -1))
@@ -345,14 +353,14 @@ def test_keys_change_what_is_shown() -> None:
 def test_key_sequences_are_recognized_in_any_fragmentation(data: st.DataObject) -> None:
     """Key sequences are recognized in any fragmentation, and other bytes are ignored."""
     noise = [b"\x1b[38;5;1m", b"x", b"\x1b[200~", b"\xc3\xa9", b"\x00"]
-    sent = data.draw(st.lists(st.sampled_from([*top_options._KEYS, *noise]), max_size=20))
+    sent = data.draw(st.lists(st.sampled_from([*top_options._SORT_KEYS, *noise]), max_size=20))
     text = b"".join(sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     reader = KeyReader()
     pieces = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     keys = [key for piece in pieces for key in reader.read(piece)]
-    assert keys == [top_options._KEYS[each] for each in sent if each in top_options._KEYS]
+    assert keys == [top_options._SORT_KEYS[each] for each in sent if each in top_options._SORT_KEYS]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20))

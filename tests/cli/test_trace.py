@@ -9,13 +9,13 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import RequestTrace, WorkerTimeline
 from rollbus.bus.protocol.fleet.command_result import CommandResult
-from rollbus.bus.protocol.telemetry.request_trace import merge_timelines
+from rollbus.bus.protocol.telemetry.requests import merge_timelines
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.trace_tables import MAX_SHOWN, attempt_rows, event_rows, notes, phase_rows
+from rollbus.frontend.cli.watch.traces import MAX_SHOWN, attempt_rows, event_rows, notes, phase_rows
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_worker import chunk, worker_by_hand

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.frontend.cli import main
-from rollbus.frontend.cli.app import build_parser
-from rollbus.frontend.cli.commands.up import nats_port
+from rollbus.frontend.cli.app import build_parser, main
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.worker_options import python_env, worker_flags
-from rollbus.schemas.option_types import duration, size
+from rollbus.frontend.cli.local.up import nats_port
+from rollbus.frontend.cli.options import python_env, worker_flags
+from rollbus.schemas.options import duration, size
 from rollbus.workers.__main__ import main as worker_main
 from rollbus.workers.__main__ import parser as process_parser
 from rollbus.workers.engines import ENGINES
@@ -146,9 +145,9 @@ def test_a_start_that_must_fail_is_refused_before_any_process(
     names["model"].mkdir()
     (names["model"] / "config.json").write_text("{}")
     names["file"].write_text("")
-    monkeypatch.setattr("rollbus.schemas.worker_options.computes_on_cpu", lambda: True)
+    monkeypatch.setattr("rollbus.schemas.options.computes_on_cpu", lambda: True)
     monkeypatch.setattr("rollbus.workers.__main__.make_engine", lambda *_: pytest.fail("an engine was made"))
-    monkeypatch.setattr("rollbus.frontend.cli.commands.up._up", lambda *_: pytest.fail("the fleet was started"))
+    monkeypatch.setattr("rollbus.frontend.cli.local.up._up", lambda *_: pytest.fail("the fleet was started"))
 
     assert run(["--nats", "nats://127.0.0.1:0", *(text.format(**names) for text in options)]) == 2
     assert f": {problem.format(**names)}" in capsys.readouterr().err

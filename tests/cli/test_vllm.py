@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rollbus.frontend.cli.commands.demo import QUESTIONS
 from rollbus.frontend.cli.exits import CommandFailed
-from rollbus.frontend.cli.inputs import open_input
-from rollbus.frontend.cli.local_fleet import TINY_MOE, make_tiny_moe
-from rollbus.frontend.cli.prompts import read_prompts
-from rollbus.frontend.cli.row_fields import Defaults
-from rollbus.frontend.cli.tour import Tour
+from rollbus.frontend.cli.generate.inputs import open_input
+from rollbus.frontend.cli.generate.rows import Defaults, read_prompts
+from rollbus.frontend.cli.local.fleet import TINY_MOE, make_tiny_moe
+from rollbus.frontend.cli.tour import QUESTIONS, Tour
 from rollbus.frontend.tokenization import TokenizerUnavailable, load_tokenizer
 from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up, serves
 from tests.support.processes import becomes_true, is_alive

@@ -12,10 +12,9 @@ import pytest
 
 import rollbus
 from rollbus.frontend.cli.exits import CommandFailed, cause_of
-from rollbus.frontend.cli.fleet_display import FleetObserver
-from rollbus.frontend.cli.local_fleet import LocalFleet, run_fleet
-from rollbus.frontend.cli.local_users import local_users
-from rollbus.frontend.cli.restarts import RestartRule
+from rollbus.frontend.cli.local.display import FleetObserver
+from rollbus.frontend.cli.local.fleet import LocalFleet, local_users, run_fleet
+from rollbus.frontend.cli.local.processes import RestartRule
 from rollbus.schemas.errors import NoWorkers
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import processes_with, running_up

@@ -7,9 +7,8 @@ import pytest
 
 import rollbus
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.weights_tables import COLUMNS, ModelWeights, weights_as_json, weights_rows
-from rollbus.schemas.chain import ChainRecord
-from rollbus.schemas.manifest import Link
+from rollbus.frontend.cli.weights import COLUMNS, ModelWeights, weights_as_json, weights_rows
+from rollbus.schemas.manifest import ChainRecord, Link
 from tests.cli.support import run_rollbus
 from tests.control.support import MODEL, folders, serving
 from tests.support.fleet import synthetic_worker

@@ -8,10 +8,9 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus import FleetState, QueueDepth, RequestList
-from rollbus.frontend.cli.causes import MAX_REQUESTS, Cause, cause_lines, find_causes, of_model
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.schemas.control import Pause, Sleep
-from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.frontend.cli.watch.why import MAX_REQUESTS, Cause, cause_lines, find_causes, of_model
+from rollbus.schemas.control import DesiredState, Pause, Recorded, Sleep
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import OpenTransfer
 from tests.cli.support import run_rollbus

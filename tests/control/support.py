@@ -14,18 +14,6 @@ from rollbus import GenerateRequest, Generation, SamplingParams
 from tests.support.invariants import observing
 from tests.support.worker_process import worker_process
 
-__all__ = [
-    "MODEL",
-    "ask",
-    "assert_same",
-    "folders",
-    "serving",
-    "start",
-    "write_adapter",
-    "write_checkpoint",
-    "write_safetensors",
-]
-
 MODEL = "m"
 SHAPE = (8, 4)
 TENSORS = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollbus import CommandIncomplete
-from rollbus.schemas.control import Ack
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.presence import WorkerState
 from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
 from tests.support.fleet_states import until_worker

@@ -8,10 +8,10 @@ import pytest
 
 import rollbus
 from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
-from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_state

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbus import FinishReason
-from rollbus.bus.client import pauses
+from rollbus.bus.client import presence
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
@@ -97,7 +97,7 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
 
     The client logs nothing for a muted pause.
     """
-    monkeypatch.setattr(pauses, "WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(presence, "WARN_AFTER_S", 0.0)
     one, _ = folders(tmp_path)
 
     def warned() -> list[str]:
@@ -120,7 +120,7 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
                 if not is_muted:
                     await until(count, number)
                 # During several rounds, the client must log nothing more.
-                await asyncio.sleep(3 * pauses.ROUND_S)
+                await asyncio.sleep(3 * presence.ROUND_S)
                 await rb.fleet.resume()
 
     assert warned() == [

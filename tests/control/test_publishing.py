@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.control.chain_key import ChainKey
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.objects.catalog import list_prefix
+from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlError, InvalidRequest
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, start, write_adapter, write_checkpoint

@@ -3,8 +3,8 @@
 import pytest
 
 import rollbus
-from rollbus.bus.control.chain_key import ChainKey
-from rollbus.schemas.chain import ChainRecord
+from rollbus.bus.publish.chain_store import ChainKey
+from rollbus.schemas.manifest import ChainRecord
 from tests.control.support import MODEL
 from tests.control.test_publishing import folders, stepped, weights
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.client.weights import fleet_loader
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.objects.catalog import ensure_bucket
+from rollbus.bus.publish import version_publisher
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlCode, ControlError
 from tests.control.support import MODEL
@@ -26,7 +26,7 @@ BUCKET_BYTES = 7 * MEGABYTE
 @contextlib.asynccontextmanager
 async def small_bucket(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[rollbus.Client]:
     """Yield a client and a small bucket from which all unused objects may be removed immediately."""
-    monkeypatch.setattr(fleet_loader, "PRESSED_S", 0.0)
+    monkeypatch.setattr(version_publisher, "PRESSED_S", 0.0)
     async with connected(nats_url, name="test") as nats:
         await ensure_bucket(nats, published_bucket(fleet, MODEL), max_bytes=BUCKET_BYTES)
     async with rollbus.connect(nats_url, fleet=fleet) as rb:

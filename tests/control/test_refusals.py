@@ -14,7 +14,8 @@ from rollbus import FleetState
 from rollbus.bus.nats.connection import publish, subscribe
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.schemas.control import Ack, AckStatus, Pause
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import Pause
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.messages import decode_ack, encode_json
 from rollbus.schemas.presence import WorkerState

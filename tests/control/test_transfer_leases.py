@@ -64,7 +64,7 @@ async def test_a_transfer_of_a_lost_client_ends(nats_url: str, fleet: str, tmp_p
 
     Until then, each worker announces the transfer, its owner and its age. The weights are those of the last update.
     """
-    with patch("rollbus.bus.protocol.fleet.transfer_lease.OWNER_LOST_S", 2.0):
+    with patch("rollbus.bus.protocol.fleet.leases.OWNER_LOST_S", 2.0):
         async with two_workers(nats_url, fleet, tmp_path) as rb, asyncio.TaskGroup() as tasks:
             await rb.fleet.update_weights(tmp_path / "two", version=2)
             expected = await rb.complete(ask())

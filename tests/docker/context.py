@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from tests.support.one_name import ROOT
 
-__all__ = ["Copy", "context_files", "copies", "copy_stage", "is_ignored"]
-
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.support.one_name import ROOT
 
-__all__ = ["NEEDS", "Block", "make_checkout", "page_script", "pages", "read_blocks"]
-
 RUN = ("sh", "python")
 NOT_RUN = ("text", "json", "yaml", "toml", "ini", "promql")
 NEEDS = (".needs-gpu", ".needs-docker", ".needs-kubernetes", ".needs-cluster", ".needs-network")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.bus.client import fleet_options
-from rollbus.bus.client.weights import arguments
+from rollbus.bus.client import fleet
+from rollbus.bus.publish import options as arguments
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ ASSETS = {
 
 
 OPTIONS = (
-    *(fleet_options.DrainOptions, fleet_options.SendOptions, fleet_options.SourceOptions, fleet_options.UpdateOptions),
+    *(fleet.LoadOptions, fleet.DrainOptions, fleet.SendOptions, fleet.SourceOptions, fleet.VersionOptions),
     *(arguments.ConnectOptions, arguments.PublishSettings, arguments.AdapterSettings),
 )
 """Types with the keyword options of the fleet's and the publisher's methods."""

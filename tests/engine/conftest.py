@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollbus.workers.engines.vllm import VllmEngine, feeds
+from rollbus.workers.engines.vllm import feed
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.support.vllm_engine import Engines, RunningEngine, running_engines
 
@@ -34,7 +35,6 @@ LORAS = {
     **OWN_PROCESS,
     **SMALL_CACHE,
 }
-FALLBACK = {"dtype": "float32", "max_num_batched_tokens": 256, **SMALL_CACHE}
 RELOADED = {
     "dtype": "float32",
     "block_size": 32,
@@ -64,12 +64,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engines(models: dict[str, Path]) -> Iterator[Engines]:
-    """Yield four engines on one machine, started together. Fixtures with a wider scope than a test request one here."""
+    """Yield three engines, started together. Fixtures with a wider scope than a test request one here."""
     makers: dict[str, Callable[[], VllmEngine]] = {
-        "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
-        "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS, read="core"),
-        "fallback": lambda: VllmEngine(models["moe"], engine_args=FALLBACK, read="generate"),
-        "reloaded": lambda: VllmEngine(models["moe2"], engine_args=RELOADED, read="core"),
+        "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT),
+        "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS),
+        "reloaded": lambda: VllmEngine(models["moe2"], engine_args=RELOADED),
     }
     with running_engines(makers) as running:
         yield running
@@ -77,7 +76,7 @@ def engines(models: dict[str, Path]) -> Iterator[Engines]:
 
 @pytest.fixture
 def moe(engines: Engines) -> RunningEngine:
-    """Return an engine in float32 with little KV cache, whose step outputs are read."""
+    """Return an engine in float32 with little KV cache."""
     return engines.get("moe")
 
 
@@ -85,12 +84,6 @@ def moe(engines: Engines) -> RunningEngine:
 def dense(engines: Engines) -> RunningEngine:
     """Return an engine whose model has no experts, and which accepts adapters."""
     return engines.get("dense")
-
-
-@pytest.fixture
-def fallback(engines: Engines) -> RunningEngine:
-    """Return an engine that is read through `AsyncLLM.generate`."""
-    return engines.get("fallback")
 
 
 @pytest.fixture
@@ -103,11 +96,11 @@ def reloaded(engines: Engines) -> RunningEngine:
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the engine's ids of preempted requests, which grows as the `moe` engine reports them."""
     seen: list[str] = []
-    read = feeds._output
+    read = feed._output
 
     def spy(output: Any) -> Any:
         seen.extend(output.request_id for event in output.events or () if event.type == PREEMPTED)
         return read(output)
 
-    monkeypatch.setattr(feeds, "_output", spy)
+    monkeypatch.setattr(feed, "_output", spy)
     return seen

@@ -7,8 +7,6 @@ import pytest
 
 from rollbus.workers.engines.vllm.launch import set_environment
 
-__all__ = ["generate"]
-
 
 async def generate(
     model: Path, prompt: list[int], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -187,7 +187,7 @@ def swaps_experts(llm: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def keeps_head(llm: Any) -> Iterator[None]:
     """Restore vLLM's own behaviour: a head that shares its weight is not processed again."""
-    from rollbus.workers.engines.vllm.probing import Probing
+    from rollbus.workers.engines.vllm.reload_checks import Probing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Probing, "process_sharing", lambda _self: None)

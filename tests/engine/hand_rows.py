@@ -2,8 +2,6 @@
 
 import numpy as np
 
-__all__ = ["HAND_ROWS", "PROMPT_LEN", "START", "TOKENS"]
-
 PROMPT_LEN = 40
 START = 8
 TOKENS = (11, 12, 13)

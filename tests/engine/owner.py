@@ -6,7 +6,7 @@ import sys
 
 import psutil
 
-from rollbus.workers.engines.vllm import VllmEngine
+from rollbus.workers.engines.vllm.engine import VllmEngine
 
 
 async def own(model: str) -> None:

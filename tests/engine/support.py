@@ -11,8 +11,6 @@ from tests.support.results import TOLERANCE, expert_sets
 from tests.support.routing_here import no_routing_here
 from tests.support.vllm_engine import Result, RunningEngine
 
-__all__ = ["TOLERANCE", "expert_sets", "prompt", "rows_here", "same_as_alone"]
-
 
 def prompt(length: int, *, seed: int) -> npt.NDArray[np.int64]:
     """Return random token ids without special tokens."""

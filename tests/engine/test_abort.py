@@ -2,10 +2,10 @@
 
 import pytest
 
+from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.engine import RequestStep
 from tests.engine.support import prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
 

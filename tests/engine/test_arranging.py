@@ -14,7 +14,7 @@ def arranged(loader: Callable[..., None], *loads: tuple[Any, ...]) -> tuple[Any,
     """Return the weight `[4, 3]` of a module after these loads, and how many of its elements got no value."""
     import torch
 
-    from rollbus.workers.engines.vllm.arranging import arrange
+    from rollbus.workers.engines.vllm.reload_checks import arrange
 
     module = torch.nn.Module()
     weight: Any = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16, device="meta"), requires_grad=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rollbus.workers.engines.vllm.reloading import compare_parameters
+from rollbus.workers.engines.vllm.reload import compare_parameters
 
 
 def test_nan_in_a_checkpoint_is_told_from_a_parameter_that_was_not_loaded(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """The contract names all parts of vLLM that the adapter uses. No engine starts with a release that lacks a part."""
 
 import ast
-import importlib
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,52 +12,45 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.errors import EngineDead
-from rollbus.workers.engines.vllm import contract_check
-from rollbus.workers.engines.vllm.contract import CONTRACT
-from rollbus.workers.engines.vllm.contract_check import find_gaps, release_in
-from rollbus.workers.engines.vllm.contract_loaded import check_loaded
-from rollbus.workers.engines.vllm.contract_need import Need
+from rollbus.workers.engines.vllm.names import FIRST, NAMES, PAST, check_names
+from tests.engine.vllm_contract.contract import CONTRACT
+from tests.engine.vllm_contract.sources import find_gaps, release_in
 from tests.support.doctored_vllm import doctored_vllm, installed_vllm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ADAPTER = ROOT / "workers" / "engines" / "vllm"
-FILES = sorted(path for path in ADAPTER.rglob("*.py") if not path.name.startswith("contract"))
+FILES = sorted(path for path in ADAPTER.rglob("*.py") if path.name != "names.py")
 
 NOT_MODULES = {"vllm.general_plugins"}
 """Texts that look like names of vLLM's modules."""
 
 VARIABLES = {
-    "launch.py": {"args": "AsyncEngineArgs", "config": "VllmConfig", "model_config": "ModelConfig"},
-    "cores.py": {"args": "AsyncEngineArgs", "config": "VllmConfig", "parallel": "ParallelConfig"},
+    "launch.py": {
+        "args": "AsyncEngineArgs", "config": "VllmConfig", "model_config": "ModelConfig",
+        "current_platform": "Platform"},
+    "processes.py": {"args": "AsyncEngineArgs", "config": "VllmConfig", "parallel": "ParallelConfig"},
     "capabilities.py": {
         "config": "VllmConfig", "lora": "LoRAConfig", "model": "ModelConfig", "parallel": "ParallelConfig",
         "current_platform": "Platform"},
-    "routing.py": {"config": "VllmConfig", "current_platform": "Platform"},
     "engine.py": {"llm": "AsyncLLM", "self._launch.llm": "AsyncLLM"},
     "calls.py": {"self._llm": "AsyncLLM"},
-    "weights.py": {"llm": "AsyncLLM", "self._model_config": "ModelConfig"},
-    "feeds.py": {
+    "loads.py": {"llm": "AsyncLLM", "self._model_config": "ModelConfig"},
+    "feed.py": {
         "llm": "AsyncLLM", "self._llm": "AsyncLLM", "self._core": "AsyncMPClient", "output": "EngineCoreOutput",
-        "prefill": "PrefillStats", "error": "RequestError", "event": "EngineCoreEvent"},
-    "kv_history.py": {
+        "outputs": "EngineCoreOutputs", "stats": "SchedulerStats", "prefill": "PrefillStats", "error": "RequestError",
+        "event": "EngineCoreEvent"},
+    "corrections.py": {
         "core": "EngineCore", "scheduler": "Scheduler", "request": "Request", "new": "NewRequestData",
-        "scheduled": "SchedulerOutput", "output": "EngineCoreOutput", "outputs": "EngineCoreOutputs"},
-    "load_meter.py": {
-        "outputs": "EngineCoreOutputs", "stats": "SchedulerStats", "output": "EngineCoreOutput",
-        "prefill": "PrefillStats", "event": "EngineCoreEvent"},
-    "generate_feed.py": {
-        "self._llm": "AsyncLLM", "self._collector": "RequestOutputCollector", "request_output": "RequestOutput",
-        "completion": "CompletionOutput", "flat": "FlatLogprobs", "params": "SamplingParams"},
+        "scheduled": "SchedulerOutput", "output": "EngineCoreOutput", "outputs": "EngineCoreOutputs",
+        "model_runner": "GPUModelRunner", "module": "RotaryEmbedding", "batch": "InputBatch"},
     "extension.py": {"worker": "Worker"},
-    "reloading.py": {
+    "reload.py": {
         "self._worker": "Worker", "self._runner": "GPUModelRunner", "transfer": "WeightTransferEngine",
         "info": "LayerReloadingInfo", "config": "ModelConfig"},
-    "direct_copies.py": {"info": "LayerReloadingInfo"},
-    "probing.py": {"info": "LayerReloadingInfo"},
-    "rotations.py": {"model_runner": "GPUModelRunner", "module": "RotaryEmbedding"},
-    "seeds.py": {"model_runner": "GPUModelRunner", "batch": "InputBatch"},
+    "reload_checks.py": {"info": "LayerReloadingInfo"},
+    "reload_repairs.py": {"info": "LayerReloadingInfo"},
     "kv/config.py": {"transfer": "KVTransferConfig", "model": "ModelConfig", "parallel": "ParallelConfig"},
-    "kv/phase_tracker.py": {
+    "kv/files.py": {
         "request": "Request", "output": "SchedulerOutput", "new": "NewRequestData", "cached": "CachedRequestData"},
     "kv/connector.py": {"request": "Request", "blocks": "KVCacheBlocks", "kv_cache_config": "KVCacheConfig"},
     "plugin.py": {"request": "Request", "connector": "AuxOutputSchedulerConnector"},
@@ -243,7 +234,12 @@ DOCTORED = [
         "    added_block_ids: ",
         "vllm.v1.core.sched.output.CachedRequestData has no 'new_block_ids'",
     ),
-    ("exceptions.py", "class GracefulHTTPError(", "class BusyError(", "vllm.exceptions has no 'GracefulHTTPError'"),
+    (
+        "v1/engine/exceptions.py",
+        "class EngineDeadError(",
+        "class EngineGoneError(",
+        "vllm.v1.engine.exceptions has no 'EngineDeadError'",
+    ),
     (
         "v1/engine/__init__.py",
         '"error", "repetition")',
@@ -277,14 +273,13 @@ def test_the_check_names_exactly_the_parts_that_a_doctored_release_lacks(
 
 @pytest.mark.slow
 def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> None:
-    """The start fails before vLLM is imported. The message names the release and the missing parts."""
-    folder = doctored_vllm(tmp_path, "v1/engine/async_llm.py", "class AsyncLLM(", "class AsyncEngine(")
+    """The start fails. The message names the release and the missing parts."""
+    folder = doctored_vllm(tmp_path, "v1/engine/core_client.py", "self.outputs_queue", "self.out_queue")
     program = (
-        "import asyncio, sys\n"
-        "from rollbus.workers.engines.vllm import VllmEngine\n"
+        "import asyncio\n"
+        "from rollbus.workers.engines.vllm.engine import VllmEngine\n"
         "try:\n    asyncio.run(VllmEngine('/model').start())\n"
         "except Exception as exc:\n    print(type(exc).__name__, exc)\n"
-        "print('vllm' in sys.modules)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
 
@@ -292,92 +287,24 @@ def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> Non
         [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
 
-    told, is_imported = done.stdout.splitlines()
+    told = done.stdout.splitlines()[-1]
     assert told.startswith(f"EngineDead vLLM {release_in(folder)} lacks parts that the rollbus worker uses: ")
-    assert "vllm.v1.engine.async_llm has no 'AsyncLLM'" in told
-    assert "allowed: 0.30 to 0.33" in told
-    assert is_imported == "False"
+    assert "vllm.v1.engine.core_client.AsyncMPClient has no 'outputs_queue'; allowed: 0.30 to 0.33" in told
 
 
-@pytest.mark.slow
-def test_imported_modules_are_checked_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imported modules are checked as loaded, not by their sources."""
-    import vllm.inputs.engine
-    import vllm.v1.core.sched.output
-    import vllm.v1.engine.core_client
+def test_a_start_checks_the_names_of_the_contract() -> None:
+    """Each name that a start checks is in the contract, and of the checked classes each name of all releases is."""
+    in_contract: dict[str, set[str]] = {}
+    of_all_releases: dict[str, set[str]] = {}
+    for need in CONTRACT:
+        in_contract.setdefault(need.module, set()).add(need.name)
+        in_contract.setdefault(need.where, set()).update(need.has.split(), need.calls)
+        if need.since == FIRST and need.until > PAST:
+            of_all_releases.setdefault(need.where, set()).update(need.has.split(), need.calls)
+    checked = {where: set(names.split()) for where, names in NAMES.items()}
 
-    def tokens_input(prompt: str) -> None:
-        """Accept another parameter."""
-
-    assert check_loaded(CONTRACT[:0]) == []
-    needs = contract_check.needs_of(release_in(installed_vllm()))
-    assert check_loaded(needs) == []
-    monkeypatch.delattr(vllm.v1.engine.core_client.AsyncMPClient, "resume_scheduler_async")
-    monkeypatch.delattr(vllm.v1.core.sched.output, "NewRequestData")
-    monkeypatch.setattr(vllm.inputs.engine, "tokens_input", tokens_input)
-
-    with pytest.raises(EngineDead) as refused:
-        contract_check.check()
-    message = str(refused.value)
-    assert "vllm.v1.core.sched.output has no 'NewRequestData'" in message
-    assert "vllm.inputs.engine.tokens_input has the positional parameters (prompt)" in message
-
-
-def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that start together check once, because Python 3.11 cannot parse in two threads."""
-    begun, go = threading.Event(), threading.Event()
-    read = []
-
-    class Slow:
-        """Blocks until the test continues, and finds no gaps."""
-
-        def __init__(self, folder: Path) -> None:
-            read.append(folder)
-            begun.set()
-            go.wait()
-
-        def gaps(self, _need: Need) -> list[str]:
-            """Return no gaps."""
-            return []
-
-    monkeypatch.setattr(contract_check, "ModuleSources", Slow)
-    contract_check._find_gaps.cache_clear()
-    folder = installed_vllm()
-    threads = [threading.Thread(target=find_gaps, args=(folder,)) for _ in range(2)]
-    threads[0].start()
-    begun.wait()
-    threads[1].start()
-
-    threads[1].join(0.1)
-    go.set()
-    for thread in threads:
-        thread.join()
-    contract_check._find_gaps.cache_clear()
-
-    assert read == [folder]
-
-
-def test_the_check_waits_while_another_engine_imports_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another engine imports vLLM, the check waits, so that a name not yet defined is not a gap."""
-    (tmp_path / "half_imported.py").write_text(
-        "import threading\nbegun, go = threading.Event(), threading.Event()\nbegun.set()\ngo.wait()\nlate = 1\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    importing = threading.Thread(target=importlib.import_module, args=("half_imported",))
-    importing.start()
-    while "half_imported" not in sys.modules or not hasattr(sys.modules["half_imported"], "go"):
-        importing.join(0.001)
-    found: list[list[str]] = []
-    needs = [Need("half_imported:late")]
-    checking = threading.Thread(target=lambda: found.append(check_loaded(needs)))
-    checking.start()
-
-    checking.join(0.1)
-    sys.modules["half_imported"].go.set()
-    checking.join()
-    importing.join()
-
-    assert found == [[]]
+    assert {where: names - in_contract[where] for where, names in checked.items() if names - in_contract[where]} == {}
+    assert {where: names for where, names in checked.items() if ":" in where and names != of_all_releases[where]} == {}
 
 
 @pytest.mark.slow
@@ -387,14 +314,12 @@ def test_the_check_waits_while_another_engine_imports_vllm(tmp_path: Path, monke
 def test_older_releases_are_rejected_and_newer_releases_start_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, outcome: Any
 ) -> None:
-    """Older releases are rejected. Newer releases without gaps start with a warning."""
-    monkeypatch.setattr(contract_check, "release_in", lambda _folder: release)
-    monkeypatch.setattr(contract_check, "find_gaps", lambda _folder: ())
-    monkeypatch.setattr(contract_check, "check_loaded", lambda _needs: [])
+    """Older releases are rejected. Newer releases that have all names start with a warning."""
+    monkeypatch.setattr("vllm.__version__", release)
 
     if outcome == "refused":
         with pytest.raises(EngineDead, match=r"vLLM 0\.29\.1 is too old .*; allowed: 0\.30 to 0\.33"):
-            contract_check.check()
+            check_names()
     else:
-        contract_check.check()
+        check_names()
     assert ("engine.unverified_release_detected" in caplog.text) == (outcome == "logged")

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rollbus.workers.engines.vllm.cores import BINDING, NUM_THREADS, Cores, compute_in_core
 from rollbus.workers.engines.vllm.launch import engine_arguments
+from rollbus.workers.engines.vllm.processes import BINDING, NUM_THREADS, Cores, compute_in_core
 from tests.support.vllm_engine import RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

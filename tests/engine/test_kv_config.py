@@ -8,10 +8,10 @@ from rollbus.schemas.errors import EngineDead, InvalidRequest
 from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm import VllmEngine, plugin
+from rollbus.workers.engines.vllm import plugin
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.extension import WorkerExtension, extension_name, is_ours
-from rollbus.workers.engines.vllm.kv.config import connector_config
-from rollbus.workers.engines.vllm.kv.params import PREFILL_PARAMS, decode_params, encode_params
+from rollbus.workers.engines.vllm.kv.config import PREFILL_PARAMS, connector_config, decode_params, encode_params
 from rollbus.workers.engines.vllm.launch import engine_arguments, set_environment
 from rollbus.workers.engines.vllm.params import to_vllm
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollbus.workers.engines.vllm.kv.blocks import KvBlocks
-from rollbus.workers.engines.vllm.kv.folder import KvFolder, Sweeper, new_kv_id
-from rollbus.workers.engines.vllm.kv.phase_tracker import BlockTransfer
+from rollbus.workers.engines.vllm.kv.connector import KvBlocks
+from rollbus.workers.engines.vllm.kv.files import BlockTransfer, KvFolder, Sweeper, new_kv_id
 
 NUM_BLOCKS = 8
 SHARD = "pp0-tp0"

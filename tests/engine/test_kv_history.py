@@ -13,7 +13,8 @@ import pytest
 
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, prompt
+from tests.engine.support import prompt
+from tests.support.results import TOLERANCE
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -157,11 +158,3 @@ def test_preempted_requests_find_no_kv_of_older_weights(
     assert any(history.models[mark] == "new" for history, mark in marks)
     for history in histories:
         check(history, {"own": references["moe"], "new": references["moe2"]})
-
-
-def test_the_generate_feed_states_that_recomputed_kv_is_not_reported(fallback: RunningEngine) -> None:
-    """The feed through `AsyncLLM.generate` states that it does not report recomputed KV.
-
-    vLLM reports no preemptions there.
-    """
-    assert not fallback.engine.reports_recomputed_kv

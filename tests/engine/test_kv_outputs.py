@@ -11,7 +11,7 @@ from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm.loaded import LoadSerials
+from rollbus.workers.engines.vllm.loads import LoadSerials
 from rollbus.workers.engines.vllm.outputs import OpenRequests, StepOutput
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
@@ -22,7 +22,7 @@ PROMPT_LEN = 41
 
 def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestStep, list[str]]:
     """Return the step of the first output of a request with a prompt of 41 tokens, and the broken requests."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    requests = OpenRequests(ROUTING)
     request = GenerateRequest(
         prompt_token_ids=[5] * PROMPT_LEN,
         sampling=SamplingParams(logprobs=None),

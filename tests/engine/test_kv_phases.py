@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.workers.engines.vllm.kv.folder import KvFolder, new_kv_id
-from rollbus.workers.engines.vllm.kv.params import PREFILL_PARAMS
-from rollbus.workers.engines.vllm.kv.phase_tracker import BlockTransfer, KvPhaseTracker
+from rollbus.workers.engines.vllm.kv.config import PREFILL_PARAMS
+from rollbus.workers.engines.vllm.kv.files import BlockTransfer, KvFolder, KvPhaseTracker, new_kv_id
 
 BLOCK = 32
 

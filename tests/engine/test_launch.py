@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from rollbus.schemas.errors import EngineDead
-from rollbus.workers.engines.vllm import VllmEngine
 from rollbus.workers.engines.vllm import launch as launch_module
 from rollbus.workers.engines.vllm.capabilities import describe_engine, find_refusals
-from rollbus.workers.engines.vllm.cores import Cores
+from rollbus.workers.engines.vllm.engine import VllmEngine
+from rollbus.workers.engines.vllm.processes import Cores
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

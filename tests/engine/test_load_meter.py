@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.presence import EngineStats
-from rollbus.workers.engines.vllm.load_meter import LoadMeter
+from rollbus.workers.engines.vllm.feed import LoadMeter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

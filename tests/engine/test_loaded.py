@@ -6,7 +6,7 @@ import pytest
 
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.vllm.loaded import LoadSerials, VllmAdapter
+from rollbus.workers.engines.vllm.loads import LoadSerials, VllmAdapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm import VllmEngine
-from tests.engine.support import TOLERANCE, prompt
+from rollbus.workers.engines.vllm.engine import VllmEngine
+from tests.engine.support import prompt
+from tests.support.results import TOLERANCE
 from tests.support.tiny_lora import make_tiny_lora, merge_tiny_lora
 from tests.support.vllm_engine import Result, RunningEngine
 

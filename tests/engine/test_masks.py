@@ -8,16 +8,16 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import SamplingMaskLists
 
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.bus.protocol.stream.token_masks import TokenMasks
+from rollbus.bus.protocol.stream.result_arrays import TokenMasks
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.presence import Capabilities
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.control.canary import own_request
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from rollbus.workers.engines.vllm.feeds import _output
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.vllm.engine import warm_up_rounds
+from rollbus.workers.engines.vllm.feed import _output
 from rollbus.workers.engines.vllm.outputs import OpenRequests
-from rollbus.workers.engines.vllm.warm_up import warm_up_rounds
 
 VOCAB_SIZE = 100
 MASKING = SyntheticConfig(sampling_mask=True).capabilities
@@ -25,7 +25,7 @@ MASKING = SyntheticConfig(sampling_mask=True).capabilities
 
 def opened(**fields: Any) -> tuple[OpenRequests, str]:
     """Return the open requests of an engine that makes masks, with one request, and its engine id."""
-    requests = OpenRequests(None, rows_with_tokens=True, vocab_size=VOCAB_SIZE)
+    requests = OpenRequests(None, vocab_size=VOCAB_SIZE)
     request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(logprobs=None, top_k=5), **fields)
     return requests, requests.add("key", request)
 

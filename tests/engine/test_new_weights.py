@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, expert_sets, prompt, rows_here
+from tests.engine.support import prompt, rows_here
+from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

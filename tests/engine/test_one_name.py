@@ -13,4 +13,4 @@ def test_an_engine_imports_nothing_under_a_second_name(reloaded: RunningEngine) 
 
     [(rightly, wrongly)] = found
     assert wrongly == []
-    assert {"rollbus.workers.engines.vllm.extension", "rollbus.workers.engines.vllm.ownership"} <= set(rightly)
+    assert {"rollbus.workers.engines.vllm.extension", "rollbus.workers.engines.vllm.processes"} <= set(rightly)

@@ -18,9 +18,9 @@ from rollbus.workers.engines.vllm.outputs import LogprobTable, OpenRequests, Ste
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
 
 
-def opened(*, rows_with_tokens: bool = True, start: int = 1, **sampling: Any) -> tuple[OpenRequests, str]:
+def opened(*, start: int = 1, **sampling: Any) -> tuple[OpenRequests, str]:
     """Open one request with a prompt of 4 tokens, and return the open requests and its engine id."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=rows_with_tokens)
+    requests = OpenRequests(ROUTING)
     request = GenerateRequest(
         prompt_token_ids=[1, 2, 3, 4],
         routed_experts_prompt_start=start,
@@ -70,23 +70,6 @@ def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
     assert steps[0].error is not None
     assert f"{count} rows" in steps[0].error
     assert len(requests) == 0
-
-
-def test_rows_at_the_end_are_checked_at_the_end() -> None:
-    """If all rows come last, tokens may precede them, and the total must still be right."""
-    requests, engine_id = opened(start=1, rows_with_tokens=False)
-    first = only(requests, StepOutput(engine_id=engine_id, token_ids=[7]))
-    last = only(
-        requests,
-        StepOutput(engine_id=engine_id, token_ids=[8], routed_experts=rows(4), finish_reason=FinishReason.LENGTH),
-    )
-    other, other_id = opened(start=1, rows_with_tokens=False)
-    lost = only(other, StepOutput(engine_id=other_id, token_ids=[7], finish_reason=FinishReason.LENGTH))
-
-    assert first.routed_experts is not None
-    assert first.routed_experts.shape == (0, 2, 2)
-    assert (last.routed_experts_start, last.error) == (1, None)
-    assert lost.finish_reason is FinishReason.ERROR
 
 
 def test_expert_ids_that_do_not_fit_end_the_request() -> None:
@@ -186,7 +169,7 @@ def test_error_of_the_engine_ends_one_request() -> None:
 
 def begun(**sampling: Any) -> tuple[OpenRequests, list[str]]:
     """Return the open requests with three requests of one prompt token, after their first tokens, and their ids."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    requests = OpenRequests(ROUTING)
     asked = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(**{"logprobs": 0, **sampling}))
     ids = [requests.add(f"key-{i}", asked) for i in range(3)]
     apart(requests, *(plain(engine_id, 5) for engine_id in ids))
@@ -234,7 +217,7 @@ def test_a_request_with_an_invalid_output_fails_alone_in_its_batch(odd: dict[str
 
 def test_requests_with_and_without_logprobs_are_in_separate_batches() -> None:
     """Requests with log probabilities and requests without them are in separate batches."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    requests = OpenRequests(ROUTING)
     wishes: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": None}]
     ids = [
         requests.add(f"key-{i}", GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(**wish)))

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, expert_sets, prompt, rows_here
+from tests.engine.support import prompt, rows_here
+from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -77,13 +78,12 @@ class Reading:
 
 
 @pytest.mark.proves("P21")
-@pytest.mark.parametrize("name", ["moe", "fallback"])
-def test_paused_streams_equal_undisturbed_streams(name: str, request: pytest.FixtureRequest) -> None:
+def test_paused_streams_equal_undisturbed_streams(moe: RunningEngine) -> None:
     """No token arrives between pause and resume, and the streams equal undisturbed ones.
 
     The pause itself delivers tokens that were sampled before it.
     """
-    engine: RunningEngine = request.getfixturevalue(name)
+    engine = moe
     undisturbed = engine.generate(*(replace(stream, cache_salt="undisturbed") for stream in STREAMS))
 
     async def scenario() -> tuple[list[Result], list[int]]:
@@ -121,13 +121,12 @@ def test_paused_streams_equal_undisturbed_streams(name: str, request: pytest.Fix
         assert np.array_equal(expert_sets(result.rows), expert_sets(expected.rows))
 
 
-@pytest.mark.parametrize("name", ["moe", "fallback"])
-def test_an_abort_during_a_pause_ends_requests_immediately(name: str, request: pytest.FixtureRequest) -> None:
+def test_an_abort_during_a_pause_ends_requests_immediately(moe: RunningEngine) -> None:
     """Requests that are aborted during a pause end immediately, begun or not.
 
     A request that was added during the pause runs after the resume.
     """
-    engine: RunningEngine = request.getfixturevalue(name)
+    engine = moe
 
     async def scenario() -> list[Result]:
         begun = await engine.add(STREAMS[0])

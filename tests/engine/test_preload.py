@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 
-from rollbus.workers.engines.vllm import preload
+from rollbus.workers.engines.vllm import processes
 from tests.support.vllm_engine import RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -34,8 +34,8 @@ def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, mo
         core = running.engine._launch.llm.engine_core.resources.engine_manager.processes[0]
 
         assert psutil.Process(core.pid).ppid() == parent_pid
-    assert preload.READ_ON_IMPORT.items() <= psutil.Process(parent_pid).environ().items()
-    assert preload.READ_ON_IMPORT.items() <= os.environ.items()
+    assert processes.READ_ON_IMPORT.items() <= psutil.Process(parent_pid).environ().items()
+    assert processes.READ_ON_IMPORT.items() <= os.environ.items()
 
 
 def test_only_processes_that_start_in_the_block_and_its_thread_are_forked(moe: RunningEngine) -> None:
@@ -46,7 +46,7 @@ def test_only_processes_that_start_in_the_block_and_its_thread_are_forked(moe: R
         return str(utils.get_mp_context().get_start_method())
 
     elsewhere: list[str] = []
-    with preload.forked_cores():
+    with processes.forked_cores():
         thread = threading.Thread(target=lambda: elsewhere.append(method()))
         thread.start()
         thread.join()
@@ -69,12 +69,12 @@ def test_with_vllm_for_gpus_no_preloaded_process_starts(
 ) -> None:
     """With vLLM for GPUs or without vLLM, no preloaded process starts."""
     begun: list[bool] = []
-    monkeypatch.setattr(preload, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
-    for name in preload.READ_ON_IMPORT:
+    monkeypatch.setattr(processes, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
+    for name in processes.READ_ON_IMPORT:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(forkserver, "ensure_running", lambda: begun.append(True))
     monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", lambda _names: None)
 
-    preload.begin_preload()
+    processes.begin_preload()
 
     assert begun == [True] * is_begun

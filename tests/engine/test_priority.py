@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.vllm.feeds import RequestMaker
-from rollbus.workers.engines.vllm.loaded import LoadSerials
+from rollbus.workers.engines.vllm.feed import RequestMaker
+from rollbus.workers.engines.vllm.loads import LoadSerials
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams

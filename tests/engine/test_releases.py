@@ -13,13 +13,15 @@ import torch
 
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import EngineDead
-from rollbus.workers.engines.vllm import VllmEngine, launch, ownership, plugin, routing
+from rollbus.workers.engines.vllm import launch, plugin, processes
+from rollbus.workers.engines.vllm import launch as routing
 from rollbus.workers.engines.vllm.calls import Calls
-from rollbus.workers.engines.vllm.contract import CONTRACT
-from rollbus.workers.engines.vllm.cores import Cores
-from rollbus.workers.engines.vllm.feeds import _output
+from rollbus.workers.engines.vllm.engine import VllmEngine
+from rollbus.workers.engines.vllm.feed import _output
 from rollbus.workers.engines.vllm.params import extra_names
-from rollbus.workers.engines.vllm.reloading import Reload
+from rollbus.workers.engines.vllm.processes import Cores
+from rollbus.workers.engines.vllm.reload import Reload
+from tests.engine.vllm_contract.contract import CONTRACT
 from tests.support.presences import capabilities
 
 REASON = "vLLM 0.32.0 returns no routed experts on a CPU"
@@ -45,7 +47,7 @@ def config_of(*, aux: bool | None, old: bool | None = None, num_experts: int = 1
 
 def test_the_stand_in_of_the_executor_passes_vllms_subclass_check() -> None:
     """The stand-in passes vLLM's check for a subclass, and its instances have the original class."""
-    owned = ownership.owned_executor(Executor, None)
+    owned = processes.owned_executor(Executor, None)
 
     assert issubclass(owned, Executor)
     assert type(owned("config")) is Executor
@@ -62,10 +64,10 @@ def test_a_process_that_unpickles_the_executor_is_adopted(monkeypatch: pytest.Mo
         return executor_class
 
     adopt.__qualname__ = "adopt"
-    adopt.__module__ = ownership.__name__
-    monkeypatch.setattr(ownership, "adopt", adopt)
+    adopt.__module__ = processes.__name__
+    monkeypatch.setattr(processes, "adopt", adopt)
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(ownership.owned_executor(Executor, Cores(2, (0, 1))))
+    ForkingPickler(buffer).dump(processes.owned_executor(Executor, Cores(2, (0, 1))))
 
     assert ForkingPickler.loads(buffer.getvalue()) is Executor
     assert adopted == [(os.getpid(), Cores(2, (0, 1)))]
@@ -182,7 +184,7 @@ def test_a_failed_load_restores_the_configuration_of_the_weights(
 
     runner = SimpleNamespace(model_config=model_config, get_model=torch.nn.Module)
     reload = Reload(SimpleNamespace(model_runner=runner, reload_weights=reload_weights))
-    monkeypatch.setattr("rollbus.workers.engines.vllm.reloading._find_unreadable", lambda _folder: None)
+    monkeypatch.setattr("rollbus.workers.engines.vllm.reload._find_unreadable", lambda _folder: None)
     monkeypatch.setattr(reload, "begin", lambda: None)
     monkeypatch.setattr(reload, "give_up", lambda: None)
 
@@ -260,7 +262,7 @@ def checked_class() -> Any:
 
 
 def test_every_lifted_rejection_is_checked_in_vllms_sources() -> None:
-    """At an engine's start, vLLM's sources are checked for the texts by which the plugin finds vLLM's rejections."""
+    """The contract has the texts by which the plugin finds vLLM's rejections."""
     read = [item for need in CONTRACT if need.name == "VllmConfig" for item in need.reads.items()]
     missing = {
         refusal

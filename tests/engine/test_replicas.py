@@ -11,7 +11,7 @@ import pytest
 from rollbus.schemas.errors import EngineDead
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm import VllmEngine
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from tests.engine.conftest import SMALL_CACHE
 from tests.engine.support import prompt
 from tests.support.vllm_engine import RunningEngine, running_engines
@@ -74,7 +74,7 @@ async def paused_under_load(
 def test_replicas_serve_pause_update_and_die_as_one(models: dict[str, Path]) -> None:
     """Each replica serves, pauses, resets and updates. The death of a replica ends the engine without a hang."""
     args = {**REPLICAS, **SMALL_CACHE}
-    with running_engines({"replicas": lambda: VllmEngine(models["dense"], engine_args=args, read="core")}) as engines:
+    with running_engines({"replicas": lambda: VllmEngine(models["dense"], engine_args=args)}) as engines:
         running = engines.get("replicas")
         engine = running.engine
         assert (engine.capabilities.data_parallel_size, engine.capabilities.max_num_seqs) == (2, 8)

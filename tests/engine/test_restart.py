@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.engine.support import TOLERANCE, expert_sets, prompt
+from tests.engine.support import prompt
+from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -60,17 +61,13 @@ async def swap(running: RunningEngine, model: Path) -> tuple[list[Result], int]:
 
 
 @pytest.mark.proves("P17")
-@pytest.mark.parametrize("name", ["reloaded", "fallback"])
 def test_partly_computed_prompts_are_recomputed_with_new_weights(
-    name: str, models: dict[str, Path], request: pytest.FixtureRequest
+    reloaded: RunningEngine, models: dict[str, Path]
 ) -> None:
     """Log probabilities, also of the prompt, and all rows equal those of requests that start after the load."""
-    running: RunningEngine = request.getfixturevalue(name)
-    own, other = ("moe2", "moe") if name == "reloaded" else ("moe", "moe2")
-
-    results, num_waiting = running.call(swap(running, models[other]))
-    afterwards = running.generate(*(replace(long, cache_salt="afterwards") for long in LONG))
-    running.call(running.engine.load_weights(models[own]))
+    results, num_waiting = reloaded.call(swap(reloaded, models["moe"]))
+    afterwards = reloaded.generate(*(replace(long, cache_salt="afterwards") for long in LONG))
+    reloaded.call(reloaded.engine.load_weights(models["moe2"]))
 
     assert num_waiting == len(LONG)
     for result, expected in zip(results, afterwards, strict=True):

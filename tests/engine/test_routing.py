@@ -11,7 +11,8 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import expected_rows
 from rollbus.schemas.sampling import SamplingParams
 from tests.engine import direct_llm
-from tests.engine.support import expert_sets, prompt, rows_here, same_as_alone
+from tests.engine.support import prompt, rows_here, same_as_alone
+from tests.support.results import expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

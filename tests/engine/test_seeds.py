@@ -40,10 +40,8 @@ def alone(engine: RunningEngine, requests: Sequence[GenerateRequest]) -> list[li
     return [engine.generate(replace(request, cache_salt="alone"))[0].token_ids for request in requests]
 
 
-def test_seeded_requests_give_the_same_tokens_in_steps_smaller_than_the_prompt(
-    moe: RunningEngine, fallback: RunningEngine
-) -> None:
-    """With steps smaller than prompts, each seeded request gets the tokens of a step as long as its prompt."""
+def test_seeded_requests_give_the_same_tokens_in_steps_smaller_than_the_prompt(moe: RunningEngine) -> None:
+    """With steps smaller than prompts, each seeded request gets the same tokens among others as alone."""
     requests = [seeded(length, seed) for seed, length in enumerate(LENGTHS)]
     requests += [seeded(length, 50 + length, top_p=0.9, top_k=40) for length in (33, 257, 480)]
     others = companions((450, 3, 260, 90, 130, 470))
@@ -52,23 +50,21 @@ def test_seeded_requests_give_the_same_tokens_in_steps_smaller_than_the_prompt(
     together = moe.generate(*mixed)
 
     assert all(result.last.finish_reason is FinishReason.LENGTH for result in together)
-    expected = alone(fallback, requests)
-    assert [result.token_ids for result in together[::2]] == expected
-    assert alone(moe, requests) == expected
+    assert [result.token_ids for result in together[::2]] == alone(moe, requests)
 
 
-def test_seeded_requests_give_the_same_tokens_if_a_default_step_splits_prompts(fallback: RunningEngine) -> None:
-    """If one default step cannot hold all prompts, the prompts that it splits get the same tokens as alone."""
+def test_seeded_requests_give_the_same_tokens_if_a_long_step_splits_prompts(reloaded: RunningEngine) -> None:
+    """If one step of 256 tokens cannot hold all prompts, the prompts that it splits get the same tokens as alone."""
     lengths = np.random.default_rng(7).integers(200, 1200, 24)
     requests = [seeded(int(length), 100 + number) for number, length in enumerate(lengths)]
 
-    together = fallback.generate(*requests, *companions((900, 40, 700, 300)))
+    together = reloaded.generate(*requests, *companions((900, 40, 700, 300)))
 
-    assert [result.token_ids for result in together[: len(requests)]] == alone(fallback, requests)
+    assert [result.token_ids for result in together[: len(requests)]] == alone(reloaded, requests)
 
 
 def test_a_preempted_request_continues_with_the_next_numbers_of_its_seed(
-    moe: RunningEngine, fallback: RunningEngine, preemptions: list[str]
+    moe: RunningEngine, preemptions: list[str]
 ) -> None:
     """A request that lost its KV cache continues with the next random numbers of its seed."""
     requests = [seeded(90, 200 + number, max_tokens=200) for number in range(12)]
@@ -77,4 +73,4 @@ def test_a_preempted_request_continues_with_the_next_numbers_of_its_seed(
 
     assert len(set(preemptions)) >= 3
     # The last requests are the first to be preempted.
-    assert [result.token_ids for result in together[-5:]] == alone(fallback, requests[-5:])
+    assert [result.token_ids for result in together[-5:]] == alone(moe, requests[-5:])

@@ -100,16 +100,6 @@ def test_a_killed_model_process_raises_engine_dead(moe: RunningEngine) -> None:
     assert psutil.wait_procs([core], timeout=SOON_S)[1] == []
 
 
-def test_the_generate_feed_detects_the_death_of_an_idle_engine(fallback: RunningEngine) -> None:
-    """The feed through `AsyncLLM.generate` detects the death of an engine without requests."""
-
-    async def scenario() -> None:
-        engine_core(fallback).kill()
-        await until_dead(fallback)
-
-    fallback.call(scenario())
-
-
 def test_a_killed_engine_is_replaced_for_the_next_test(engines: Engines) -> None:
     """After a kill, the next test gets an engine in new processes with the same results.
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.vllm.feeds import RequestMaker
-from rollbus.workers.engines.vllm.loaded import LoadSerials
+from rollbus.workers.engines.vllm.feed import RequestMaker
+from rollbus.workers.engines.vllm.loads import LoadSerials
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 

@@ -4,12 +4,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.loads import rate
-from bench.report import Report, Spread
-from bench.transport import cpu_ms, measure, row, turn
-from bench.transport_sse import event
-from bench.transport_ways import WAYS
-from bench.ways import Way
+from bench.processes import Way
+from bench.report import Report, rate
+from bench.transport import WAYS, cpu_ms, event, measure, row, turn
+from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.chunk import FinishReason
 
 

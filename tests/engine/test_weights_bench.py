@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.ways import running
+from bench.processes import running
 from bench.weights_trainer import FILE, INIT_STD, MEASURED, Trainer
 
 NEAR = 0.15

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.engine import RequestStep
 from rollbus.workers.engines.vllm import plugin
-from rollbus.workers.engines.vllm.feeds import CoreFeed
+from rollbus.workers.engines.vllm.feed import CoreFeed
 from rollbus.workers.engines.vllm.launch import set_environment
 from rollbus.workers.engines.vllm.outputs import OpenRequests
-from rollbus.workers.engines.vllm.ownership import owned_executor
+from rollbus.workers.engines.vllm.processes import owned_executor
 from tests.engine.hand_rows import HAND_ROWS, PROMPT_LEN, START, TOKENS
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
@@ -97,7 +97,7 @@ async def read(steps: list[Any], requests: OpenRequests) -> list[RequestStep]:
 
 def fed() -> dict[str, Any]:
     """Return the adapter's results of one request."""
-    requests = OpenRequests(ROUTING, rows_with_tokens=True)
+    requests = OpenRequests(ROUTING)
     sampling = SamplingParams(max_tokens=len(TOKENS), logprobs=0)
     request = GenerateRequest(
         prompt_token_ids=[5] * PROMPT_LEN,
@@ -122,7 +122,7 @@ def failed() -> str | None:
 
     if "error" not in EngineCoreOutput.__struct_fields__:
         return None
-    requests = OpenRequests(None, rows_with_tokens=True)
+    requests = OpenRequests(None)
     engine_id = requests.add("k", GenerateRequest(prompt_token_ids=[5], sampling=SamplingParams()))
     error = outputs.RequestError(code="internal", message="no room", retryable=True)
     output = EngineCoreOutput(engine_id, [], finish_reason=FinishReason.ERROR, error=error)

@@ -10,7 +10,7 @@ from rollbus.bus.client import runtime
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import ErrorCode, NoWorkers, RequestError
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import served, synthetic_worker
 from tests.support.hand_worker import chunk, request, worker_by_hand
 from tests.support.nats_server import require_binary

@@ -14,7 +14,8 @@ import pytest
 import rollbus
 from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.disagg import SHAPES, role_of, shaped
 from tests.support.invariants import Observer, observing
 from tests.support.load import Load

@@ -15,17 +15,18 @@ from typing import NamedTuple
 import pytest
 
 import rollbus
-from rollbus.bus.control import retries
+from rollbus.bus.nats import jetstream
 from rollbus.bus.queue.streams import stream_name
 from rollbus.bus.subjects import BUCKET, Subjects
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
+from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import Observer, check_results, observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.nats_server import require_binary
 from tests.support.requests import greedy
@@ -161,7 +162,7 @@ async def test_requests_complete_after_two_of_three_servers_return(fleet: str, m
                 await server.kill()
             await until_true(lambda: state_of(workers[0]) is WorkerState.UPDATING)
             num_results = gaps.num_results
-            monkeypatch.setattr(retries, "ELECTION_S", 0.0)
+            monkeypatch.setattr(jetstream, "ELECTION_S", 0.0)
             with pytest.raises(RollbusError, match="no leader now"):
                 await rb.fleet.flush_cache()
             assert gaps.num_results == num_results < len(load.requests)

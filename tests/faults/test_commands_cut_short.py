@@ -15,14 +15,14 @@ import pytest
 import rollbus
 from rollbus import FleetState, Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.control import Ack
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import MODEL, start, write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_state, until_worker, worker_of
 from tests.support.invariants import check_results, observing
-from tests.support.load import VOCAB_SIZE
 from tests.support.nats_server import require_binary
 from tests.support.outcomes import incomplete
 from tests.support.requests import greedy

@@ -10,11 +10,12 @@ import pytest
 
 import rollbus
 from rollbus import CommandIncomplete, CommandResult
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import check_results, observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.requests import greedy
 
 pytestmark = pytest.mark.slow

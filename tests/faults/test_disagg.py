@@ -20,13 +20,14 @@ from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, RequestError
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.bus.test_disagg import check_equal
+from tests.chaos.workload import VOCAB_SIZE
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
 from tests.support.fleet_states import until_known
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.outcomes import outcome
 from tests.support.waits import until_true
 from tests.support.worker_process import worker_process

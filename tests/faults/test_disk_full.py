@@ -11,9 +11,9 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest, RequestTimeout, SamplingParams
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.doctor.bus import DoctorTarget, examine_bus
-from rollbus.frontend.cli.doctor.findings import Status
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.cli.doctor.host import Status
+from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.nats_server import require_binary

@@ -12,17 +12,18 @@ import pytest
 
 import rollbus
 from rollbus.bus.nats.server import Server
-from rollbus.bus.protocol.fleet.duplicates import TIE_S
-from rollbus.schemas.exit_codes import EXIT_DUPLICATE_WORKER
+from rollbus.bus.protocol.fleet.leases import TIE_S
+from rollbus.schemas.errors import EXIT_DUPLICATE_WORKER
 from rollbus.schemas.presence import WorkerPresence, WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from rollbus.workers.lifecycle.identity import IdGuard
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.lifecycle import IdGuard
 from tests.auth.support import FLEET, MODEL, guarded
+from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import ask
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.fleet_states import until_state
 from tests.support.hand_worker import HandWorker, chunk, request, worker_by_hand
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.waits import until_true
 from tests.support.worker_process import LASTING, worker_process
 
@@ -175,7 +176,7 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
         # The lifecycle exists only after the worker has connected.
         await until_true(lambda: hasattr(other, "_lifecycle") and other._lifecycle.state is WorkerState.SERVING)
         await load.run(rb)
-        served = [worker.stats().links.offered for worker in (one, other)]
+        served = [worker.stats().links.requests for worker in (one, other)]
 
     assert min(served) > 0
 

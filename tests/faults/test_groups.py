@@ -11,7 +11,7 @@ import pytest
 
 import rollbus
 from rollbus import GroupPrompt, GroupStep
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import undisturbed
 from tests.control.support import write_checkpoint
 from tests.support.fleet import StartServed, check_generation

@@ -2,10 +2,11 @@
 
 import pytest
 
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.support.disagg import SHAPES, check_legs, filtered
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.nats_noise import NatsNoise
 
 pytestmark = pytest.mark.slow

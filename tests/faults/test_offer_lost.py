@@ -9,8 +9,8 @@ import rollbus
 from rollbus.bus.protocol.attempt import machine
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.bus.queue import streams
-from rollbus.bus.queue.limits import QueueLimits
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.bus.queue.streams import QueueLimits
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.disagg import SHAPES, role_worker, until_paired
 from tests.support.invariants import observing
 from tests.support.load import Load
@@ -53,7 +53,7 @@ async def test_a_request_whose_offer_is_lost_goes_to_the_next_worker(
         # The worker can receive and cannot send. Its open pull delivers the request.
         proxy.freeze(Direction.TO_SERVER)
         completing = tasks.create_task(load.run(rb, legs=len(SHAPES[shape])))
-        await until_true(lambda: cut_off.stats().links.offered == 2)
+        await until_true(lambda: cut_off.stats().links.requests == 2)
         async with role_worker(nats_url, fleet, second, CONFIG):
             (generation,) = await completing
             proxy.thaw()
@@ -86,7 +86,7 @@ async def test_a_decode_worker_serves_alone_if_the_prefill_offer_is_lost(
             assert (await rb.complete(greedy(0, 2))).worker_ids == ("p", "d")
         proxy.freeze(Direction.TO_SERVER)
         completing = tasks.create_task(load.run(rb))
-        await until_true(lambda: cut_off.stats().links.offered == 2)
+        await until_true(lambda: cut_off.stats().links.requests == 2)
         (generation,) = await completing
         proxy.thaw()
 

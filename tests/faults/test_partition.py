@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.bus.client import runtime
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from tests.chaos.workload import make_requests
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE, make_requests
 from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_of, role_worker, shaped, until_paired
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.fleet_states import until_known
 from tests.support.hand_client import hand_client
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.requests import greedy
 from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
 from tests.support.waits import until_true
@@ -56,7 +56,7 @@ async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     """Wait until the client knows that this worker has these requests, or any request if none is given."""
 
     def found() -> set[str]:
-        live = list(rb._registry._runtime.coordinator._calls.values())
+        live = list(rb._registry.runtime.coordinator._calls.values())
         return {call.request_id for call in live for child in call.children if child.worker == worker}
 
     await until_true(lambda: (have := found()) and have.issuperset(request_ids))

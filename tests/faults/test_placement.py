@@ -11,13 +11,14 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
-from rollbus.bus.protocol.placement.policy import PlacementReason
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS
+from rollbus.bus.protocol.queue.placement import PlacementReason
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.worker_process import LASTING, worker_process
 
 pytestmark = pytest.mark.slow

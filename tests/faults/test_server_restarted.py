@@ -9,11 +9,12 @@ import pytest
 import rollbus
 from rollbus.bus.client import dispatch
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.fleet import served
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.nats_server import require_binary
 
 pytestmark = pytest.mark.slow

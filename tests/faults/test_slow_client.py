@@ -9,7 +9,7 @@ from rollbus.bus.client.links import MAX_WINDOW_BYTES
 from rollbus.bus.protocol.attempt import machine
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
 from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.invariants import Observer, observing

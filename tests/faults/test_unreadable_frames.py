@@ -7,17 +7,18 @@ import msgspec
 import pytest
 
 from rollbus.bus.nats.connection import publish
-from rollbus.bus.protocol.link import link_sender
+from rollbus.bus.protocol.stream import link_sender
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import Frame, RequestKey, encode
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.support.connections import opened
 from tests.support.disagg import filtered
 from tests.support.fleet import StartServed
 from tests.support.hand_worker import HandWorker, chunk, hand_worker, request, worker_by_hand
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.nats_noise import NatsNoise
 from tests.support.outcomes import error_of
 from tests.support.waits import until_true

@@ -10,12 +10,12 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.schemas.errors import ErrorCode, NoWorkers, RequestFailed
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from tests.chaos.workload import undisturbed
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE, undisturbed
 from tests.support.disagg import role_of, until_paired
 from tests.support.fleet_states import until_state
 from tests.support.invariants import check_stream, observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.patience import SOON_S
 from tests.support.requests import endless, greedy
 from tests.support.worker_process import LASTING, worker_process

@@ -8,12 +8,12 @@ import rollbus
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from tests.chaos.workload import make_requests
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE, make_requests
 from tests.support.disagg import check_legs, until_paired
 from tests.support.fleet_states import until_worker
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.waits import until
 from tests.support.worker_process import LASTING, worker_process
 

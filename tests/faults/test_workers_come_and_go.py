@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.support.disagg import check_legs, role_of, role_worker
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 
 pytestmark = pytest.mark.slow
 

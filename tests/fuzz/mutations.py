@@ -4,8 +4,6 @@ import struct
 
 from hypothesis import strategies as st
 
-__all__ = ["harmed"]
-
 HUGE = st.sampled_from([2**31 - 1, 2**31, 2**32 - 1])
 EDGES = st.sampled_from(
     [0, 1, -1, 127, 128, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -(2**31), -(2**63)]

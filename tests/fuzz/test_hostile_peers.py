@@ -13,14 +13,15 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk, RoutedExperts
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import RequestKey
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
+from tests.chaos.workload import VOCAB_SIZE
 from tests.golden.test_golden import golden_bytes
 from tests.support.connections import opened
 from tests.support.fleet import StartServed
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 from tests.support.outcomes import error_of
 from tests.support.waits import until
 

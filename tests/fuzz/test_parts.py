@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from rollbus.bus.objects.layout import ObjectInfo, decode_digest, decode_info, name_of
 from rollbus.bus.protocol.fleet.canary import canary_rows
+from rollbus.schemas.decoding import MALFORMED
 from rollbus.schemas.errors import ControlError, InvalidRequest, RemoteProtocolError
 from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.weights import Canary
-from rollbus.schemas.wire_version import MALFORMED
-from rollbus.workers.engines.synthetic.kv import SyntheticKv
-from rollbus.workers.engines.vllm.kv.params import decode_params
+from rollbus.workers.engines.synthetic.model import SyntheticKv
+from rollbus.workers.engines.vllm.kv.config import decode_params
 from tests.fuzz.mutations import harmed
 from tests.schemas.strategies import TOKEN_ID, texts
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.client import links as client_links
-from rollbus.bus.client.exchange import AttemptCoordinator
+from rollbus.bus.client.coordinator import AttemptCoordinator
 from rollbus.bus.client.links import ClientLinks
-from rollbus.bus.client.losses import Losses
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.protocol.fleet import lease, presence_table
-from rollbus.bus.protocol.fleet.lease import MAX_LEASE_S
-from rollbus.bus.protocol.fleet.presence_table import PresenceTable
-from rollbus.bus.protocol.link import link_sender
+from rollbus.bus.protocol.fleet import leases
+from rollbus.bus.protocol.fleet import presence as presence_table
+from rollbus.bus.protocol.fleet.leases import MAX_LEASE_S
+from rollbus.bus.protocol.fleet.presence import PresenceTable
+from rollbus.bus.protocol.stream import link_sender
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, RemoteProtocolError, RequestError
 from rollbus.schemas.messages import LinkMessage, RequestKey, decode_link_message, encode
@@ -91,7 +91,7 @@ def test_links_to_invented_incarnations_end() -> None:
     links.expire(NOW + 1000.0)
     links.expire(NOW + 2000.0)
 
-    assert lost.count(None) == lease.MAX_INCARNATIONS
+    assert lost.count(None) == leases.MAX_INCARNATIONS
     assert not list(links.outbound.links())
 
 
@@ -114,9 +114,7 @@ def test_a_client_ignores_new_workers_beyond_a_limit(monkeypatch: pytest.MonkeyP
 def test_the_aborts_for_endless_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client stores a limited number of aborts for each worker that sends endless offers."""
     monkeypatch.setattr(client_links, "MAX_ABORTS", FEW)
-    links = ClientLinks(
-        cast(Connection, None), Subjects("f"), ("c", "c1"), cast(AttemptCoordinator, None), cast(Losses, None)
-    )
+    links = ClientLinks(cast(Connection, None), Subjects("f"), ("c", "c1"), cast(AttemptCoordinator, None))
     for i in range(100):
         links.abort("hostile", RequestKey(f"r{i}"))
     links.abort("other", RequestKey("r"))

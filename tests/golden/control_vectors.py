@@ -4,14 +4,13 @@ import zlib
 
 from msgspec import structs
 
+from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.control import (
     Abort,
-    Ack,
-    AckError,
-    AckStatus,
     CancelWeightUpdate,
     CheckWeights,
     Command,
+    DesiredState,
     Drain,
     Fence,
     FinishWeightUpdate,
@@ -21,7 +20,9 @@ from rollbus.schemas.control import (
     Pause,
     ReadExperts,
     ReadRequest,
+    Recorded,
     Resume,
+    SeenCommand,
     Sleep,
     StartWeightUpdate,
     State,
@@ -30,7 +31,6 @@ from rollbus.schemas.control import (
     UpdateWeights,
     Wake,
 )
-from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.telemetry import (
     ExpertCounts,
@@ -41,8 +41,6 @@ from rollbus.schemas.telemetry import (
     TokenTally,
 )
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, WeightSource
-
-__all__ = ["CONTROL_VECTORS"]
 
 CANARY = Canary(token_ids=(5, 300), logprobs=(-0.5, -0.25), routed_experts="AAECAw==", shape=(2, 1, 2))
 CHECKPOINT = WeightSource(path="/checkpoints/step_7")

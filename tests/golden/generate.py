@@ -23,8 +23,6 @@ from rollbus.schemas.messages import (
 from tests.golden.vectors import VECTORS
 from tests.golden.view import as_json
 
-__all__ = ["ROOT", "Captured", "captured_runs", "generate"]
-
 ROOT = Path(__file__).parent / "v1"
 
 

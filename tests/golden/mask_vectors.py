@@ -9,8 +9,6 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.arrays import little_endian
 
-__all__ = ["MASK_VECTORS"]
-
 MASK = SamplingMask(little_endian(np.array([3, 1]), "<i4"), little_endian(np.array([5, 300, 151_643, 7]), "<i4"))
 """A mask with three ids for the first token and one id for the second."""
 

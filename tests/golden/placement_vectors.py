@@ -8,8 +8,6 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.schemas.telemetry import LostAttempt
 
-__all__ = ["PLACEMENT_VECTORS"]
-
 PLACEMENT_VECTORS: dict[str, RequestMessage | WorkerPresence] = {
     "request_siblings": RequestMessage(
         client="trainer-0",

@@ -11,8 +11,6 @@ from rollbus.schemas.presence import (
 )
 from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
 
-__all__ = ["PRESENCE_VECTORS"]
-
 PRESENCE_VECTORS: dict[str, WorkerPresence] = {
     "presence_counters": WorkerPresence(
         worker="w0",

@@ -15,8 +15,6 @@ from rollbus.schemas.messages import Frame, LinkMessage, RequestMessage, decode_
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 
-__all__ = ["earlier", "later", "of_version", "packed"]
-
 ADDED = {"from": "the future", "list": [1, {"a": None}]}
 """The value that a later release adds at each possible place."""
 PACKED = (Frame, LinkMessage, RequestMessage)

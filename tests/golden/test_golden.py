@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import Chunk
-from rollbus.schemas.control import Ack, AnyCommand
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import AnyCommand, DesiredState
 from rollbus.schemas.messages import (
     Frame,
     LinkMessage,

@@ -16,11 +16,12 @@ from rollbus.schemas.messages import (
     decode_presence,
     decode_request_message,
 )
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import VOCAB_SIZE
 from tests.golden.releases import earlier, later
 from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
-from tests.support.load import VOCAB_SIZE, Load
+from tests.support.load import Load
 
 pytestmark = pytest.mark.slow
 

@@ -4,14 +4,9 @@ import msgspec
 import pytest
 
 from rollbus.schemas.control import Command
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
-from rollbus.schemas.messages import (
-    WIRE_VERSION,
-    RequestMessage,
-    decode_command,
-    decode_request,
-    decode_request_message,
-)
+from rollbus.schemas.messages import RequestMessage, decode_command, decode_request, decode_request_message
 from tests.golden.releases import earlier, later, of_version
 from tests.golden.test_golden import check_decodes_to, envelope, golden_bytes
 from tests.golden.vectors import VECTORS, Message

@@ -6,6 +6,7 @@ Messages are appended and never edited, because other programs were written agai
 import msgspec
 import numpy as np
 
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import (
     Chunk,
     ChunkError,
@@ -15,8 +16,7 @@ from rollbus.schemas.chunk import (
     RoutedExperts,
     TopLogprobs,
 )
-from rollbus.schemas.control import Ack, Command
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import Command, DesiredState
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, encode
 from rollbus.schemas.presence import (
@@ -34,8 +34,6 @@ from tests.golden.mask_vectors import MASK_VECTORS
 from tests.golden.placement_vectors import PLACEMENT_VECTORS
 from tests.golden.presence_vectors import PRESENCE_VECTORS
 from tests.support.arrays import little_endian
-
-__all__ = ["VECTORS", "Message"]
 
 Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence | Command | Ack | DesiredState
 

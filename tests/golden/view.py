@@ -9,8 +9,6 @@ import numpy as np
 from rollbus.schemas.chunk import RoutedExperts
 from rollbus.schemas.messages import RequestMessage, decode_request, encode_json
 
-__all__ = ["as_json", "view"]
-
 DTYPES = {"token_ids_data": "<i4", "logprobs_data": "<f4", "counts_data": "<i4"}
 
 

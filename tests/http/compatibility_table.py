@@ -7,8 +7,6 @@ from typing import Any
 
 from tests.cli.support import ROOT
 
-__all__ = ["PAGE", "FieldRow", "RouteRow", "control_rows", "field_rows", "route_rows"]
-
 PAGE = ROOT / "docs/http-compatibility.md"
 
 

@@ -13,15 +13,14 @@ import httpx
 from rollbus import Chunk
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.control.support import write_adapter, write_checkpoint
 from tests.http.support import Http, http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_state
 from tests.support.requests import greedy
 from tests.support.streams import start_stream
-
-__all__ = ["ControlHttp", "control_http", "in_flight", "together"]
 
 T = TypeVar("T")
 STEP_S = 0.002
@@ -81,7 +80,7 @@ async def control_http(
     config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
     async with contextlib.AsyncExitStack() as stack:
         # The tests ping workers of this process often, so a short wait suffices.
-        stack.enter_context(mock.patch("rollbus.bus.client.presence_watcher.PING_WAIT_S", PING_WAIT_S))
+        stack.enter_context(mock.patch("rollbus.bus.client.presence.PING_WAIT_S", PING_WAIT_S))
         engines = []
         for i, model in enumerate(models or ("synthetic",) * count):
             fields: dict[str, Any] = {

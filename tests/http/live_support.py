@@ -12,8 +12,6 @@ import httpx
 from tests.http.support import Http
 from tests.support.patience import SOON_S
 
-__all__ = ["Stream", "watching"]
-
 PATH = "/v1/rl/events"
 
 

@@ -10,8 +10,6 @@ import rollbus
 from rollbus.bus.worker_metrics import worker_families
 from rollbus.frontend.http.metrics import Metrics
 
-__all__ = ["DOC", "rows", "with_table"]
-
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 TABLE = re.compile(r"<!-- table -->\n.*?<!-- end -->", re.DOTALL)
 EXPORTED = {"counter": "_total"}

@@ -8,11 +8,9 @@ from typing import Any
 import openai
 
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
-
-__all__ = ["CHAT", "COMPLETIONS", "client_of", "talking"]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -9,8 +9,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rollbus.frontend import tokenization
 
-__all__ = ["CHAT_TEMPLATE", "byte_fallback", "byte_level", "make_byte_level", "save", "word_piece"]
-
 SPECIAL = "<|end|>"
 ROLE = "<|role|>"
 """A special token that the configuration does not name."""

@@ -14,14 +14,13 @@ import pytest
 
 import rollbus
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
-from rollbus.frontend.http.openapi import document
+from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.server import listen, serving
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import HANGS_AFTER_S
-
-__all__ = ["Http", "by_bus", "http_before", "http_service", "noted_requests", "rows_of"]
 
 
 @dataclass

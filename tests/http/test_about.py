@@ -8,9 +8,9 @@ import openai
 import pytest
 
 import rollbus
-from rollbus.frontend.http.about import parallel_config
-from rollbus.frontend.http.reference_page import STYLE
+from rollbus.frontend.http.docs import STYLE
 from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.status import parallel_config
 from tests.http.control_support import control_http
 from tests.http.openai_support import client_of
 from tests.http.support import http_before, http_service

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollbus.frontend.http.answer_types import ChatAnswer, CompletionAnswer, GenerateAnswer
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.http.tokens import ChatAnswer, CompletionAnswer, GenerateAnswer
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
 
 PROMPT = [5, 6, 7]

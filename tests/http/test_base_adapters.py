@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollbus import Generation
-from rollbus.bus.client.group_results import Group
+from rollbus.bus.client.generation import Group
 from rollbus.schemas.errors import RequestTimeout
 from tests.control.support import write_adapter
 from tests.http.control_support import ControlHttp, control_http, in_flight

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
+from rollbus.frontend.http.chat import DetokenizeBody, TokenizeBody
 from rollbus.frontend.http.control.bodies import SendBody
-from rollbus.frontend.http.generate_body import GenerateBody, SamplingBody
+from rollbus.frontend.http.generate import GenerateBody, SamplingBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody, NvExt
-from rollbus.frontend.http.tokenize import DetokenizeBody, TokenizeBody
 from tests.http.compatibility_table import FieldRow, control_rows, field_rows, route_rows
 from tests.http.openai_support import talking
 from tests.http.support import http_before

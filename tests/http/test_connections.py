@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rollbus.frontend.http import connections, server
-from rollbus.frontend.http.connections import EXPENDABLE, MAX_HEAD_BYTES, ConnectionTable, Stage, max_connections
+from rollbus.frontend.http import edge, server
+from rollbus.frontend.http.edge import EXPENDABLE, MAX_HEAD_BYTES, ConnectionTable, Stage, max_connections
 from rollbus.frontend.http.settings import Settings
 from tests.cli.support import ENV, command
 from tests.http.support import http_service
@@ -187,7 +187,7 @@ async def test_bytes_that_are_not_http_get_an_error(nats_url: str, fleet: str) -
 
 async def test_idle_connections_are_closed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle connection is closed, and so is one that still sends its body after an early response."""
-    for module in (connections, server):
+    for module in (edge, server):
         monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
     async with http_service(nats_url, fleet, Settings(client_timeout_s=0.5)) as http:
         async with connected(http.url, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as (reader, _):

@@ -196,7 +196,7 @@ async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str, monk
 
     The ledger lists all as missing with a reason.
     """
-    monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.3)
+    monkeypatch.setattr("rollbus.bus.control.controller.MARGIN_S", 0.3)
     async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
         for worker in hands.workers.values():
             worker.reply = silent
@@ -333,8 +333,7 @@ async def test_commands_require_the_admin_token(nats_url: str, fleet: str, tmp_p
 
 
 async def _check_access(c: ControlHttp) -> None:
-    from rollbus.frontend.http.control import ADMIN_ROUTES, ROUTES
-    from rollbus.frontend.http.control.not_served import DATA_ROUTES
+    from rollbus.frontend.http.control import ADMIN_ROUTES, DATA_ROUTES, ROUTES
 
     data, admin = ({"Authorization": f"Bearer {token}"} for token in ("data", "admin"))
     shut = [(route, headers, 401) for route in ADMIN_ROUTES for headers in ({}, data)]

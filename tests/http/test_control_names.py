@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 
 import rollbus
-from rollbus.frontend.http.control.not_served import ADMIN_ROUTES, DATA_ROUTES
+from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
 from rollbus.frontend.http.service import Service
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.control_support import control_http
 from tests.http.openai_support import CHAT, CONFIG, talking
 from tests.http.small_tokenizers import make_byte_level, save
@@ -161,7 +161,7 @@ async def test_a_known_route_that_is_not_served_names_a_served_route(nats_url: s
     """A known route that is not served gives 501 and names a served route. The client of prime-rl ignores 404."""
     async with http_service(nats_url, fleet) as http:
         served = set((await http.client.get("/openapi.json")).json()["paths"])
-        for method, path in {**ADMIN_ROUTES, **DATA_ROUTES}:
+        for method, path in {**NOT_SERVED_ROUTES, **DATA_ROUTES}:
             answer = await http.client.request(method, path, json={"new_version": "7"} if method == "POST" else None)
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (501, "not_served")

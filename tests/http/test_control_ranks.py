@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.http.control_support import control_http
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker

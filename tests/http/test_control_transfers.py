@@ -6,7 +6,7 @@ import pytest
 
 import rollbus
 from rollbus.frontend.http.settings import Settings
-from rollbus.schemas.control import AckError
+from rollbus.schemas.acks import AckError
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from tests.http.control_support import ControlHttp, control_http

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.frontend.http.detokenizer import Detokenizer
+from rollbus.frontend.http.text import Detokenizer
 from rollbus.frontend.tokenization import Tokenizer, token_text
 from tests.http.small_tokenizers import ADDED, ROLE, SPECIAL, byte_fallback, byte_level, word_piece
 

@@ -10,7 +10,7 @@ import pytest
 
 import rollbus
 from rollbus.frontend.cli.app import build_parser
-from rollbus.frontend.cli.http_service import serve_http, settings_from_environment
+from rollbus.frontend.cli.local.http import serve_http, settings_from_environment
 from rollbus.frontend.http.server import listen
 from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import CHAT, CONFIG

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import http_service
 from tests.http.test_safety import GENERATING, becomes, posted

@@ -12,11 +12,10 @@ from msgspec.structs import replace
 import rollbus
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.fair_line import FairLine, Ticket
 from rollbus.frontend.http.metrics import Metrics
+from rollbus.frontend.http.service import MIN_AHEAD, FairLine, Ticket, Turns, room_of
 from rollbus.frontend.http.settings import Settings
-from rollbus.frontend.http.turns import MIN_AHEAD, Turns, room_of
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.metrics_doc import NoClient
 from tests.http.support import Http, http_before
 from tests.http.test_safety import becomes

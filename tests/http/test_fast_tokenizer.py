@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from rollbus.frontend.fast_tokenizer import PROVEN_MODELS, load_fast_tokenizer
-from rollbus.frontend.tokenization import Tokenizer, load_tokenizer
+from rollbus.frontend.tokenization import PROVEN_MODELS, Tokenizer, load_fast_tokenizer, load_tokenizer
 from tests.http.small_tokenizers import ADDED, CHAT_TEMPLATE, ROLE, SPECIAL, make_byte_level, save
 
 pytestmark = pytest.mark.slow

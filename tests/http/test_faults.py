@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.request_target import named_errors
+from rollbus.frontend.http.requests import named_errors
 from rollbus.schemas.errors import ErrorCode, RequestError
 from tests.http.control_support import control_http
 

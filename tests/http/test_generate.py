@@ -15,7 +15,8 @@ import rollbus
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.messages import KvTransfer
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.http.support import Http, by_bus, http_before, http_service, rows_of
 from tests.support.checkpoints import write_adapter

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 import rollbus
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.generate_answer import answer_json
-from rollbus.frontend.http.request_target import RequestTarget
-from rollbus.frontend.http.routing_json import ENCODED_BYTES, routed_experts_json
-from rollbus.frontend.http.tokens import Tokens
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.http.generate import answer_json
+from rollbus.frontend.http.requests import RequestTarget
+from rollbus.frontend.http.tokens import ENCODED_BYTES, Tokens, routed_experts_json
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.presences import presence
 
 MODEL = SyntheticConfig().capabilities

@@ -5,7 +5,7 @@ from typing import Any
 
 from renderers.client import parse_generate_response  # type: ignore[import-untyped]
 
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import by_bus, http_service
 from tests.http.test_generate import PROMPT, generate
 

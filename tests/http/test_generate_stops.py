@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS, talking
 from tests.http.small_tokenizers import byte_level
 from tests.http.support import Http, by_bus, noted_requests, rows_of

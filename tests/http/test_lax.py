@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from msgspec.structs import fields
 
-from rollbus.frontend.http import lax
+from rollbus.frontend.http import body as lax
 from rollbus.frontend.http.body import decode_body
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.generate_body import GenerateBody
+from rollbus.frontend.http.generate import GenerateBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody
 from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking

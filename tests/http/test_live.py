@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.client.fleet_watch import FleetWatch
+from rollbus.bus.client.client import FleetWatch
+from rollbus.frontend.follow import Heard
 from rollbus.frontend.http import server
-from rollbus.frontend.http.live import live_fleet, viewers
-from rollbus.frontend.http.live.heard import Heard
+from rollbus.frontend.http.live import fleet as live_fleet
+from rollbus.frontend.http.live import viewers
 from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.frontend.http.settings import Settings
 from tests.http.live_support import PATH, watching

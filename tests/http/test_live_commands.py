@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbus.frontend.http.live import recorded
+from rollbus.frontend import follow
 from tests.http.live_support import watching
 from tests.http.support import http_service
 from tests.support.requests import greedy
@@ -40,7 +40,7 @@ async def test_an_event_has_the_waiting_requests_by_lane_and_client(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An event has the waiting requests by lane and client."""
-    monkeypatch.setattr(recorded, "CLIENTS_S", 0.0)
+    monkeypatch.setattr(follow, "CLIENTS_S", 0.0)
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         await http.rb.fleet.pause()
         async with asyncio.TaskGroup() as tasks:

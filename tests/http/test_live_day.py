@@ -3,14 +3,13 @@
 import time
 from typing import cast
 
-from rollbus.bus.client.fleet_watch import FleetWatch, HeardWorker
+from rollbus.bus.client.client import FleetWatch, HeardWorker
 from rollbus.bus.control.revisions import HISTORY, StoredState
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.fleet import desired
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.http.live.day import FleetDay
-from rollbus.schemas.control import AnyCommand, FlushCache, Pause, Resume
-from rollbus.schemas.desired import DesiredState
+from rollbus.frontend.http.live.events import FleetDay
+from rollbus.schemas.control import AnyCommand, DesiredState, FlushCache, Pause, Resume
 from tests.http.live_support import watching
 from tests.http.support import http_before
 from tests.support.connections import opened

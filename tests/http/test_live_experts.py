@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.client import presence_watcher
-from rollbus.frontend.http.live import expert_feeds
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.bus.client import presence
+from rollbus.frontend.http.live import experts as expert_feeds
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import PATH, watching
 from tests.http.support import http_before, http_service
 from tests.support.requests import greedy
@@ -20,7 +20,7 @@ SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the service ask for counts continuously, and wait only briefly for absent workers."""
-    monkeypatch.setattr(presence_watcher, "PING_WAIT_S", 0.15)
+    monkeypatch.setattr(presence, "PING_WAIT_S", 0.15)
     monkeypatch.setattr(expert_feeds, "PERIOD_S", 0.2)
 
 
@@ -31,7 +31,7 @@ def counts(event: dict[str, Any], plane: str) -> np.ndarray:
 
 
 async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
-    """The counts equal the rows that a client received: by plane with their imbalance, by version and over time."""
+    """The counts equal the rows that a client received: by plane with their imbalance."""
     async with http_service(nats_url, fleet, config=SHAPE, weight_version=3) as http:
         (worker,) = http.rb.fleet.workers
         got = await http.rb.complete(greedy(1, 20))
@@ -43,8 +43,6 @@ async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
         async with watching(http, f"?experts=synthetic&worker={worker.worker}") as one, watching(http) as other:
             event = await one.until("experts", lambda event: event["planes"] and event["planes"]["generated"]["seen"])
             await other.next("fleet")
-            while not event["over_time"] or not event["versions"]:
-                event = await one.next("experts")
     found = counts(event, "prompt").astype(np.int64) + counts(event, "generated")
     assert found.tolist() == wanted.tolist()
     assert (event["model"], event["worker"], event["problem"]) == ("synthetic", worker.worker, None)
@@ -52,9 +50,6 @@ async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
     plane, totals = event["planes"]["generated"], counts(event, "generated")
     assert np.allclose(plane["max_over_mean"], totals.max(axis=1) / totals.mean(axis=1), atol=1e-4)
     assert plane["unused"] == (totals == 0).sum(axis=1).tolist()
-    assert [version["weight_version"] for version in event["versions"]] == [3]
-    assert "counts" not in event["versions"][0]["generated"]
-    assert event["over_time"][-1]["weight_version"] == 3
 
 
 async def test_counts_that_cannot_be_shown_are_reported_as_a_problem(nats_url: str, fleet: str) -> None:
@@ -69,7 +64,7 @@ async def test_counts_that_cannot_be_shown_are_reported_as_a_problem(nats_url: s
             async with watching(http, query) as stream:
                 event = await stream.next("experts")
                 assert words in event["problem"], event
-                assert (event["planes"], event["over_time"], event["versions"]) == (None, [], [])
+                assert event["planes"] is None
 
 
 async def test_viewers_of_the_same_counts_share_the_queries(

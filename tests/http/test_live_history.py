@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from rollbus.bus.client.durations import Durations
-from rollbus.bus.protocol.telemetry.series import FIELDS
-from rollbus.frontend.http.live import live_fleet
-from rollbus.frontend.http.live.points import QueueWaits
+from rollbus.bus.client.times import Durations
+from rollbus.bus.protocol.telemetry.rates import FIELDS
+from rollbus.frontend.http.live import fleet as live_fleet
+from rollbus.frontend.http.live.events import QueueWaits
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import watching
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker

@@ -7,12 +7,10 @@ import tracemalloc
 
 import pytest
 
-from rollbus.bus.client.fleet_watch import FleetWatch, HeardWorker
-from rollbus.bus.protocol.telemetry.series import SERIES_BYTES, STEP_S, History
-from rollbus.frontend.http.live.events import encode_event
-from rollbus.frontend.http.live.fleet_event import model_lines, worker_row
-from rollbus.frontend.http.live.heard import Heard
-from rollbus.frontend.http.live.points import worker_points
+from rollbus.bus.client.client import FleetWatch, HeardWorker
+from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, History
+from rollbus.frontend.follow import Heard
+from rollbus.frontend.http.live.events import encode_event, model_lines, worker_points, worker_row
 from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.schemas.presence import WorkerCounters
 from tests.support.presences import capabilities, presence

@@ -14,13 +14,12 @@ from starlette.types import Message
 import rollbus
 from rollbus.frontend.http import metrics
 from rollbus.frontend.http.calls import Admission
-from rollbus.frontend.http.fleet_metrics import FleetCollector
-from rollbus.frontend.http.metrics import MAX_VERSIONS, GenerationTimer, Metrics
+from rollbus.frontend.http.metrics import MAX_VERSIONS, FleetCollector, GenerationTimer, Metrics
 from rollbus.frontend.http.service import Service
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.metrics_doc import DOC, rows, with_table
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker
@@ -384,7 +383,7 @@ async def test_the_scrape_reports_a_bus_that_does_not_answer(
     async def never(_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("rollbus.frontend.http.fleet_metrics.TIMEOUT_S", 0.01)
+    monkeypatch.setattr("rollbus.frontend.http.metrics.TIMEOUT_S", 0.01)
     monkeypatch.setattr(rollbus.Fleet, "state", never)
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         collector = FleetCollector(rb)

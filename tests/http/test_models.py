@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from rollbus.bus.control.provision import provision
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode

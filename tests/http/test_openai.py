@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import client_of, talking
 from tests.http.small_tokenizers import byte_level
 from tests.http.support import by_bus

@@ -12,9 +12,9 @@ import pytest
 import rollbus
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.openai.nvext import RequestClock, nvext_json
-from rollbus.frontend.http.request_target import RequestTarget
-from rollbus.frontend.http.stops import text_of
+from rollbus.frontend.http.openai.shapes import RequestClock, nvext_json
+from rollbus.frontend.http.requests import RequestTarget
+from rollbus.frontend.http.text import text_of
 from rollbus.frontend.http.tokens import Scores, Tokens
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
 from tests.http.small_tokenizers import byte_level

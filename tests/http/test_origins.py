@@ -8,10 +8,10 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from rollbus.frontend.cli.arguments import host_name
+from rollbus.frontend.cli.commands.machine import host_name
+from rollbus.frontend.http.access import check_media_type, check_origin
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.origins import check_media_type, check_origin
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from tests.http.support import Http, http_service

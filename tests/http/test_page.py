@@ -10,7 +10,7 @@ import pytest
 
 from rollbus.frontend.http import page
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
-from rollbus.frontend.http.openapi import document
+from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.page import HEADERS, POLICY, assets
 from rollbus.frontend.http.settings import Settings
 from tests.http.support import http_before

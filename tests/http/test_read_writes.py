@@ -12,12 +12,12 @@ import httpx
 import rollbus
 from rollbus.bus.client.client import registry_of
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.protocol.fleet.presence_table import LostWorker, Survivor
+from rollbus.bus.protocol.fleet.presence import LostWorker, Survivor
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import LoadLora, WeightSource
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, LoadLora
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.schemas.weights import WeightSource
 from tests.http.control_support import ControlHttp, control_http
 from tests.http.support import http_before
 from tests.support.connections import opened
@@ -118,7 +118,7 @@ async def test_unknown_names_share_reads_of_the_states(nats_url: str, fleet: str
         ask_for = http.own.fleet.models_with_adapter
         with (
             mock.patch.object(DesiredStore, "read_all", noted),
-            mock.patch("rollbus.bus.client.model_names.READ_S", NEVER_S),
+            mock.patch("rollbus.bus.client.models.READ_S", NEVER_S),
         ):
             await ask_for("first")
             with contextlib.suppress(TimeoutError):

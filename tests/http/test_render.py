@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbus.frontend.http import routing_json
-from rollbus.frontend.http.routing_json import rows_json
+from rollbus.frontend.http import tokens as routing_json
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.frontend.http.tokens import rows_json
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import http_service, rows_of

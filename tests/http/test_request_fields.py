@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.http import tokenizer_loads as loads_module
+from rollbus.frontend.http import text as loads_module
 from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import Tokenizer
-from rollbus.schemas.explain import nearest
+from rollbus.schemas.decoding import nearest
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, COMPLETIONS
 from tests.http.small_tokenizers import byte_level, make_byte_level, save
 from tests.http.support import http_service, noted_requests

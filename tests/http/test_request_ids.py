@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_service
 from tests.support.fleet_states import until_state
 

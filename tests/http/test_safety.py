@@ -11,7 +11,7 @@ import pytest
 
 from rollbus.frontend.http.app import ADMIN, DATA
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
 from tests.http.test_metrics import parse, value

@@ -12,11 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
-from rollbus.frontend.http.generate_body import SamplingBody
+from rollbus.frontend.http.generate import SamplingBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody
 from rollbus.frontend.http.sampling import SamplingFields
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_before, noted_requests
 from tests.support.gated_engine import running

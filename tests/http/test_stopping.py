@@ -7,7 +7,7 @@ import pytest
 
 from rollbus.frontend.http import server
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.control_support import in_flight
 from tests.http.support import Http, http_before
 from tests.support.fleet import StartServed, until_idle

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollbus.frontend.http.detokenizer import Detokenizer
-from rollbus.frontend.http.stops import AnswerText, StopMatcher, TextDelta
+from rollbus.frontend.http.text import AnswerText, Detokenizer, StopMatcher, TextDelta
 from tests.http.small_tokenizers import SPECIAL, byte_level
 
 LETTERS = "ab"

@@ -10,9 +10,9 @@ import pytest
 
 import rollbus
 from rollbus.frontend.http.app import ADMIN, DATA
-from rollbus.frontend.http.lax import STRICT
+from rollbus.frontend.http.body import STRICT
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.small_tokenizers import make_byte_level, save
 from tests.http.support import Http, http_service
 from tests.support.fleet import until_idle

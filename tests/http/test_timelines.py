@@ -7,7 +7,7 @@ import pytest
 
 from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestRejected
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service
 from tests.support.requests import endless, short
 from tests.support.streams import start_stream

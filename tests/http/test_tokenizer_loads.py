@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.frontend.http import tokenizer_loads as loads_module
+from rollbus.frontend.http import text as loads_module
 from rollbus.frontend.http.settings import Settings
-from rollbus.frontend.http.tokenizer_loads import TokenizerLoads
+from rollbus.frontend.http.text import TokenizerLoads
 from rollbus.frontend.tokenization import Tokenizer, TokenizerUnavailable
 from tests.cli.support import ENV
 from tests.http.openai_support import COMPLETIONS

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.http.openai import job, parsers
+from rollbus.frontend.http.openai import parsers, routes
 from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.openai_support import CHAT, client_of
 from tests.http.small_tokenizers import byte_level, make_byte_level, save
 from tests.http.support import Http, http_service
@@ -124,8 +124,8 @@ async def test_a_stream_has_comments_while_a_call_is_held_back(
     body = {"messages": [USER], "tools": [TOOL], "stream": True}
     streams = []
     async with serving(nats_url, fleet, tmp_path) as (http, client):
-        for seconds in (job.KEEP_ALIVE_S, 0.0):
-            monkeypatch.setattr(job, "KEEP_ALIVE_S", seconds)
+        for seconds in (routes.KEEP_ALIVE_S, 0.0):
+            monkeypatch.setattr(routes, "KEEP_ALIVE_S", seconds)
             streams.append((await http.client.post(CHAT, json=body)).text.split("\n\n"))
         message, _, _ = await asked(client, stream=True, extra_body={"return_token_ids": False})
 
@@ -299,7 +299,7 @@ async def test_templates_receive_the_same_tools_as_in_vllm() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     from rollbus.frontend.http.openai.body import ChatBody
-    from rollbus.frontend.http.openai.prompts import _chat_tools
+    from rollbus.frontend.http.openai.requests import _chat_tools
 
     bare = {"type": "function", "function": {"name": "f"}}
     strict = {"function": {**TOOL["function"], "strict": True}, "type": "function", "more": 1}

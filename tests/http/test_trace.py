@@ -9,10 +9,10 @@ from starlette.datastructures import Headers
 
 import rollbus
 from rollbus.bus.nats.connection import subscribe
+from rollbus.frontend.http.requests import given_trace
 from rollbus.frontend.http.settings import Settings
-from rollbus.frontend.http.trace import given_trace
 from rollbus.schemas.messages import KvTransfer, decode_frame
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
 from tests.http.support import http_before
 from tests.support.connections import opened

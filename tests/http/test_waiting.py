@@ -8,12 +8,12 @@ import httpx
 import msgspec
 import pytest
 
-from rollbus.frontend.http.answer_types import ChatAnswer, CompletionAnswer, GenerateAnswer
 from rollbus.frontend.http.errors import without_paths
 from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http.tokens import ChatAnswer, CompletionAnswer, GenerateAnswer
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_waiting import announcing
 from tests.http.support import Http, http_before, http_service
 from tests.http.test_models import BODY, error_of

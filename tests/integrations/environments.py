@@ -9,8 +9,6 @@ import pytest
 
 from tests.integrations.support import PYTHON
 
-__all__ = ["CALL", "CALL_END", "FIXTURES", "download_source", "teach_tool_calls", "token_id"]
-
 VERIFIERS = "0.4.0"
 FIXTURES = "tests/v1/fixtures"
 """Folder of verifiers' source with the environments of its own end-to-end tests."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["ROOT", "needs_trainers", "run_program", "started", "until_line"]
-
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 PROGRAMS = Path(__file__).parent / "programs"

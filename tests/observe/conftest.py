@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_service
 from tests.observe.exposed import worked_metrics
 

@@ -8,8 +8,6 @@ from tests.http.metrics_doc import rows
 from tests.http.support import Http
 from tests.observe.promql import TARGET_LABELS, Catalogue
 
-__all__ = ["catalogue", "worked_metrics"]
-
 SUFFIXES = {"histogram": {"_bucket": frozenset({"le"}), "_sum": frozenset(), "_count": frozenset()}}
 SUFFIXES |= {"summary": {"_sum": frozenset(), "_count": frozenset()}}
 OWN = {"up": frozenset[str](), "ALERTS": frozenset({"alertname", "alertstate", "severity", "model", "worker"})}

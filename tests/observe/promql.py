@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NoReturn, TypeVar
 
-__all__ = ["TARGET_LABELS", "Catalogue", "Query", "QueryError", "read"]
-
 TARGET_LABELS: Final = frozenset({"fleet", "job", "instance"})
 """Labels that Prometheus adds to every target, see deploy/prometheus/prometheus.yml."""
 TOKEN: Final = re.compile(

@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.patience import HANGS_AFTER_S
 
-__all__ = ["needs_promtool", "promtool", "promtool_check_metrics"]
-
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: Debian's package prometheus has it"
 )

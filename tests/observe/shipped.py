@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import yaml
 
-__all__ = ["ALERTS", "DASHBOARD", "PROMETHEUS", "PROVISIONING", "dashboard", "panels", "queries", "rules", "variables"]
-
 DEPLOY: Final = Path(__file__).parents[2] / "deploy"
 PROMETHEUS: Final = DEPLOY / "prometheus" / "prometheus.yml"
 ALERTS: Final = DEPLOY / "prometheus" / "alerts.yml"

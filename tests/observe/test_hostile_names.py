@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import rollbus
 from rollbus.bus.worker_metrics import exposition
-from rollbus.frontend.http.fleet_metrics import FleetCollector
+from rollbus.frontend.http.metrics import FleetCollector
 from rollbus.schemas.errors import RollbusError
 from tests.http.metrics_doc import NoClient
 from tests.observe.promtool import needs_promtool, promtool_check_metrics

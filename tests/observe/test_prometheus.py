@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rollbus.bus.client import presence_watcher
+from rollbus.bus.client import presence
 from rollbus.frontend.http.settings import Settings
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service
 from tests.observe.exposed import worked_metrics
 from tests.observe.shipped import ALERTS, PROMETHEUS, queries, rules
@@ -54,7 +54,7 @@ async def prometheus(folder: Path, target: str, token: str) -> AsyncIterator[htt
     shutil.copy(ALERTS, folder)
     shipped = PROMETHEUS.read_text()
     # A scrape asks the workers, and may take as long as the interval. On a busy machine, tests wait longer for them.
-    interval = f"{math.ceil(2 * presence_watcher.PING_WAIT_S)}s"
+    interval = f"{math.ceil(2 * presence.PING_WAIT_S)}s"
     for old, new in (("frontend:8080", target), ("/run/secrets/http-token", "token"), ("15s", interval)):
         assert old in shipped
         shipped = shipped.replace(old, new)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PAGE", "ROOT", "Promise", "Proof", "mentions", "page", "promises", "proofs", "proofs_in"]
-
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "promises.md"
 SOURCE = Path(__file__).with_name("promises.toml")

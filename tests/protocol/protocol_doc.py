@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rollbus.bus.subjects
-from rollbus.bus.protocol.attempt.states import OPEN, OUT, REQUEST, RequestEvent, RequestState
+from rollbus.bus.protocol.attempt.machine import OPEN, OUT, REQUEST, RequestEvent, RequestState
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.bus.protocol.states import (
     SPEAKING,
@@ -24,8 +24,6 @@ from rollbus.bus.protocol.states import (
 )
 from rollbus.schemas.presence import ClientState, WorkerState
 from tests.schemas.wire_tables import docstrings, markdown
-
-__all__ = ["DOC", "GROUPS", "STATES", "diagram", "meanings", "names_of_parts", "with_parts"]
 
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
 PART = re.compile(r"<!-- (\w+: \w+) -->\n.*?<!-- end -->", re.DOTALL)

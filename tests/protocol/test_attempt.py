@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rollbus.bus.protocol.attempt import events as on
-from rollbus.bus.protocol.attempt.machine import QUEUE_MISSING_S, AttemptMachine
-from rollbus.bus.protocol.attempt.states import UNPUBLISHED, RequestState
+from rollbus.bus.protocol.attempt.machine import QUEUE_MISSING_S, UNPUBLISHED, AttemptMachine, RequestState
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason
 from rollbus.schemas.errors import ErrorCode, RequestError, RequestFailed, request_error

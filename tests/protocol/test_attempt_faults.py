@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollbus.bus.protocol.attempt import events as on
-from rollbus.bus.protocol.attempt.machine import HAND_OVER_S, PREFILL_WAIT_S, QUEUE_MISSING_S
-from rollbus.bus.protocol.attempt.states import HANDED_TO_ONE, OUT, TIMED, RequestState
+from rollbus.bus.protocol.attempt.machine import (
+    HAND_OVER_S,
+    HANDED_TO_ONE,
+    OUT,
+    PREFILL_WAIT_S,
+    QUEUE_MISSING_S,
+    TIMED,
+    RequestState,
+)
 from rollbus.schemas.chunk import Chunk, ChunkError
 from rollbus.schemas.errors import ErrorCode, RequestError
 from rollbus.schemas.limits import MAX_ATTEMPTS

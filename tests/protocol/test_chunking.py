@@ -6,14 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.stream.chunk_sizes import CHUNK_OVERHEAD_BYTES, chunk_bytes
-from rollbus.bus.protocol.stream.chunk_verifier import ChunkVerifier
-from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.buffers import KEPT_BYTES, RowBuffer
+from rollbus.bus.protocol.stream.chunk_writer import CHUNK_OVERHEAD_BYTES, ChunkWriter, chunk_bytes
 from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.verification import ChunkVerifier
 from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
-from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
+from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.rows import Rows
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
@@ -393,3 +395,56 @@ def test_a_request_without_routed_experts_ignores_rows() -> None:
     assert chunk.routed_experts is None
     assert chunk.end is not None
     assert chunk.end.routed_experts_start is None
+
+
+ROW = (4, 2)
+ROW_BYTES = 8
+NUM_LARGE = KEPT_BYTES // ROW_BYTES
+
+
+def rows_of(count: int, first: int = 0) -> Rows:
+    """Return u1[count, 4, 2], with values that differ from their neighbours."""
+    rows: Rows = ((np.arange(count * ROW_BYTES) + first) % 251).astype("u1").reshape(count, *ROW)
+    return rows
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 3, NUM_LARGE - 1, NUM_LARGE, NUM_LARGE + 5]), max_size=8),
+    takes=st.lists(st.integers(0, 3 * NUM_LARGE * ROW_BYTES), max_size=12),
+)
+def test_bytes_keep_their_order_for_any_sizes_of_steps_and_chunks(sizes: list[int], takes: list[int]) -> None:
+    """The bytes keep their order for any sizes of steps and chunks."""
+    run, expected = RowBuffer(), b""
+    for i, size in enumerate(sizes):
+        rows = rows_of(size, i)
+        run.add(rows)
+        expected += rows.tobytes()
+    taken = b""
+    for take in takes:
+        part = bytes(run.pop(min(take, len(expected) - len(taken))))
+        taken += part
+    rest = len(expected) - len(taken)
+    assert taken + bytes(run.pop(rest)) == expected
+
+
+def test_a_prompt_s_rows_are_not_copied() -> None:
+    """A chunk of a prompt's rows is a view of the engine's array."""
+    rows, run = rows_of(NUM_LARGE), RowBuffer()
+    run.add(rows)
+    assert np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
+
+
+def test_a_small_part_of_a_large_array_is_copied() -> None:
+    """A small part of a large array is copied, so that a slow client does not keep the whole array in memory."""
+    rows, run = rows_of(4 * NUM_LARGE), RowBuffer()
+    run.add(rows[:NUM_LARGE])
+    assert not np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
+
+
+def test_after_clear_only_later_rows_remain() -> None:
+    """After `clear`, only later rows remain."""
+    run = RowBuffer()
+    run.add(rows_of(3))
+    run.clear()
+    run.add(rows_of(1, 7))
+    assert bytes(run.pop(ROW_BYTES)) == rows_of(1, 7).tobytes()

@@ -1,4 +1,4 @@
-"""How commands change the desired state of a model's workers."""
+"""The desired state of workers: how commands change it, presence behind it, and which reads of it count."""
 
 import msgspec
 import pytest
@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.protocol.fleet.desired import (
+    STALE_S,
+    ReadOrder,
+    ReadVerdict,
     cleared,
     desired_loras,
     effective,
@@ -14,11 +17,15 @@ from rollbus.bus.protocol.fleet.desired import (
     next_lora_version,
     record,
     set_back,
+    shows_ack,
+    stale_workers,
     target_version,
 )
 from rollbus.schemas import limits
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import (
     AnyCommand,
+    DesiredState,
     Drain,
     FinishWeightUpdate,
     FlushCache,
@@ -30,11 +37,12 @@ from rollbus.schemas.control import (
     UnloadLora,
     UpdateWeights,
     Wake,
-    WeightSource,
 )
-from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_desired, encode_json
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import WeightSource
+from tests.support.presences import presence
 
 EMPTY = DesiredState(model="m")
 ONE = WeightSource(path="/ckpt/1")
@@ -349,3 +357,89 @@ def test_desired_adapters_are_those_of_all_or_of_single_workers() -> None:
 
     assert desired_loras(state) == {"a", "b"}
     assert desired_loras(None) == desired_loras(EMPTY) == frozenset()
+
+
+CURRENT, STALE, LOST = ReadVerdict.CURRENT, ReadVerdict.STALE, ReadVerdict.LOST
+
+
+def state(epoch: int, bucket: str = "a", command: str = "c") -> DesiredState:
+    """Return a state with this many commands, whose ids begin with `command`."""
+    made = DesiredState(model="m", bucket=bucket)
+    for number in range(epoch):
+        made, _ = record(made, FlushCache(id=f"{command}{number}"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("reads", "verdicts"),
+    [
+        ([None, None, state(1)], [CURRENT, CURRENT, CURRENT]),
+        ([state(1), state(1), state(3)], [CURRENT, CURRENT, CURRENT]),
+        # A read from a deposed leader, then from the current leader. The first command was recorded after the
+        # deposition.
+        ([state(2), state(1), state(2), state(3)], [CURRENT, STALE, CURRENT, CURRENT]),
+        ([state(1), None, state(1)], [CURRENT, STALE, CURRENT]),
+        # Another bucket, also with more commands.
+        ([state(2), state(1, "b")], [CURRENT, LOST]),
+        ([state(2), state(5, "b"), state(6, "b")], [CURRENT, LOST, CURRENT]),
+        ([state(2), None, state(3, "b")], [CURRENT, STALE, LOST]),
+        # Programs without bucket ids write between programs with bucket ids.
+        ([state(1, ""), state(2), state(3, ""), state(4, "b")], [CURRENT] * 4),
+        ([state(2), state(1, "")], [CURRENT, STALE]),
+        # The same bucket was restored from a backup and has other commands since then.
+        ([state(3), state(3, command="d")], [CURRENT, LOST]),
+        ([state(3), state(2, command="d")], [CURRENT, LOST]),
+    ],
+)
+def test_each_state_is_stale_lost_or_current_compared_with_the_previous_read(
+    reads: list[DesiredState | None], verdicts: list[ReadVerdict]
+) -> None:
+    """An older state is stale, a state of another bucket or history is lost, and all other states are current."""
+    order = ReadOrder()
+
+    assert [order.judge(read, 0.0) for read in reads] == verdicts
+
+
+@pytest.mark.parametrize("older", [state(1), None])
+def test_a_state_that_stays_older_for_too_long_is_the_stored_state(older: DesiredState | None) -> None:
+    """A state that stays older for too long is the stored state, because no leader is deposed for so long.
+
+    A current read in between restarts the time.
+    """
+    order = ReadOrder()
+    order.judge(state(2), 0.0)
+
+    assert order.judge(older, 1.0) is STALE
+    assert order.judge(state(2), STALE_S - 1) is CURRENT
+    assert order.judge(older, STALE_S) is STALE
+    assert order.judge(older, 2 * STALE_S - 1) is STALE
+    assert order.judge(older, 2 * STALE_S) is LOST
+    assert order.judge(older, 2 * STALE_S + 1) is CURRENT
+
+
+def test_presence_is_stale_below_the_epoch_of_a_register_of_its_worker() -> None:
+    """A worker is stale until its epoch reaches its registers' epochs. A command for another worker does not count."""
+    state, _ = record(DesiredState(model="m"), Pause())
+    state, _ = record(state, Drain(workers=("b",)))
+    workers = [presence(worker="a", epoch=1), presence(worker="b", epoch=1), presence(worker="c", epoch=0)]
+
+    assert stale_workers(workers, {"m": state}) == ("b", "c")
+    assert stale_workers(workers, {}) == ()
+
+
+@pytest.mark.parametrize("state", ["starting", "fenced", "stopped", "failed"])
+def test_a_worker_that_will_read_the_state_before_it_serves_is_not_stale(state: str) -> None:
+    """A worker that starts or is fenced has no old effect that a reader could take for the recorded one."""
+    desired, _ = record(DesiredState(model="m"), Pause())
+    assert stale_workers([presence(state=WorkerState(state))], {"m": desired}) == ()
+
+
+def test_presence_shows_an_ack_from_its_epoch_on() -> None:
+    """Presence of the same incarnation shows an ack from its epoch on. A worker that has ended is not awaited."""
+    ack = Ack(id="i", command="pause", worker="w", incarnation="1", model="m", status=AckStatus.APPLIED, epoch=3)
+
+    assert [shows_ack(presence(epoch=epoch), ack) for epoch in (2, 3, 4)] == [False, True, True]
+    assert shows_ack(None, ack)
+    assert shows_ack(presence(incarnation="2", epoch=0), ack)
+    one_off = Ack(id="i", command="abort", worker="w", incarnation="1", model="m", status=AckStatus.APPLIED)
+    assert shows_ack(presence(epoch=0), one_off)

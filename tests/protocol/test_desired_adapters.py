@@ -15,8 +15,7 @@ from rollbus.bus.protocol.fleet.desired import (
     set_back,
     target_version,
 )
-from rollbus.schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, UnloadLora, UpdateWeights
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import AnyCommand, DesiredState, FinishWeightUpdate, LoadLora, UnloadLora, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource
 

@@ -3,14 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.follower_backlog import (
-    FOLLOW_S,
-    MAX_FOLLOWERS,
-    MAX_GROUPS,
-    STALLED_S,
-    Begun,
-    FollowerBacklog,
-)
+from rollbus.bus.protocol.queue.fairness import FOLLOW_S, MAX_FOLLOWERS, MAX_GROUPS, STALLED_S, Begun, FollowerBacklog
 from rollbus.schemas.request import Lane
 
 EMPTY = ()

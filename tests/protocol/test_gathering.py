@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
-from rollbus.bus.protocol.stream.token_batcher import MAX_RUN_BYTES, MAX_RUN_TOKENS, TokenBatcher
+from rollbus.bus.protocol.stream.engine_step import MAX_RUN_BYTES, MAX_RUN_TOKENS, RequestStep, TokenBatch, TokenBatcher
 from rollbus.schemas.errors import LocalProtocolError
 
 NAMES = [f"r{i}" for i in range(100)]

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollbus.bus.protocol.groups.planner import GroupPlanner
-from rollbus.bus.protocol.groups.states import GROUP, GroupEvent, GroupState
+from rollbus.bus.protocol.groups import GROUP, GroupEvent, GroupPlanner, GroupState
 from rollbus.schemas.errors import LocalProtocolError
 
 RUNNING, STOPPING, STOPPED, COMPLETE = (

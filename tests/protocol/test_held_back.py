@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.held_back import HeldBack
+from rollbus.bus.protocol.queue.pull_plan import HeldBack
 
 SHARE = 3
 SUBJECTS = ("normal", "high")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.bus.protocol.stream.kv_versions import kv_arrays
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.bus.protocol.stream.result_arrays import kv_arrays
 from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.request import GenerateRequest

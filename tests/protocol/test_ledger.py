@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.protocol.fleet.command_result import MAX_NAMED, AckTracker, CommandIncomplete, Quorum
-from rollbus.bus.protocol.fleet.presence_table import LostWorker
-from rollbus.schemas.control import Ack, AckError, AckStatus
+from rollbus.bus.protocol.fleet.presence import LostWorker
+from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerPresence
 from rollbus.schemas.weights import UpdateTiming

@@ -8,10 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
-from rollbus.bus.protocol.link.link_sender import LinkSender
-from rollbus.bus.protocol.link.worker_links import FollowedLinks
 from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.link_sender import LinkSender
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.chunk import ChunkError, FinishReason
 from rollbus.schemas.errors import ErrorCode

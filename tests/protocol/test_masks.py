@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.stream.chunk_verifier import ChunkVerifier
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
-from rollbus.bus.protocol.stream.token_masks import TokenMasks
+from rollbus.bus.protocol.stream.result_arrays import TokenMasks
+from rollbus.bus.protocol.stream.verification import ChunkVerifier
 from rollbus.schemas.chunk import Chunk, End, FinishReason, SamplingMask
 from rollbus.schemas.errors import LocalProtocolError, RemoteProtocolError
 from rollbus.schemas.limits import MAX_MASK_IDS

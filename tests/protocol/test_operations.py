@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.nats.operations import BUFFER_BYTES, OWN_BUFFER_BYTES, OperationReader, SubscriptionMessage
+from rollbus.bus.nats.transport import BUFFER_BYTES, OWN_BUFFER_BYTES, OperationReader, SubscriptionMessage
 from rollbus.schemas.errors import RemoteProtocolError
 
 

@@ -17,7 +17,8 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import KvTransfer, RequestKey
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.protocol.test_resume import assert_same, requests
 from tests.support.requests import sized
 from tests.support.scenarios import drain

@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
+from rollbus.bus.protocol.fleet.authority import pin, unpinned, without
 from rollbus.bus.protocol.fleet.desired import check_recordable, other_digests, record
-from rollbus.bus.protocol.fleet.pinning import pin, unpinned, without
 from rollbus.schemas.acks import Ack, AckStatus
-from rollbus.schemas.control import LoadLora, UpdateWeights, WeightSource
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, LoadLora, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.weights import WeightSource
 from tests.support.presences import capabilities, presence
 
 A, B = "a" * 64, "b" * 64

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import split
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
-from rollbus.bus.protocol.stream.token_masks import TokenMasks
+from rollbus.bus.protocol.stream.result_arrays import TokenMasks
 from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.support.scenarios import drain
 

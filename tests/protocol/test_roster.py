@@ -3,19 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.roster import Roster, workers_that_must_ack
-from rollbus.schemas.control import (
-    AnyCommand,
-    FinishWeightUpdate,
-    LoadLora,
-    Pause,
-    State,
-    UnloadLora,
-    UpdateWeights,
-    WeightSource,
-)
+from rollbus.bus.protocol.fleet.command_result import Roster, workers_that_must_ack
+from rollbus.schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, Pause, State, UnloadLora, UpdateWeights
 from rollbus.schemas.errors import InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.weights import WeightSource
 from tests.protocol.test_ledger import presence
 from tests.support.presences import capabilities
 

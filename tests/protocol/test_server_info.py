@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.nats.server_info import MAX_LEARNED_SERVERS, parse_info
+from rollbus.bus.nats.client import MAX_LEARNED_SERVERS, parse_info
 from rollbus.schemas.errors import RemoteProtocolError
 
 

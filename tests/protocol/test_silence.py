@@ -3,9 +3,8 @@
 import pytest
 
 from rollbus.bus.protocol.attempt import events as on
-from rollbus.bus.protocol.attempt.machine import AttemptMachine
-from rollbus.bus.protocol.attempt.silence import AVOID_S, BUSY_FACTOR, MAX_MOVES, SILENT_S, SilenceWatch
-from rollbus.bus.protocol.attempt.states import RequestState
+from rollbus.bus.protocol.attempt.machine import AttemptMachine, RequestState
+from rollbus.bus.protocol.attempt.suspects import AVOID_S, BUSY_FACTOR, MAX_MOVES, SILENT_S, SilenceWatch
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.errors import ErrorCode, RequestFailed
 from tests.support.requests import sized

@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.follower_backlog import FOLLOW_S, MAX_FOLLOWERS
-from rollbus.bus.protocol.queue.follower_shares import MAX_AHEAD, MAX_CLIENTS, MESSAGES_SEEN, FollowerShares
-from rollbus.bus.protocol.queue.slot_turns import SlotRequest, SlotTurns
+from rollbus.bus.protocol.queue.fairness import (
+    FOLLOW_S,
+    MAX_AHEAD,
+    MAX_CLIENTS,
+    MAX_FOLLOWERS,
+    MESSAGES_SEEN,
+    FollowerShares,
+    SlotRequest,
+    SlotTurns,
+)
 from rollbus.schemas.request import Lane
 
 NORMAL: tuple[Lane, ...] = ("normal",)
@@ -180,7 +187,7 @@ def test_the_number_of_known_clients_is_bounded() -> None:
     shares = FollowerShares()
     for number in range(3 * MAX_CLIENTS):
         shares.count_message(f"c{number}", "normal", MAX_AHEAD)
-    assert f"clients={MAX_CLIENTS} " in repr(shares)
+    assert len(shares) == MAX_CLIENTS
 
 
 def test_a_client_that_had_many_slots_long_ago_may_have_followers_again() -> None:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from rollbus.bus.protocol.attempt.states import REQUEST, RequestEvent, RequestState
+from rollbus.bus.protocol.attempt.machine import REQUEST, RequestEvent, RequestState
 from rollbus.bus.protocol.states import (
     WORKER,
     WORKER_REQUEST,
@@ -16,7 +16,6 @@ from rollbus.bus.protocol.states import (
 )
 from rollbus.schemas.errors import LocalProtocolError
 from rollbus.schemas.presence import WorkerState
-from tests.protocol.protocol_doc import GROUPS, diagram
 
 AnyMachine = StateMachine[enum.StrEnum, enum.StrEnum]
 TABLES = [
@@ -75,23 +74,3 @@ def test_a_state_and_event_without_a_transition_raise_an_error(
                 LocalProtocolError, match=f"event {event} is invalid for a {machine.name} in state {state}"
             ):
                 machine.next(state, event)
-
-
-@each_table
-def test_the_diagram_shows_the_table(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
-    """A diagram shows exactly the transitions of its table, and its initial and final states."""
-    lines = [line.strip() for line in diagram(machine).splitlines()[1:]]
-    groups = GROUPS.get(machine.name, {})
-    named = {f"group{number}": group for number, group in enumerate(groups.values())}
-    drawn: list[tuple[str, str]] = []
-    for line in lines:
-        if not line.startswith("state "):
-            first, _, rest = line.partition(" --> ")
-            drawn += [(str(state), rest) for state in named.get(first, {first})]
-    expected = [(str(state), f"{after}: {event}") for (state, event), after in machine.transitions.items()]
-    expected += [("[*]", str(machine.initial)), *((str(state), "[*]") for state in machine.final)]
-
-    assert sorted(drawn) == sorted(expected)
-    assert {line for line in lines if line.startswith("state ")} == {
-        f'state "{label}" as group{number}' for number, label in enumerate(groups)
-    }

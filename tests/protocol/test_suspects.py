@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.queue.suspects import Company, Suspects
+from rollbus.bus.protocol.attempt.suspects import Company, Suspects
 from rollbus.schemas.limits import MAX_ENGINE_DEATHS, MAX_ENGINE_DEATHS_ALONE
 
 M = "model"

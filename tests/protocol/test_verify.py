@@ -2,8 +2,9 @@
 
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.verify import dissenters
-from rollbus.schemas.control import Ack, AckStatus, Canary
+from rollbus.bus.protocol.fleet.canary import dissenters
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.weights import Canary
 from tests.protocol.test_ledger import ack
 
 GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))

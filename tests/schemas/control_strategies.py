@@ -5,13 +5,11 @@ import string
 from hypothesis import strategies as st
 
 from rollbus.schemas import control, limits
-from rollbus.schemas.control import Ack, AckError, AckStatus, Command
-from rollbus.schemas.desired import DesiredState, Recorded, SeenCommand
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.control import Command, DesiredState, Recorded, SeenCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.weights import Canary, UpdateTiming, Verified, WeightSource
 from tests.schemas.strategies import VERSION, json_values, maybe, names, request_ids, stagings, subject_tokens, texts
-
-__all__ = ["acks", "commands", "desired_states"]
 
 EPOCH = st.integers(0, 2**53)
 NUMBER = st.floats(-1e6, 1e6)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollbus.schemas.chunk import Chunk, ChunkError, End, PromptLogprobs, RoutedExperts, TopLogprobs
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
+from rollbus.schemas.manifest import decode_manifest
 from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
@@ -22,37 +23,43 @@ from rollbus.schemas.messages import (
     decode_command,
     decode_desired,
     decode_frame,
+    decode_frame_header,
     decode_link_message,
     decode_presence,
     decode_request,
     decode_request_message,
     encode,
     encode_json,
-    request_id_of,
 )
-from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request import GenerateRequest, request_id_of
 from rollbus.schemas.request_fields import request_from_json
 from tests.schemas import control_strategies as control
 from tests.schemas import strategies as wire
+from tests.schemas.test_manifest import manifest
 
 pytestmark = pytest.mark.slow
 
 Decode = Callable[[bytes], object]
 
+MESSAGES: dict[str, tuple[Decode, Callable[[Any], bytes], st.SearchStrategy[Any]]] = {
+    "frame": (decode_frame, encode, wire.frames),
+    "link_message": (decode_link_message, encode, wire.link_messages),
+    "presence": (decode_presence, encode_json, wire.presences),
+    "client_presence": (decode_client_presence, encode_json, wire.client_presences),
+    "command": (decode_command, encode_json, control.commands),
+    "ack": (decode_ack, encode_json, control.acks),
+    "desired_state": (decode_desired, encode_json, control.desired_states),
+}
 DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
+    **{name: (decode, values.map(encoder)) for name, (decode, encoder, values) in MESSAGES.items()},
     "request": (decode_request, wire.requests().map(encode)),
     "request_message": (decode_request_message, wire.request_messages().map(encode)),
-    "frame": (decode_frame, wire.frames.map(encode)),
-    "link_message": (decode_link_message, wire.link_messages.map(encode)),
-    "presence": (decode_presence, wire.presences.map(encode_json)),
-    "client_presence": (decode_client_presence, wire.client_presences.map(encode_json)),
     "request_id": (request_id_of, wire.requests().map(encode)),
-    "command": (decode_command, control.commands.map(encode_json)),
+    "frame_header": (decode_frame_header, wire.frames.map(encode)),
     "command_id": (command_id_of, control.commands.map(encode_json)),
-    "ack": (decode_ack, control.acks.map(encode_json)),
-    "desired_state": (decode_desired, control.desired_states.map(encode_json)),
+    "manifest": (decode_manifest, st.just(msgspec.json.encode(manifest()))),
 }
-AS_JSON = ("presence", "client_presence", "command", "command_id", "ack", "desired_state")
+AS_JSON = ("presence", "client_presence", "command", "command_id", "ack", "desired_state", "manifest")
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 
@@ -88,60 +95,17 @@ def test_request_round_trip(request: GenerateRequest) -> None:
     assert request_id_of(encode(request)) == request.request_id
 
 
-@given(wire.frames)
-def test_frame_round_trip(frame: Frame) -> None:
-    """A frame with all fields of a chunk decodes to the encoded frame, and encodes to the same bytes again."""
-    data = encode(frame)
+@pytest.mark.parametrize("name", MESSAGES)
+@given(data=st.data())
+def test_a_message_decodes_to_itself(name: str, data: st.DataObject) -> None:
+    """A message decodes to the same type and fields, and encodes to the same bytes again."""
+    decode, encoder, values = MESSAGES[name]
+    message = data.draw(values)
+    again = decode(encoder(message))
 
-    assert decode_frame(data) == frame
-    assert encode(decode_frame(data)) == data
-
-
-@given(wire.link_messages)
-def test_link_message_round_trip(message: LinkMessage) -> None:
-    """A link message decodes to the encoded message."""
-    assert decode_link_message(encode(message)) == message
-
-
-@given(wire.presences)
-def test_presence_round_trip(presence: Any) -> None:
-    """A worker's presence decodes to the encoded presence, and is readable JSON."""
-    data = encode_json(presence)
-
-    assert decode_presence(data) == presence
-    assert msgspec.json.decode(data)["worker"] == presence.worker
-
-
-@given(wire.client_presences)
-def test_client_presence_round_trip(presence: Any) -> None:
-    """A client's presence decodes to the encoded presence, and is readable JSON."""
-    data = encode_json(presence)
-
-    assert decode_client_presence(data) == presence
-    assert msgspec.json.decode(data)["client"] == presence.client
-
-
-@given(control.commands)
-def test_command_round_trip(command: Any) -> None:
-    """A command decodes to the same type and fields, and its JSON contains its name and id."""
-    data = encode_json(command)
-
-    assert decode_command(data) == command
-    assert type(decode_command(data)) is type(command)
-    assert msgspec.json.decode(data)["command"] == command.command
-    assert command_id_of(data) == command.id
-
-
-@given(control.acks)
-def test_ack_round_trip(ack: Any) -> None:
-    """An ack decodes to the encoded ack."""
-    assert decode_ack(encode_json(ack)) == ack
-
-
-@given(control.desired_states)
-def test_desired_state_round_trip(desired: Any) -> None:
-    """A desired state decodes to the encoded state with its commands."""
-    assert decode_desired(encode_json(desired)) == desired
+    assert again == message
+    assert type(again) is type(message)
+    assert encoder(again) == encoder(message)
 
 
 @every_decoder

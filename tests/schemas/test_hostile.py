@@ -2,6 +2,7 @@
 
 import struct
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,21 +12,26 @@ import pytest
 from rollbus.schemas import limits
 from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
+from rollbus.schemas.manifest import decode_manifest
 from rollbus.schemas.messages import (
     Frame,
     LinkMessage,
-    RequestMessage,
+    RequestKey,
+    command_id_of,
+    decode_ack,
+    decode_command,
+    decode_desired,
     decode_frame,
+    decode_frame_header,
     decode_link_message,
     decode_presence,
     decode_request,
     decode_request_message,
     encode,
     encode_json,
-    request_id_of,
 )
 from rollbus.schemas.presence import WorkerState
-from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request import GenerateRequest, request_id_of
 from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import presence
@@ -52,22 +58,32 @@ def frame_with(chunk: list[object]) -> bytes:
     return pack([1, "i", 0, [], [chunk]])
 
 
-def test_deep_nesting_is_a_protocol_error() -> None:
+MSGPACK_NEST = b"\x91" * DEEP + b"\xc0"
+JSON_NEST = b"[" * DEEP
+
+
+@pytest.mark.parametrize(
+    ("decode", "data"),
+    [
+        (decode_request, b"\x81\xa1a" + MSGPACK_NEST),
+        (decode_request, b"\x81\xa8sampling\x81\xa5extra\x81\xa1a" + MSGPACK_NEST),
+        (decode_request_message, b"\x81\xa7request" + MSGPACK_NEST),
+        (decode_frame, b"\x98\x01\xa1i\x00\x90\x90\x00\xa0" + MSGPACK_NEST),
+        (decode_link_message, b"\x99\x01\x90\xa0\xa0\x00\x00\x00\xc2" + MSGPACK_NEST),
+        (decode_presence, b'{"x":' + JSON_NEST),
+        (decode_command, b'{"command":"init_weight_transfer","id":"x","info":{"a":' + JSON_NEST),
+        (decode_ack, b'{"state":' + JSON_NEST),
+        (decode_desired, b'{"future":' + JSON_NEST),
+        (decode_manifest, b'{"x":' + JSON_NEST),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_deep_nesting_is_a_protocol_error(decode: Callable[[bytes], object], data: bytes) -> None:
     """Nesting beyond Python's recursion limit raises a protocol error, in known and unknown fields."""
-    nest = b"\x91" * DEEP + b"\xc0"
     with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_request(b"\x81\xa1a" + nest)
-    with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_request(b"\x81\xa8sampling\x81\xa5extra\x81\xa1a" + nest)
-    with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_request_message(b"\x81\xa7request" + nest)
-    with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_frame(b"\x98\x01\xa1i\x00\x90\x90\x00\xa0" + nest)
-    with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_link_message(b"\x99\x01\x90\xa0\xa0\x00\x00\x00\xc2" + nest)
-    with pytest.raises(RemoteProtocolError, match="recursion"):
-        decode_presence(b'{"x":' + b"[" * DEEP)
-    assert request_id_of(b"\x81\xa1a" + nest) is None
+        decode(data)
+    assert request_id_of(b"\x81\xa1a" + MSGPACK_NEST) is None
+    assert command_id_of(b'{"x":' + JSON_NEST) is None
 
 
 def test_invalid_utf8_is_a_protocol_error() -> None:
@@ -115,17 +131,6 @@ def test_more_chunks_than_a_frame_may_hold_are_refused() -> None:
         decode_frame(pack([1, "i", 0, many, []]))
     with pytest.raises(RemoteProtocolError, match="length <= 65536"):
         decode_link_message(pack([1, many]))
-
-
-def test_another_wire_version_is_refused() -> None:
-    """A message of another wire version is rejected and never decoded in part."""
-    message = RequestMessage(client="c", incarnation="i", request=msgspec.Raw(request_with()))
-    with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
-        decode_frame(pack([2, "i", 0, [], []]))
-    with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
-        decode_link_message(pack([2, []]))
-    with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
-        decode_request_message(pack(msgspec.msgpack.decode(encode(message)) | {"v": 2}))
 
 
 @pytest.mark.parametrize(
@@ -368,3 +373,39 @@ def test_the_encoder_rejects_objects_of_unknown_types() -> None:
     assert struct.unpack(
         "<i", msgspec.msgpack.decode(encode(GenerateRequest(prompt_token_ids=[7])))["prompt_token_ids"]
     ) == (7,)
+
+
+GOOD = ["r", 1, 0, 4, 0, b"\1\0\0\0"]
+BAD = ["s", 0, 2, 4, 0, b"abc"]
+
+
+def frame(admitted: object, chunks: object) -> bytes:
+    """Return frame 7 of link 3, encoded without validation."""
+    return msgspec.msgpack.encode([1, "w", 7, admitted, chunks, 3, "c"])
+
+
+def test_the_header_of_a_frame_with_a_wrong_chunk_lists_all_requests() -> None:
+    """The header has all requests of the frame, and those whose chunks do not decode."""
+    header = decode_frame_header(frame([["t"]], [GOOD, BAD]))
+
+    assert header is not None
+    assert (header.incarnation, header.number, header.link, header.client_incarnation) == ("w", 7, 3, "c")
+    assert header.keys == {RequestKey("r", 1, 0), RequestKey("s", 0, 2), RequestKey("t")}
+    assert header.bad_keys == {RequestKey("s", 0, 2)}
+
+
+@pytest.mark.parametrize("content", [([5], [BAD]), ([], "no list"), ([], [BAD, ["r"]]), ([], [GOOD, 5])])
+def test_the_header_of_a_frame_with_an_unreadable_request_lists_no_requests(content: tuple[object, object]) -> None:
+    """If a request of the frame is unreadable, the header has no requests. The readable part may be incomplete."""
+    header = decode_frame_header(frame(*content))
+
+    assert header is not None
+    assert (header.number, header.keys, header.bad_keys) == (7, frozenset(), frozenset())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"+ACK", frame([], [BAD])[:-5], msgspec.msgpack.encode([2, "w", 7, [], []])]
+)
+def test_truncated_and_other_messages_have_no_header(data: bytes) -> None:
+    """A truncated frame, a frame of another wire version and an answer of JetStream have no header."""
+    assert decode_frame_header(data) is None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.schemas.install import pip_install
+from rollbus.schemas.options import pip_install
 
 FOLDER = '{"url": "file:///a%20b/rollbus", "dir_info": {}}'
 EDITABLE = '{"url": "file:///src", "dir_info": {"editable": true}}'

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.errors import InvalidRequest
-from rollbus.schemas.model_limits import check_model_limits, check_sampling
 from rollbus.schemas.presence import SamplingLimits
 from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.request_fields import check_model_limits, check_sampling
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import capabilities
 

@@ -15,12 +15,10 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect as wire_types
 
-from rollbus.schemas import certificate, chunk, control, desired, limits, messages, presence, telemetry, weights
+from rollbus.schemas import acks, chunk, control, limits, messages, presence, telemetry, weights
 from rollbus.schemas.errors import ERRORS, ControlCode, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-
-__all__ = ["DOC", "with_tables"]
 
 DOC = Path(__file__).parents[2] / "docs" / "wire.md"
 TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -50,14 +48,14 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(weights.Staging, weights.OpenTransfer, weights.PublishedVersion, weights.UpdateTiming),
     *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
     *(telemetry.RequestTimeline, telemetry.RequestProgress, telemetry.LostAttempt, telemetry.TimelineEvent),
-    *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),
-    certificate.Certificate,
+    *(acks.Ack, acks.AckError, control.DesiredState, control.Recorded, control.SeenCommand),
+    control.Certificate,
     *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),
 )
 STRUCTS = {kind.__name__: kind for kind in _STRUCTS}
 ENUMS = {
     kind.__name__: kind
-    for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, control.AckStatus, ControlCode)
+    for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, acks.AckStatus, ControlCode)
 }
 LISTS = ("commands", "errors", "limits")
 """Tables that combine several structs or enums."""
@@ -116,7 +114,7 @@ def error_rows() -> Iterator[list[str]]:
 def limit_rows() -> Iterator[list[str]]:
     """Yield a row for each limit, with the reason from its docstring."""
     reasons = docstrings(inspect.getsource(limits))
-    for name in sorted(limits.__all__):
+    for name in sorted(filter(str.isupper, vars(limits))):
         yield [f"`{name}`", f"{getattr(limits, name):,}", reasons[name]]
 
 

@@ -6,8 +6,6 @@ from statistics import median
 
 import psutil
 
-__all__ = ["BOUNDS", "Bound", "Meter", "Trend"]
-
 MIB = 1024**2
 FEWEST_LOOKS = 9
 """Minimum number of measurements: three in each third of the run."""

@@ -21,7 +21,7 @@ from rollbus.bus.client.generation import Generation
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
@@ -29,8 +29,6 @@ from tests.soak.meter import Meter, Trend
 from tests.support.invariants import assert_equal
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
-
-__all__ = ["Settings", "Summary", "run"]
 
 FAULTS = ("worker killed", "worker stopped", "worker restarted", "server stopped", "client cut", "client frozen")
 """Faults that client, server and the other workers survive without a restart."""

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-__all__ = ["little_endian"]
-
 
 def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
     """Return the bytes of `array` as `dtype` ('<i4' or '<f4')."""

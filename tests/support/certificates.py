@@ -10,8 +10,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-__all__ = ["certificate"]
-
 
 def certificate(
     folder: Path, *, names: Sequence[str] = ("127.0.0.1",), file: str = "cert", days: float = 1

@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODEL", "ignore", "write_adapter", "write_checkpoint", "write_safetensors", "write_sharded"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 MODEL: Shapes = {

@@ -17,8 +17,6 @@ from rollbus.bus.protocol.attempt import machine
 from tests.support.patience import SOON_S
 from tests.support.requests import greedy
 
-__all__ = ["main"]
-
 TIMES = (
     # Shorter than the defaults: tests wait until the lease has expired and until orphans have left the queue.
     (runtime, "LEASE_S", 1.5),

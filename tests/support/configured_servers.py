@@ -12,8 +12,6 @@ from rollbus.bus.auth.cluster import ROUTE_PORT_OFFSET
 from tests.support.nats_server import require_binary
 from tests.support.patience import SOON_S
 
-__all__ = ["ConfiguredServer", "check_config", "configured_servers", "free_nodes"]
-
 PORTS: Final = (10_000, 20_000)
 """Port range of the servers. Also with the route offset, it lies below the client ports of Linux (32,768 and above)."""
 

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 
 from rollbus.bus.protocol.fleet.desired import effective
-from rollbus.schemas.control import Ack, AckStatus
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import DesiredState
 from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
 from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_desired, decode_frame
-
-__all__ = ["ControlHistory"]
 
 PAUSE, WEIGHTS = "pause", "weights"
 REGISTERS = {"pause": PAUSE, "update_weights": WEIGHTS, "finish_weight_update": WEIGHTS}

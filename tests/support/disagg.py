@@ -13,26 +13,12 @@ from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.presence import Role, WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.invariants import Observer, observing
 from tests.support.tcp_proxy import tcp_proxy
-
-__all__ = [
-    "SHAPES",
-    "Disaggregated",
-    "Shaped",
-    "check_legs",
-    "disaggregated",
-    "filtered",
-    "in_two_legs",
-    "long",
-    "role_of",
-    "role_worker",
-    "shaped",
-    "until_paired",
-]
 
 MakeFilter = Callable[[], Callable[[bytes], bytes]]
 """Returns a new filter of `tests.support.tcp_proxy` for each connection."""

@@ -3,8 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-__all__ = ["doctored_vllm", "installed_vllm"]
-
 
 def installed_vllm() -> Path:
     """Return the folder of the installed package."""

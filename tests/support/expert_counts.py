@@ -9,11 +9,9 @@ import numpy.typing as npt
 
 import rollbus
 from rollbus import ExpertAnswers, Generation
-from rollbus.bus.protocol.telemetry.expert_window import ExpertWindow
+from rollbus.bus.protocol.telemetry.experts import ExpertWindow
 from rollbus.schemas.rows import Rows
 from tests.support.patience import SOON_S
-
-__all__ = ["asked_until", "counted", "planes_of"]
 
 ASK_AGAIN_S = 0.3
 """Seconds between two reads; workers answer 20 reads per second."""

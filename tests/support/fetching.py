@@ -5,14 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollbus.bus.nats.server import Server
-from rollbus.bus.objects import ObjectReader
-from rollbus.schemas.control import WeightSource
+from rollbus.bus.objects.reader import ObjectReader
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.sources.fetcher import Checks, Fetcher
-from rollbus.workers.sources.folder_store import FolderStore
-from rollbus.workers.sources.progress import Progress
+from rollbus.workers.sources.store import FolderStore
+from rollbus.workers.sources.threads import Progress
 from tests.support.checkpoints import ignore
-
-__all__ = ["complete", "fetch_folder", "open_files", "partial"]
 
 
 async def fetch_folder(server: str | Server, objects: str, cache: Path, report: Callable[[str], None] = ignore) -> Path:

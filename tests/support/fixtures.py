@@ -66,14 +66,14 @@ def patient_pings() -> Iterator[None]:
     Thousands of tests have a new client, whose workers are near: its first wait is shorter. Workers in this process
     compare their start checkpoints with no other worker.
     """
-    from rollbus.bus.client import presence_watcher
-    from rollbus.workers.lifecycle import peers
+    from rollbus.bus.client import presence
+    from rollbus.workers.control import content
     from tests.support.patience import patient
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(presence_watcher, "PING_WAIT_S", patient(presence_watcher.PING_WAIT_S))
-        patches.setattr(presence_watcher, "FIRST_WAIT_S", patient(0.1))
-        patches.setattr(peers, "LISTEN_S", 0.0)
+        patches.setattr(presence, "PING_WAIT_S", patient(presence.PING_WAIT_S))
+        patches.setattr(presence, "FIRST_WAIT_S", patient(0.1))
+        patches.setattr(content, "LISTEN_S", 0.0)
         yield
 
 

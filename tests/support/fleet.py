@@ -14,7 +14,8 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import expected_rows
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.patience import UNHURRIED_LEASE_S
 

@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import rollbus
 from rollbus import FleetState
+from rollbus.bus.client.client import registry_of
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.worker import Worker
 from tests.support.waits import until_true
-
-__all__ = ["all_serve", "until_known", "until_state", "until_worker", "worker_of"]
 
 
 async def until_state(rb: rollbus.Client, is_met: Callable[[FleetState], object]) -> FleetState:
@@ -55,3 +54,14 @@ async def until_known(rb: rollbus.Client, *workers: Worker) -> None:
         return all((one.worker, one.incarnation) in heard for one in (worker.presence() for worker in workers))
 
     await until_true(are_known)
+
+
+def client_state(rb: rollbus.Client) -> dict[str, int]:
+    """Return the counts of what a connected client holds."""
+    return registry_of(rb).runtime.debug_state()
+
+
+def is_placing(rb: rollbus.Client) -> bool:
+    """Return True if the client knows of a request that it placed or that follows another one."""
+    state = client_state(rb)
+    return bool(state["placed"] or state["followers"])

@@ -8,11 +8,10 @@ from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.schemas.messages import KvTransfer
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.patience import UNHURRIED_LEASE_S
-
-__all__ = ["GatedEngine", "running"]
 
 
 class GatedEngine(SyntheticEngine):

@@ -12,14 +12,13 @@ import msgspec
 from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import Connection, publish, subscribe
-from rollbus.bus.protocol.fleet import lease
-from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
-from rollbus.bus.protocol.link.worker_links import FollowedLinks
+from rollbus.bus.protocol.fleet import leases
+from rollbus.bus.protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
 from rollbus.bus.queue.streams import ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.messages import (
-    WIRE_VERSION,
     Frame,
     LinkMessage,
     RequestKey,
@@ -33,8 +32,6 @@ from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence
 from rollbus.schemas.request import GenerateRequest, Lane
 from tests.support.connections import opened
 from tests.support.patience import UNHURRIED_LEASE_S
-
-__all__ = ["HandClient", "hand_client"]
 
 MODEL = "synthetic"
 WINDOW_BYTES = 8 * 1024 * 1024
@@ -183,5 +180,5 @@ async def hand_client(
     async with opened(url) as nats:
         client = HandClient(nats, fleet, name=name, incarnation=incarnation, answers=answers)
         await client.open()
-        with patch.object(lease, "DEFAULT_LEASE_S", UNHURRIED_LEASE_S):
+        with patch.object(leases, "DEFAULT_LEASE_S", UNHURRIED_LEASE_S):
             yield client

@@ -12,25 +12,14 @@ import rollbus
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.connection import Connection, publish, subscribe
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import Abort, Ack, AckError, AckStatus, AnyCommand
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.control import Abort, AnyCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.messages import decode_command, encode_json
 from rollbus.schemas.presence import WorkerState
 from tests.support.connections import opened
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
-
-__all__ = [
-    "ACCEPTED",
-    "APPLIED",
-    "ControlledWorker",
-    "Reply",
-    "controlled",
-    "failed",
-    "obedient",
-    "silent",
-    "unless",
-]
 
 Reply = Callable[[AnyCommand], Sequence[dict[str, Any]]]
 """Returns the fields of the acks to a command, in order."""

@@ -11,12 +11,10 @@ from nats.aio.msg import Msg
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.connection import Connection, publish, subscribe
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import Ack, AckStatus
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import DesiredState
 from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_frame
 from tests.support.connections import opened
-
-__all__ = ["MODEL", "HandController", "hand_controller"]
 
 MODEL = "synthetic"
 

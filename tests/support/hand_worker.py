@@ -12,14 +12,14 @@ from nats.aio.msg import Msg
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
-from rollbus.bus.protocol.queue.rendezvous import rendezvous
+from rollbus.bus.protocol.queue.placement import rendezvous
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk, ChunkError, End, FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import (
-    WIRE_VERSION,
     Frame,
     LinkMessage,
     RequestKey,
@@ -30,14 +30,12 @@ from rollbus.schemas.messages import (
     decode_request_message,
     encode,
     encode_json,
-    request_id_of,
 )
 from rollbus.schemas.presence import ClientPresence, EngineStats, WorkerState
+from rollbus.schemas.request import request_id_of
 from rollbus.schemas.weights import OpenTransfer
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
-
-__all__ = ["HandWorker", "Taken", "chunk", "failure", "hand_worker", "request", "session_worker", "worker_by_hand"]
 
 MODEL = "m"
 

@@ -36,8 +36,6 @@ from tests.support.fleet import check_generation
 from tests.support.patience import SOON_S, patient
 from tests.support.waits import until
 
-__all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing"]
-
 ANSWER_S = patient(6.0)
 """Timeout of one JetStream answer: a cluster needs 4 s to list consumers if one has no leader."""
 SOON_AFTER_S = 0.25

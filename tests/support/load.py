@@ -5,12 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import rollbus
 from rollbus.bus.client.generation import Generation
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.chaos.workload import make_requests, undisturbed
 from tests.support.invariants import assert_equal, check_results
 from tests.support.requests import greedy
-
-__all__ = ["VOCAB_SIZE", "Load"]
 
 Strike = Callable[[], Awaitable[object]]
 

@@ -9,8 +9,6 @@ import uvloop
 
 from tests.support.patience import HANGS_AFTER_S
 
-__all__ = ["on_both_loops", "run_on"]
-
 RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 on_both_loops = pytest.mark.parametrize("loop", RUNNERS)

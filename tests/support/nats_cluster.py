@@ -33,8 +33,6 @@ from tests.support.patience import patient
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.waits import until, until_true
 
-__all__ = ["NatsCluster", "nats_cluster", "replicate"]
-
 NAMES = ("n0", "n1", "n2")
 """The server names, in order."""
 NOWHERE = "127.0.0.1:9"

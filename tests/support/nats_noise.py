@@ -5,8 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-__all__ = ["NatsNoise"]
-
 MESSAGE = re.compile(rb"H?MSG (\S+) .*?(\d+)\r\n")
 
 

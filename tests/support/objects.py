@@ -11,8 +11,6 @@ from nats.js.errors import NotFoundError
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ask
 
-__all__ = ["BUCKET_BYTES", "files_in", "fresh_bucket", "stored_messages", "write_folder"]
-
 BUCKET_BYTES = 64 * 1024**2
 """Small, because a bucket reserves its size on the server that all tests share."""
 

@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-__all__ = ["FOLDERS", "ROOT", "misnamed"]
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 """The packages of `rollbus`, at the top of the repository."""

@@ -15,8 +15,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from tests.support.waits import until_true
 
-__all__ = ["Collector", "ReceivedSpan", "collector"]
-
 
 @dataclass(frozen=True)
 class ReceivedSpan:

@@ -7,8 +7,6 @@ import pytest
 
 from rollbus import CommandIncomplete, CommandResult, Generation, RequestError
 
-__all__ = ["error_of", "incomplete", "outcome"]
-
 E = TypeVar("E", bound=Exception)
 
 

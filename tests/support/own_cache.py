@@ -6,8 +6,6 @@ import tempfile
 import uuid
 from pathlib import Path
 
-__all__ = ["RUN", "OwnCache"]
-
 RUN = "ROLLBUS_TEST_RUN"
 """Variable with the id of the run. Names of fleets contain it, so that the run recognizes what it has left behind."""
 KEPT = {"PIP_CACHE_DIR": "pip", "UV_CACHE_DIR": "uv"}

@@ -9,17 +9,6 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 
-__all__ = [
-    "ENGINE_HANGS_AFTER_S",
-    "ENGINE_STARTS_S",
-    "HANGS_AFTER_S",
-    "SOON_S",
-    "UNHURRIED_LEASE_S",
-    "busy_timeout",
-    "patient",
-    "slowness",
-]
-
 FACTOR = float(os.environ.get("ROLLBUS_TEST_PATIENCE") or 1)
 """Factor for machines on which these limits are too short."""
 MAX_SLOWNESS = 5.0

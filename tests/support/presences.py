@@ -4,8 +4,6 @@ from typing import Any
 
 from rollbus.schemas.presence import Capabilities, WorkerPresence, WorkerState
 
-__all__ = ["capabilities", "presence"]
-
 
 def presence(**fields: Any) -> WorkerPresence:
     """Return the presence of an idle worker in the state `serving`; `fields` replace its values."""

@@ -6,15 +6,12 @@ import itertools
 from collections.abc import AsyncIterator
 
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.queue.limits import QueueLimits
 from rollbus.bus.queue.publisher import PublishResult, QueuePublisher
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
-from rollbus.bus.queue.streams import stored_in
+from rollbus.bus.queue.streams import QueueLimits, stored_in
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.request import Lane
 from tests.support.connections import opened
-
-__all__ = ["MODEL", "Publishing", "Pulling", "publishing", "pulling"]
 
 MODEL = "Qwen/Qwen3-30B"
 

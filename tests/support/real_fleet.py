@@ -16,8 +16,6 @@ from rollbus.schemas.errors import NoWorkers
 from tests.support.own_cache import RUN
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, patient
 
-__all__ = ["WEIGHT_VERSION", "RealWorkers", "greedy", "prompt"]
-
 ENGINE_ARGS = {
     "dtype": "float32",
     "max_model_len": 8192,

@@ -3,8 +3,6 @@
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 
-__all__ = ["PROMPT_LEN", "endless", "greedy", "short", "sized"]
-
 PROMPT_LEN = 3
 
 

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from rollbus import Generation
 
-__all__ = ["TOLERANCE", "assert_same", "expert_sets"]
-
 TOLERANCE = 1e-4
 """Tolerance of logprobs between different kernels and batches in float32."""
 

@@ -2,10 +2,7 @@
 
 import functools
 
-from rollbus.workers.engines.vllm.launch import set_environment
-from rollbus.workers.engines.vllm.routing import cpu_refusal
-
-__all__ = ["no_routing_here"]
+from rollbus.workers.engines.vllm.launch import cpu_refusal, set_environment
 
 
 @functools.cache

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
-from rollbus.bus.protocol.stream.token_masks import TokenMasks
+from rollbus.bus.protocol.stream.result_arrays import TokenMasks
 from rollbus.schemas.chunk import Chunk, FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, Rows, dtype_for
 from rollbus.schemas.sampling import SamplingParams
-
-__all__ = ["Scenario", "assert_complete", "drain", "make_scenario", "scenarios", "simple", "with_masks"]
 
 VERSION = 7
 """The first weight version of every scenario."""

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-__all__ = ["Shared"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ import rollbus
 from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.request import GenerateRequest
 
-__all__ = ["Stream", "all_of", "start_stream"]
-
 T = TypeVar("T")
 
 

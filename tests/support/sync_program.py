@@ -19,8 +19,6 @@ import rollbus
 from tests.support.processes import becomes_true
 from tests.support.requests import endless, greedy, short
 
-__all__: list[str] = []
-
 LEFT_OPEN: list[Iterator[rollbus.Chunk]] = []
 """Streams that exist until the interpreter exits."""
 

@@ -7,8 +7,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
-__all__ = ["Direction", "TcpProxy", "tcp_proxy"]
-
 BUFFER_BYTES = 64 * 1024
 """Buffer size in the kernel and in the proxy, per connection and direction: small, so that a slow reader blocks its
 sender.

@@ -10,10 +10,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rollbus.bus.protocol.weights.safetensors_layout import layouts, ordered
+from rollbus.bus.protocol.weights.tensors import layouts, ordered
 from rollbus.schemas.manifest import TensorEntry
-
-__all__ = ["Amount", "RandomTensor", "Tensors", "changed", "hashes", "hashes_in", "make_tensors", "write"]
 
 Amount = Literal["none", "few", "all", "mixed"]
 """The share of elements that change."""

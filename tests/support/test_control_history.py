@@ -6,9 +6,9 @@ import pytest
 
 from rollbus.bus.protocol.fleet.desired import record
 from rollbus.bus.subjects import Subjects
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.chunk import Chunk
-from rollbus.schemas.control import Ack, AckStatus, Command, Pause, Resume, UpdateWeights
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import Command, DesiredState, Pause, Resume, UpdateWeights
 from rollbus.schemas.messages import Frame, encode, encode_json
 from rollbus.schemas.weights import WeightSource
 from tests.support.control_history import ControlHistory

@@ -10,8 +10,8 @@ import pytest
 
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticEngine
-from rollbus.workers.engines.vllm import VllmEngine
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from tests.control.support import folders, write_adapter
 from tests.support.vllm_engine import Engines, RunningEngine, running_engines
 

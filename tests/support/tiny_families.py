@@ -5,8 +5,6 @@ from typing import Any
 
 from rollbus.workers.engines.vllm.tiny_moe import VOCAB_SIZE, make_tokenizer
 
-__all__ = ["FAMILIES", "HALF", "make_family"]
-
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 512,

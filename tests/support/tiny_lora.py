@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["make_tiny_lora", "merge_tiny_lora"]
-
 RANK = 4
 ALPHA = 16
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")

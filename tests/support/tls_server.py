@@ -12,13 +12,11 @@ from typing import Any, Self
 
 import pytest
 
-from rollbus.bus.auth.tls import Tls
+from rollbus.bus.auth.credentials import Tls
 from rollbus.bus.nats import embedded
 from rollbus.bus.nats.embedded import server_config
 from rollbus.bus.nats.server import Server
 from tests.support.certificates import certificate
-
-__all__ = ["FakeServer", "PlainServer", "TlsServer", "configure_tls"]
 
 INFO: Mapping[str, Any] = {
     "server_id": "x",

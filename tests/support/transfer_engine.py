@@ -14,8 +14,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from tests.support.one_name import misnamed
 
-__all__ = ["FromFile", "UserExtension"]
-
 
 @dataclass
 class Origin:

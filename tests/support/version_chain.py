@@ -12,10 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.objects import put_folder
-from rollbus.bus.protocol.weights.safetensors_layout import layouts
-from rollbus.bus.protocol.weights.tensor_delta import encode_delta
-from rollbus.schemas.control import WeightSource
+from rollbus.bus.objects.writer import put_folder
+from rollbus.bus.protocol.weights.tensors import encode_delta, layouts
 from rollbus.schemas.manifest import (
     MANIFEST,
     Link,
@@ -25,9 +23,8 @@ from rollbus.schemas.manifest import (
     content_digest,
     delta_name,
 )
+from rollbus.schemas.weights import WeightSource
 from tests.support.objects import BUCKET_BYTES
-
-__all__ = ["SHAPES", "Versions", "folder_content", "random_weights"]
 
 Weights = dict[str, npt.NDArray[np.uint8]]
 

@@ -5,28 +5,15 @@ import hashlib
 import uuid
 from collections.abc import AsyncIterator
 
-from rollbus.bus.control.publication import Publication
-from rollbus.bus.control.versions import VersionStore
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
-from rollbus.bus.objects import ensure_bucket, list_objects
-from rollbus.bus.objects.catalog import list_subjects
+from rollbus.bus.objects.catalog import ensure_bucket, list_objects, list_subjects
 from rollbus.bus.protocol.weights.chain import links_with
+from rollbus.bus.publish.publication import Publication
+from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
-from rollbus.schemas.chain import CHAIN_OBJECT
-from rollbus.schemas.manifest import Link, Manifest, TensorEntry, content_digest
-
-__all__ = [
-    "BUCKET_BYTES",
-    "folders_in",
-    "fresh_store",
-    "manifest_of",
-    "opened_store",
-    "parts_in",
-    "publish",
-    "versions_bucket",
-]
+from rollbus.schemas.manifest import CHAIN_OBJECT, Link, Manifest, TensorEntry, content_digest
 
 BUCKET_BYTES = 24 * 1024**2
 MODEL = "m"

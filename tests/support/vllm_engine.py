@@ -21,12 +21,10 @@ from rollbus.schemas.errors import EngineDead
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.vllm import VllmEngine
+from rollbus.workers.engines.vllm.engine import VllmEngine
 from tests.support.patience import HANGS_AFTER_S, SOON_S, patient
 from tests.support.results import TOLERANCE
 from tests.support.routing_here import no_routing_here
-
-__all__ = ["Engines", "Result", "RunningEngine", "running_engines"]
 
 QUESTION = GenerateRequest(
     prompt_token_ids=[11, 12, 13],

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable
 
 from tests.support.patience import SOON_S, busy_timeout
 
-__all__ = ["until", "until_true"]
-
 LOOK_AGAIN_S = 0.01
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.support.patience import UNHURRIED_LEASE_S
 
-__all__ = ["LASTING", "worker_process"]
-
 LASTING = ("--lease-s", f"{UNHURRIED_LEASE_S:g}")
 """A lease that a worker keeps on a busy machine, for tests without faults."""
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import rollbus
-from rollbus.bus.tracing.switch import make_tracer
+from rollbus.bus.tracing.spans import make_tracer
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.__main__ import main
 
@@ -21,7 +21,7 @@ from rollbus.frontend.http.server import listen, serving
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers import __main__
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 
 async def run(url, fleet):
@@ -121,6 +121,10 @@ def test_attribute_names_equal_the_names_in_the_conventions_of_opentelemetry() -
 
     theirs = (gen_ai_attributes, messaging_attributes, url_attributes, error_attributes, http_attributes)
     known = {value for module in theirs for name, value in vars(module).items() if name.isupper()}
-    ours = {name: value for name in names.__all__ if not (value := getattr(names, name)).startswith("rollbus.")}
+    ours = {
+        name: value
+        for name in filter(str.isupper, vars(names))
+        if not (value := getattr(names, name)).startswith("rollbus.")
+    }
 
     assert {name: value for name, value in ours.items() if value not in known} == {}

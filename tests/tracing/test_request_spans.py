@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.timeline import RETURNED
+from rollbus.bus.protocol.telemetry.requests import RETURNED
 from rollbus.bus.tracing import names
 from rollbus.bus.tracing.spans import Span, SpanContext
 from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent

@@ -7,23 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "FAMILIES",
-    "NUM_EXPERTS",
-    "RECURRENT",
-    "TOP_K",
-    "Run",
-    "build",
-    "difference",
-    "moe_blocks",
-    "own_rows",
-    "random_rows",
-    "router_of",
-    "run",
-    "seen",
-    "tokens",
-]
-
 NUM_EXPERTS = 8
 TOP_K = 3
 Run = dict[str, Tensor]

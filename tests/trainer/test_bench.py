@@ -7,9 +7,20 @@ import pytest
 
 pytest.importorskip("pybase64", reason="comes with vLLM")
 
-from bench.trainer import MAX_TOKENS, check_linear, make_conversation, measure_conversations, peak_of, stitch_and_pack
-from bench.trainer_peak import read_messages, write_messages
-from bench.trainer_ways import WAYS, differences, make_rollout, tensor_bytes
+from bench.trainer import (
+    MAX_TOKENS,
+    WAYS,
+    check_linear,
+    differences,
+    make_conversation,
+    make_rollout,
+    measure_conversations,
+    peak_of,
+    read_messages,
+    stitch_and_pack,
+    tensor_bytes,
+    write_messages,
+)
 from rollbus.trainer import MicroBatch
 
 HTTP = [name for name in WAYS if not name.startswith("rollbus")]

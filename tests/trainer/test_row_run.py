@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollbus.schemas.rows import Rows
 from rollbus.trainer import StitchError, stitch_rows
-from rollbus.trainer.row_run import Overlap, RowStitcher
+from rollbus.trainer.stitching import Overlap, RowStitcher
 from tests.trainer.builders import rows_of
 
 

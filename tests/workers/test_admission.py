@@ -11,11 +11,11 @@ from rollbus.workers.requests.admission import (
     ADAPTER_S,
     MAX_TOO_NEW_S,
     WEIGHTS_ARE_COMING_S,
+    Versions,
     check_lag,
     check_request,
     wait_for_weights_s,
 )
-from rollbus.workers.requests.versions import Versions
 
 CAPABILITIES = Capabilities(
     engine="synthetic", engine_version="1", max_model_len=64, vocab_size=100, max_num_seqs=1, max_logprobs=5, dtype="f"

@@ -11,15 +11,14 @@ from msgspec.structs import replace
 
 from rollbus.bus.protocol.fleet.canary import agrees, canary_request, canary_rows, check_expected
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.schemas.control import Canary
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.presence import Capabilities
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
+from rollbus.schemas.weights import Canary
 from rollbus.workers.control.canary import own_request, read_canary
-from rollbus.workers.engines.synthetic import SyntheticConfig
-from rollbus.workers.requests.admission import check_request
-from rollbus.workers.requests.versions import Versions
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.requests.admission import Versions, check_request
 
 PROMPT_LEN, NUM_TOKENS, NUM_LAYERS, TOP_K = 20, 4, 5, 2
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.workers.control_support import load_lora, rig, update
 
 LONG = 60_000

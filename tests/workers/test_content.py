@@ -5,15 +5,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.weights import WeightSource
 from rollbus.workers.control.staging import StageKey
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
-from rollbus.workers.sources import WeightSources, content
-from rollbus.workers.sources.quiet_threads import Scratch
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.sources import content
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import ignore, write_adapter, write_checkpoint, write_safetensors, write_sharded
 from tests.workers.control_support import load_lora, rig, source, update
 
@@ -36,13 +38,13 @@ async def digest(of: WeightSources, folder: Path, *, is_adapter: bool = False) -
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that gets the name of each tensor that is hashed."""
     names: list[str] = []
-    run: Callable[..., None] = content._HashJob.__call__
+    run: Callable[..., None] = content._hash_tensor
 
-    def count(self: content._HashJob, scratch: object) -> None:
-        names.append(self._name)
-        run(self, scratch)
+    def count(name: str, *others: object) -> None:
+        names.append(name)
+        run(name, *others)
 
-    monkeypatch.setattr(content._HashJob, "__call__", count)
+    monkeypatch.setattr(content, "_hash_tensor", count)
     return names
 
 
@@ -128,14 +130,15 @@ async def test_a_file_that_changes_while_it_is_hashed_is_refused(
 ) -> None:
     """The digest of a mix of two contents would be worthless."""
     folder = write_checkpoint(tmp_path / "one", {"a": (2,)})
-    file, run = folder / "model.safetensors", content._HashJob.__call__
+    file, run = folder / "model.safetensors", content.hash_range
 
-    def overwrite(self: content._HashJob, scratch: Scratch) -> None:
-        run(self, scratch)
+    def overwrite(*args: Any) -> str:
+        digest = run(*args)
         write_safetensors(file, {"a": (2,)}, fill=1)
         os.utime(file, ns=(0, 0))
+        return digest
 
-    monkeypatch.setattr(content._HashJob, "__call__", overwrite)
+    monkeypatch.setattr(content, "hash_range", overwrite)
     with pytest.raises(ControlError, match=f"{file} changed while it was hashed") as raised:
         await digest(sources(tmp_path), folder)
     assert raised.value.code is ControlCode.STORAGE
@@ -145,14 +148,15 @@ async def test_a_start_checkpoint_that_changes_while_it_is_hashed_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine loads the checkpoint at the same time, so nobody knows what it has read."""
-    run = content._HashJob.__call__
+    run = content.hash_range
 
-    def overwrite(self: content._HashJob, scratch: Scratch) -> None:
-        run(self, scratch)
+    def overwrite(*args: Any) -> str:
+        digest = run(*args)
         os.utime(tmp_path / "own" / "model.safetensors", ns=(0, 0))
+        return digest
 
     async with rig(tmp_path, prove_reload=False) as worker:
-        monkeypatch.setattr(content._HashJob, "__call__", overwrite)
+        monkeypatch.setattr(content, "hash_range", overwrite)
         await worker.weights.start.hash()
         await worker.weights.verify_start()
         assert worker.standing == (1, True)

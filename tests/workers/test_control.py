@@ -2,8 +2,8 @@
 
 import pytest
 
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.chunk import FinishReason
-from rollbus.schemas.control import AckStatus
 from rollbus.schemas.errors import ControlCode, ErrorCode
 from rollbus.schemas.messages import Frame
 from rollbus.schemas.presence import WorkerState

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbus.schemas.control import AckStatus
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ErrorCode
 from rollbus.schemas.presence import WorkerState
 from tests.support.patience import SOON_S
@@ -107,7 +107,7 @@ async def test_a_command_applied_before_its_message_arrives_is_acked_immediately
 ) -> None:
     """If a worker applied a recorded command before the message arrives, it acks the message without a timer."""
     monkeypatch.setattr("rollbus.workers.worker.HEARTBEAT_S", 3600.0)
-    monkeypatch.setattr("rollbus.workers.control.reading.READ_S", 3600.0)
+    monkeypatch.setattr("rollbus.workers.control.desired.READ_S", 3600.0)
     async with controlled_worker() as (client, boss, *_):
         epoch = await boss.record("pause", id="one")
         await client.until_state("w", WorkerState.PAUSED)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from rollbus.schemas.control import AckStatus
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import reconcile
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.control import reconciler
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests.publisher import OutboundPublisher
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
@@ -200,7 +201,7 @@ async def test_a_resume_during_the_last_frames_of_a_pause_is_applied_next(
         is_leaving.set()
         await may_leave.wait()
 
-    monkeypatch.setattr(reconcile, "CUT_S", 60.0)
+    monkeypatch.setattr(reconciler, "CUT_S", 60.0)
     async with controlled_worker() as (client, boss, worker, _):
         monkeypatch.setattr(OutboundPublisher, "wait_sent", leave)
         pause = await boss.command("pause")

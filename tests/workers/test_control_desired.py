@@ -11,12 +11,13 @@ import pytest
 
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.schemas.control import AckStatus, AnyCommand, WeightSource
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.acks import AckStatus
+from rollbus.schemas.control import AnyCommand, DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import handled
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.control import reconciler
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
@@ -298,7 +299,7 @@ async def test_an_outdated_worker_loads_its_weights_when_the_object_store_is_bac
 
     (tmp_path / "model.safetensors").write_bytes(b"x")
     monkeypatch.setattr(WeightSources, "checkpoint", checkpoint)
-    monkeypatch.setattr(handled, "FETCH_RETRY_S", 0.0)
+    monkeypatch.setattr(reconciler, "FETCH_RETRY_S", 0.0)
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("update_weights", version=5, source={"objects": "bucket/prefix"})
         async with synthetic_worker(nats_url, fleet, worker_id="w"):

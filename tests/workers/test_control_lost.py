@@ -9,11 +9,11 @@ import pytest
 
 from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.protocol.fleet import read_order
-from rollbus.schemas.control import AckStatus
+from rollbus.bus.protocol.fleet import desired
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import reading
+from rollbus.workers.control import desired as desired_reader
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
@@ -92,7 +92,7 @@ async def test_a_fenced_worker_may_read_the_desired_state_before_its_lease_is_co
             await gate.wait()
             return await confirm(timeout_s=timeout_s)
 
-        monkeypatch.setattr(reading, "READ_S", 3600.0)
+        monkeypatch.setattr(desired_reader, "READ_S", 3600.0)
         monkeypatch.setattr(worker._nats, "confirm", late)
         worker._lifecycle.fence("for the test")
         reader = worker._control.reader
@@ -139,7 +139,7 @@ async def test_a_command_that_was_lost_with_the_store_fails_soon(fleet: str, mon
 
     That timeout may be ten minutes.
     """
-    monkeypatch.setattr(read_order, "STALE_S", 0.1)
+    monkeypatch.setattr(desired, "STALE_S", 0.1)
     async with (
         EmbeddedServer() as server,
         controlled_worker(server.url, fleet) as (client, boss, *_),

@@ -5,26 +5,25 @@ import itertools
 import pytest
 
 from rollbus.bus.protocol.states import WorkerEvent
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import (
-    Ack,
-    AckStatus,
     AnyCommand,
     Drain,
     FinishWeightUpdate,
     FlushCache,
     Pause,
+    Recorded,
     Resume,
     Sleep,
     UnloadLora,
     UpdateWeights,
     Wake,
-    WeightSource,
 )
-from rollbus.schemas.desired import Recorded
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.limits import MAX_ERROR_CHARS, MAX_SEEN_COMMANDS
-from rollbus.workers.control.command_log import CommandLog, ReceivedCommand
-from rollbus.workers.control.desire import (
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.control.acks import CommandLog, ReceivedCommand
+from rollbus.workers.control.desired import (
     HandledRegister,
     PendingRegister,
     RegisterOutcome,

@@ -9,11 +9,10 @@ import pytest
 
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.fleet import desired
-from rollbus.schemas.control import FlushCache, Pause
-from rollbus.schemas.desired import DesiredState
+from rollbus.schemas.control import DesiredState, FlushCache, Pause
 from rollbus.schemas.errors import BusBroken
-from rollbus.workers.control import reading as module
-from rollbus.workers.control.reading import DesiredReader
+from rollbus.workers.control import desired as module
+from rollbus.workers.control.desired import DesiredReader
 from tests.support.patience import SOON_S
 
 MODEL = "m"

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.protocol.fleet import read_order
-from rollbus.schemas.desired import DesiredState
+from rollbus.bus.protocol.fleet import desired
+from rollbus.schemas.control import DesiredState
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import reading
+from rollbus.workers.control import desired as desired_reader
 from rollbus.workers.worker import Worker
 from tests.support.hand_client import MODEL
 from tests.support.hand_controller import HandController
@@ -34,7 +34,7 @@ def doctored(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Doctor:
         monkeypatch.setattr(store, "read", read)
         worker._control.reader.request_read()
 
-    monkeypatch.setattr(reading, "RETRY_S", 0.01)
+    monkeypatch.setattr(desired_reader, "RETRY_S", 0.01)
     return answer
 
 
@@ -85,7 +85,7 @@ async def test_a_state_that_stays_older_for_long_is_accepted(
 
     The store was reset in that case.
     """
-    monkeypatch.setattr(read_order, "STALE_S", 0.1)
+    monkeypatch.setattr(desired, "STALE_S", 0.1)
     async with controlled_worker() as (client, boss, worker, _):
         before = await paused_after_resume(boss)
         doctored(worker, monkeypatch)(before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.schemas.control import AckStatus
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.worker import Worker

@@ -8,7 +8,7 @@ import pytest
 from rollbus.bus.control.store import DesiredStore
 from rollbus.schemas.errors import BusBroken
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import reading
+from rollbus.workers.control import desired
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import StartControlled
@@ -49,7 +49,7 @@ async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
 
     Running requests continue. After the next valid read, the worker serves as before.
     """
-    monkeypatch.setattr(reading, "RETRY_S", 0.01)
+    monkeypatch.setattr(desired, "RETRY_S", 0.01)
     async with controlled_worker() as (client, boss, worker, _):
         await boss.applied("resume")
         reader = worker._control.reader

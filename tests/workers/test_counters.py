@@ -9,7 +9,7 @@ import pytest
 import rollbus
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.presence import WorkerCounters, WorkerPresence
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, ROW_BYTES, Ear, make_links, step

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
-from rollbus.bus.protocol.telemetry.expert_window import PlaneLoad, merge_loads
+from rollbus.bus.protocol.telemetry.experts import PlaneLoad, merge_loads
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import Rows
-from rollbus.workers.requests.expert_counter import ExpertCounter
+from rollbus.workers.requests.steps import ExpertCounter
 from tests.workers.links_support import NOW, ROUTING, Ear, capabilities, make_links, queued, request_of, step
 
 PROMPT_LEN = 6

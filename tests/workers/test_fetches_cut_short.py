@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
-from rollbus.schemas.control import WeightSource
+from rollbus.bus.objects.catalog import delete_prefix
+from rollbus.bus.objects.reader import FolderReader, ObjectReader
+from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import ignore, write_checkpoint, write_sharded
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import folder_store, locks
-from rollbus.workers.sources.folder_store import FolderStore, Hold, PartialFolder
-from rollbus.workers.sources.stamps import files_stamp
+from rollbus.workers.sources import store as folder_store
+from rollbus.workers.sources import store as locks
+from rollbus.workers.sources.store import FolderStore, Hold, PartialFolder, files_stamp
 from tests.support.patience import SOON_S
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
+from rollbus.bus.protocol.queue.fairness import MAX_FOLLOWERS
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import RequestKey, Sibling
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.hand_client import HandClient
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
@@ -90,12 +90,12 @@ async def test_followers_without_a_free_slot_are_rejected_after_a_time(
     heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Followers are rejected after a time without a free slot. Running requests of the group continue."""
-    monkeypatch.setattr("rollbus.bus.protocol.queue.follower_backlog.STALLED_S", 0.1)
+    monkeypatch.setattr("rollbus.bus.protocol.queue.fairness.STALLED_S", 0.1)
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
         await client.until(lambda: len(refused(client)) == 2)
         assert refused(client) == dict.fromkeys((1, 2), ErrorCode.QUEUE_FULL)
-        assert worker.stats().intake.refused == 2
+        assert worker.stats().intake.placements_refused == 2
         assert worker.presence().in_flight == 2
         await client.abort("w", key(0), RequestKey("other", 0, 0))
 

@@ -13,7 +13,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_DELIVERIES
 from rollbus.schemas.messages import KvTransfer, RequestKey
 from rollbus.schemas.presence import ClientState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
@@ -111,7 +111,7 @@ async def test_requests_of_a_closed_client_are_aborted_or_discarded(
         await other.until_ended("s")
 
         assert worker.stats().intake.gone == 3
-        assert worker.stats().links.requests_of_gone == 2
+        assert worker.stats().links.requests_of_lost_clients == 2
         assert worker.presence().in_flight == 0
         await client.until_left(0)
 
@@ -132,7 +132,7 @@ async def test_the_requests_of_a_silent_client_are_aborted(nats_url: str, fleet:
         await other.enqueue(short("s"))
         await other.until_ended("s")
         assert worker.presence().in_flight == 0
-        assert worker.stats().links.clients_gone == 1
+        assert worker.stats().links.clients_lost == 1
 
 
 @pytest.mark.proves("P50")
@@ -146,7 +146,7 @@ async def test_a_direct_request_without_a_free_slot_is_rejected_immediately(hear
 
         assert client.error_of("r2") == ErrorCode.QUEUE_FULL
         assert [key.request_id for _, key in client.offers] == ["r0", "r1"]
-        assert worker.stats().intake.refused == 1
+        assert worker.stats().intake.placements_refused == 1
 
 
 async def until_queue_is_empty(worker: Worker) -> None:

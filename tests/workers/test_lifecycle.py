@@ -6,15 +6,14 @@ from typing import cast
 
 import pytest
 
-import rollbus.workers.lifecycle.lifecycle
+import rollbus.workers.lifecycle
 from rollbus.bus.logs import LOG_VARIABLE
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.protocol.states import WorkerEvent
 from rollbus.schemas.messages import decode_presence
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.lifecycle.identity import log_name
-from rollbus.workers.lifecycle.lifecycle import WorkerLifecycle
+from rollbus.workers.lifecycle import WorkerLifecycle, log_name
 from tests.support.presences import presence
 
 LEASE_S = 6.0
@@ -41,7 +40,7 @@ class Wire:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the clock that the worker reads: its time is `now`."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(rollbus.workers.lifecycle.lifecycle, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(rollbus.workers.lifecycle, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

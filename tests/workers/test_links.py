@@ -10,7 +10,7 @@ from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.requests.links import REMEMBER_S
-from rollbus.workers.requests.worker_requests import Instructions
+from rollbus.workers.requests.table import Instructions
 from tests.workers.links_support import (
     LATE,
     MAX_PAYLOAD,
@@ -101,7 +101,7 @@ def test_the_requests_of_a_closed_client_end_immediately() -> None:
     assert len(links.requests) == 1
     assert [link.client for link in links.outbound.links()] == ["bob"]
     assert links.is_client_dead(ear.origin("later"))
-    assert links.stats.requests_of_gone == 1
+    assert links.stats.requests_of_lost_clients == 1
 
 
 def test_a_silent_clients_requests_end_and_the_returning_client_gets_the_reason() -> None:
@@ -191,7 +191,7 @@ def test_a_fenced_worker_aborts_all_requests_without_acks_or_frames() -> None:
     assert links.requests.messages == []
     assert links.next_frame(route) is None
     assert links.outbound.sendable() == []
-    assert links.stats.fenced == 1
+    assert links.stats.given_up == 1
     ear.offer("s")
     assert [frame.incarnation for frame in ear.hear()] == ["w2"]
 
@@ -338,7 +338,7 @@ def test_an_aborted_request_gets_only_its_terminal_chunk() -> None:
     assert (last.num_tokens, last.finish_reason) == (0, FinishReason.ABORT)
     assert last.end is not None
     assert last.end.num_tokens == sent
-    assert (links.stats.stopped, links.stats.late_steps) == (1, 2)
+    assert (links.stats.aborted, links.stats.late_steps) == (1, 2)
     links.on_link_message("alice", ear.message(), NOW)
     assert links.outbound.held_bytes == 0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollbus.bus.protocol.link import link_sender
+from rollbus.bus.protocol.stream import link_sender
 from rollbus.schemas.errors import ErrorCode, InvalidRequest
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.messages import LinkMessage, RequestKey

@@ -11,7 +11,8 @@ import pytest
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.control import UnloadLora
 from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.checkpoints import write_adapter
 from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from rollbus.bus.protocol.stream.engine_step import TokenBatch
 from rollbus.schemas.errors import ErrorCode, RequestError
 from rollbus.schemas.messages import RequestKey
-from rollbus.workers.engines.engine import TokenBatch
 from tests.workers.links_support import NOW, Ear, make_links, step
 
 

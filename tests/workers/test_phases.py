@@ -8,8 +8,9 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, InvalidRequest
 from rollbus.schemas.messages import KvTransfer, Sibling
 from rollbus.schemas.request import GenerateRequest
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from rollbus.workers.engines.synthetic.kv import SyntheticKv
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.engines.synthetic.model import SyntheticKv
 from rollbus.workers.worker import Worker
 from tests.support.disagg import long
 from tests.support.fleet import synthetic_worker

@@ -14,13 +14,14 @@ from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError
-from rollbus.schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.schemas.messages import Frame, LinkMessage, RequestKey, decode_frame
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.requests.admission import check_reply_to
 from rollbus.workers.requests.links import WorkerLinks
 from rollbus.workers.requests.outbound import PlainOutbound
-from rollbus.workers.requests.worker_requests import RequestOrigin
+from rollbus.workers.requests.table import RequestOrigin
 from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient, hand_client
@@ -219,7 +220,7 @@ async def test_a_request_with_a_foreign_reply_to_is_discarded_and_counted(heard_
         await client.until_left(0)
 
         assert worker.stats().intake.bad == 1
-        assert worker.stats().links.offered == 0
+        assert worker.stats().links.requests == 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 
-from rollbus.workers.engines.prefix_age import NUM_SPANS, PrefixAge
+from rollbus.workers.engines.rates import NUM_SPANS, PrefixAge
 
 BLOCK = 16
 NUM_BLOCKS = 256

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.objects import ObjectReader, delete_prefix
-from rollbus.schemas.control import WeightSource
+from rollbus.bus.objects.catalog import delete_prefix
+from rollbus.bus.objects.reader import ObjectReader
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.manifest import Link, delta_name
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket

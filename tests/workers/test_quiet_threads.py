@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 
-from rollbus.workers.sources.quiet_threads import Job, run_quietly
+from rollbus.workers.sources.threads import Job, run_quietly
 
 
 async def test_jobs_are_created_outside_of_the_event_loop() -> None:

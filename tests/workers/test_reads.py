@@ -2,15 +2,15 @@
 
 import pytest
 
-from rollbus.schemas.acks import Ack
-from rollbus.schemas.control import AckStatus, ReadExperts, ReadRequest
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.control import ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_ack, encode_json
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline, TimelineEvent
-from rollbus.workers.control.ack_publisher import cut_ack
-from rollbus.workers.control.reads import READS_PER_S, TelemetryReads
-from rollbus.workers.requests.expert_counter import ExpertCounter
-from rollbus.workers.requests.worker_requests import WorkerRequestTable
+from rollbus.workers.control.acks import cut_ack
+from rollbus.workers.control.commands import READS_PER_S, TelemetryReads
+from rollbus.workers.requests.steps import ExpertCounter
+from rollbus.workers.requests.table import WorkerRequestTable
 from tests.support.requests import endless
 from tests.workers.support import StartControlled
 
@@ -23,7 +23,7 @@ async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: St
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         await boss.applied("pause")
-        before = repr(worker._control._log)
+        before = worker._control._log.under_way
         answer = await boss.do("read_request", request_id="r")
         await boss.applied("state")
 
@@ -32,7 +32,7 @@ async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: St
         assert answer.timelines is not None
         assert [timeline.events[-1].event for timeline in answer.timelines] == ["held"]
         assert worker._control._log.find(answer.id) is None
-        assert before == "<CommandLog under_way=0 ended=1>"
+        assert before == worker._control._log.under_way == []
 
 
 @pytest.mark.slow

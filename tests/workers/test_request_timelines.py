@@ -4,15 +4,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollbus.bus.protocol.stream.engine_step import TokenBatch
 from rollbus.schemas.errors import ErrorCode, RequestError, RequestRejected
 from rollbus.schemas.limits import MAX_TIMELINE_EVENTS
 from rollbus.schemas.messages import RequestKey, RequestMessage, encode
 from rollbus.schemas.presence import ClientState
 from rollbus.schemas.telemetry import RequestTimeline
-from rollbus.workers.engines.engine import TokenBatch
 from rollbus.workers.requests.incoming import IncomingRequest
 from rollbus.workers.requests.links import WorkerLinks
-from rollbus.workers.requests.worker_requests import Instructions
+from rollbus.workers.requests.table import Instructions
 from tests.workers.links_support import LATE, NOW, Ear, capabilities, make_links, queued, request_of, step
 
 ENDS = {

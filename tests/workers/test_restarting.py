@@ -12,7 +12,8 @@ from rollbus.schemas.control import FinishWeightUpdate, StartWeightUpdate, Updat
 from rollbus.schemas.errors import ControlError, EngineDead, ErrorCode, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.workers.control_support import Rig, load_lora, rig, update
 from tests.workers.links_support import NOW, Ear, capabilities, make_links, request_of
 

@@ -11,9 +11,9 @@ from rollbus.bus.protocol.states import WorkerEvent
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import WorkerPresence
 from rollbus.workers.config import WorkerConfig
-from rollbus.workers.lifecycle.lifecycle import WorkerLifecycle
+from rollbus.workers.lifecycle import WorkerLifecycle
 from rollbus.workers.requests.publisher import OutboundPublisher
-from rollbus.workers.requests.worker_requests import RequestOrigin
+from rollbus.workers.requests.table import RequestOrigin
 from tests.support.connections import opened
 from tests.workers.links_support import NOW, capabilities, make_links, queued, request_of, step
 

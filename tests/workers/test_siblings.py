@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollbus.bus.nats.connection import publish
-from rollbus.bus.protocol.queue.follower_backlog import MAX_FOLLOWERS
+from rollbus.bus.protocol.queue.fairness import MAX_FOLLOWERS
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode
@@ -15,7 +15,8 @@ from rollbus.schemas.messages import RequestKey, Sibling
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.engine_runner import EngineRunner
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import HandClient, hand_client
 from tests.support.patience import SOON_S
@@ -197,7 +198,7 @@ async def test_queued_requests_get_every_second_slot_beside_placed_requests(
         for end in range(1, len(contested) + 1):
             got = Counter(contested[:end])
             assert got["p"] <= got["q"] + 1
-        assert worker.stats().intake.refused > 0
+        assert worker.stats().intake.placements_refused > 0
         await client.abort("w", *(key for _, key in client.offers))
 
 

@@ -7,9 +7,9 @@ from typing import Final
 
 import pytest
 
-from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint, write_safetensors, write_sharded
 
 NORM: Final = "model.norm.weight"

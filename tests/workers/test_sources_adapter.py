@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import ignore, write_adapter, write_checkpoint
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

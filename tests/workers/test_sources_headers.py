@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollbus.bus.objects import safetensors_header
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources.headers import Tensor, read_header
+from rollbus.workers.sources.content import Tensor, read_header
 from tests.support.checkpoints import MODEL, write_safetensors
 
 

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
-from rollbus.schemas.control import WeightSource
+from rollbus.bus.objects.catalog import delete_prefix
+from rollbus.bus.objects.reader import FolderReader, ObjectReader
+from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import WeightSources, folder_store, staged
-from rollbus.workers.sources.folder_store import FolderStore, PartialFolder
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.sources import sources as staged
+from rollbus.workers.sources import store as folder_store
+from rollbus.workers.sources.sources import WeightSources
+from rollbus.workers.sources.store import FolderStore, PartialFolder
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket

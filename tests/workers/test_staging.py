@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.schemas.control import AckStatus, WeightSource
+from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.control import ack_publisher, handled
-from rollbus.workers.sources import WeightSources
+from rollbus.schemas.weights import WeightSource
+from rollbus.workers.control import acks, reconciler
+from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
@@ -205,7 +206,7 @@ async def test_a_staging_that_fails_is_tried_again(
     controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker is outdated while the store is away, and loads the recorded weights when the store is back."""
-    monkeypatch.setattr(handled, "FETCH_RETRY_S", 0.0)
+    monkeypatch.setattr(reconciler, "FETCH_RETRY_S", 0.0)
     store.is_away = True
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         failed = await boss.do("update_weights", version=2, source=store.add("2", 2, is_open=True))
@@ -222,7 +223,7 @@ async def test_a_command_gets_one_ack_for_each_stage(
     controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command gets one ack for each stage. A check that waits for its source reports that stage."""
-    monkeypatch.setattr(ack_publisher, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(acks, "PROGRESS_S", 0.0)
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         check = await boss.command("check_weights", source=store.add("2", 2))
         await boss.until(lambda: any(ack.progress is not None for ack in boss.acks(check)))

@@ -13,7 +13,8 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 Collected = dict[str, list[RequestStep]]
 

@@ -7,7 +7,8 @@ from rollbus.bus.protocol.stream.engine_step import RequestStep, split
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
 CONFIG = SyntheticConfig(vocab_size=24, max_model_len=48)
 """A vocabulary so small that requests meet the end of the sequence and their stop tokens."""

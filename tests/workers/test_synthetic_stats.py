@@ -7,8 +7,9 @@ import numpy as np
 
 import rollbus
 from rollbus.schemas.presence import EngineStats
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
-from rollbus.workers.engines.synthetic.kv import PrefixCache
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.engines.synthetic.model import PrefixCache
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_worker
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollbus.bus.protocol.fleet import canary
-from rollbus.workers.engines.token_rates import MEMORY_S, MIN_PREFILL, TokenRates
+from rollbus.workers.engines.rates import MEMORY_S, MIN_PREFILL, TokenRates
 
 
 def both(rates: TokenRates) -> Any:

@@ -10,23 +10,23 @@ from typing import cast
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.transfer_lease import OWNER_LOST_S
+from rollbus.bus.protocol.fleet.leases import OWNER_LOST_S
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.control import (
     CancelWeightUpdate,
     FinishWeightUpdate,
     InitWeightTransfer,
+    Recorded,
     StartWeightUpdate,
     UpdateWeightChunk,
 )
-from rollbus.schemas.desired import Recorded
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
-from rollbus.schemas.worker_options import DEFAULT_IDLE_S
-from rollbus.workers.control.handled import HandledRegisters
-from rollbus.workers.control.reading import DesiredReader
+from rollbus.schemas.options import DEFAULT_IDLE_S
+from rollbus.workers.control.desired import DesiredReader
+from rollbus.workers.control.reconciler import HandledRegisters, TransferEnds
 from rollbus.workers.control.transfer import Transfer
-from rollbus.workers.control.transfer_ends import TransferEnds
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.waits import until_true
 from tests.workers.control_support import Rig, rig, update
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rollbus.schemas.control import PauseMode
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
 from rollbus.workers.control.staging import StageKey
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticFaults
+from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.support.checkpoints import write_checkpoint
 from tests.workers.control_support import PROMPT, rig, source, update
 

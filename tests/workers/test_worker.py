@@ -15,7 +15,7 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
 from rollbus.schemas.messages import RequestKey, decode_frame, decode_presence
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.connections import count_tasks
 from tests.support.fleet import check_generation, is_idle, served, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
@@ -258,7 +258,7 @@ async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: s
         await client.until_ended("s")
 
         assert not client.ended("r")
-        assert worker.stats().links.fenced == 1
+        assert worker.stats().links.given_up == 1
         assert client.receivers["w"].incarnation == worker.presence().incarnation
 
 

@@ -12,16 +12,14 @@ from msgspec.structs import replace
 
 from ...bus.protocol.fleet.canary import agrees, canary_request, check_expected
 from ...bus.protocol.stream.engine_step import RequestStep
-from ...schemas.control import Canary
 from ...schemas.errors import ControlCode, ControlError, InvalidRequest
 from ...schemas.limits import MAX_PRIORITY
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
 from ...schemas.rows import DTYPES, expected_rows
+from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
-from .deadline import Deadline
-
-__all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_canary"]
+from .staging import Deadline
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Identifies a checkpoint: path, size and modification time (ns) of each weight file."""

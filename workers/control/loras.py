@@ -9,18 +9,16 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.control import LoadLora, UnloadLora, WeightSource
+from ...schemas.control import LoadLora, UnloadLora
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.weights import WeightSource
+from ..requests.admission import Versions
 from ..requests.in_flight import InFlightRequests
-from ..requests.versions import Versions
-from ..sources import Report, WeightSources
+from ..sources.sources import WeightSources
+from ..sources.threads import Report
 from .content import check_content
-from .deadline import Deadline
-from .staging import StageKey
-from .supported import check_adapters_supported
-
-__all__ = ["Loras"]
+from .staging import Deadline, StageKey, check_adapters_supported
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +52,6 @@ class Loras:
         self._loaded: dict[str, LoadedLora] = {}
         self.lost: dict[str, str] = {}
         """Adapters that the engine lost with older weights, with the reasons, until their next load or unload."""
-
-    def __repr__(self) -> str:
-        """One line with the versions."""
-        return f"<Loras {self._versions.loras} gone={sorted(self.lost)}>"
 
     @property
     def problem(self) -> str | None:

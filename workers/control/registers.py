@@ -5,11 +5,10 @@ import logging
 from msgspec.structs import replace
 
 from ...bus.protocol.fleet.desired import WEIGHTS
-from ...bus.protocol.fleet.transfer_lease import check_finish
+from ...bus.protocol.fleet.leases import check_finish
 from ...schemas.control import (
     LORA_REGISTER,
     AnyCommand,
-    Canary,
     Drain,
     FinishWeightUpdate,
     FlushCache,
@@ -22,15 +21,14 @@ from ...schemas.control import (
     Wake,
 )
 from ...schemas.errors import ControlCode, ControlError
+from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
-from ..sources import Report
-from .desire import SLEEP
+from ..sources.threads import Report
+from .desired import SLEEP
 from .loras import Loras
 from .staging import StageKey
 from .transfer import Transfer
 from .weights import WeightManager
-
-__all__ = ["Registers"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +52,6 @@ class Registers:
         self.weights = weights
         self.transfer = transfer
         self._sleep_level = 0
-
-    def __repr__(self) -> str:
-        """One line with the parts."""
-        return f"<Registers sleep_level={self._sleep_level} {self.weights!r} {self.loras!r} {self.transfer!r}>"
 
     def check_recording(self, command: AnyCommand, by: str) -> None:
         """Check that this worker could apply a finish that it is about to record. Accept every other command.
@@ -202,22 +196,13 @@ class Registers:
             await self._in_flight.stop(command.mode, command.timeout_s)
         if command.clear_cache:
             report("flushing")
-            await self._reset_cache(preempt=command.mode == "keep")
+            await self._in_flight.reset_cache(preempt=command.mode == "keep")
 
     async def _flush_cache(self, command: FlushCache, report: Report) -> None:
         if self.is_asleep:
             return
         report("flushing")
-        await self._reset_cache(preempt=command.preempt)
-
-    async def _reset_cache(self, *, preempt: bool) -> None:
-        with self._in_flight.runner.emptying_cache():
-            is_reset = await self._in_flight.runner.engine.reset_cache(preempt=preempt)
-        if not is_reset:
-            raise ControlError(
-                ControlCode.CACHE_IN_USE,
-                f"the prefix cache could not be reset: {self._in_flight.count} requests in flight use it",
-            )
+        await self._in_flight.reset_cache(preempt=command.preempt)
 
     async def _sleep(self, command: Sleep, report: Report) -> None:
         if self._sleep_level == command.level:

@@ -5,24 +5,21 @@ is no longer needed is cancelled. A later staging of the source continues its pa
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...schemas.control import WeightSource
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.presence import Capabilities, Staging
-from ...schemas.weights import PublishedVersion
-from ..sources import WeightSources
-from .boundary import command_boundary
-from .supported import check_adapters_supported, check_weights_supported
-
-__all__ = ["StageCost", "StageKey", "StagedContent", "Stager", "StagerStats"]
+from ...schemas.presence import Capabilities
+from ...schemas.weights import PublishedVersion, Staging, UpdateTiming, WeightSource
+from ..sources.sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +27,96 @@ WAITING: Final = "waiting"
 """Stage of a source that waits until another source is staged."""
 MAX_COSTS: Final = 8
 """Maximum stored costs: of the update in progress, and of recent updates that a fleet returns to."""
+
+
+class UnknownFailure(ControlError):
+    """An undocumented error of an engine or a source: the effect of the command is unknown."""
+
+
+@contextmanager
+def command_boundary(command: str) -> Iterator[None]:
+    """Run the block, which executes `command`.
+
+    Raises:
+        ControlError: the command failed. The class is `UnknownFailure` if the error was not a ControlError.
+        TimeoutError: the command exceeded its time limit.
+        EngineDead: the engine is dead.
+    """
+    try:
+        yield
+    except (ControlError, TimeoutError, EngineDead):
+        raise
+    except Exception as exc:
+        # Boundary: the worker publishes a failed ack and continues.
+        logger.exception("command.failed command=%s", command)
+        raise UnknownFailure(ControlCode.ENGINE_ERROR, f"{type(exc).__name__}: {exc}") from exc
+
+
+class Deadline:
+    """The deadline of a command after its `timeout_s`. The remaining time limits every step of the command.
+
+    Args:
+        timeout_s: seconds until the deadline.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Remaining seconds, at least 0."""
+        return max(self._at - time.monotonic(), 0.0)
+
+    @contextlib.asynccontextmanager
+    async def bound(self, what: str) -> AsyncIterator[None]:
+        """Cancel the block at the deadline.
+
+        Raises:
+            ControlError: `timeout`. The message names `what`, the step of the command.
+        """
+        try:
+            async with asyncio.timeout(self.left_s) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            problem = f"{what} was not done within the command's {self._timeout_s:g} s"
+            raise ControlError(ControlCode.TIMEOUT, problem) from None
+
+
+def check_weights_supported(source: WeightSource, capabilities: Capabilities) -> None:
+    """Check that the engine can replace its weights by those of `source`.
+
+    Raises:
+        ControlError: `unsupported`.
+    """
+    if not capabilities.weight_updates:
+        raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot replace its weights")
+    _check_fetchable(source, capabilities)
+
+
+def check_adapters_supported(source: WeightSource, capabilities: Capabilities) -> None:
+    """Check that the engine can load the LoRA adapter of `source`.
+
+    Raises:
+        ControlError: `unsupported`.
+    """
+    if not capabilities.max_loras:
+        raise ControlError(
+            ControlCode.UNSUPPORTED,
+            "this engine loads no LoRA adapters; its arguments may enable adapters (for vLLM: 'enable_lora')",
+        )
+    _check_fetchable(source, capabilities)
+
+
+def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
+    if source.objects is not None and not capabilities.weight_deltas:
+        raise ControlError(
+            ControlCode.UNSUPPORTED,
+            f"{source} is refused: processes of this engine may run on several machines, but fetched files are only on "
+            "the worker's machine; allowed: the path of a folder that all these machines share",
+        )
 
 
 class StageKey(NamedTuple):
@@ -62,13 +149,13 @@ class StageCost:
 class StagerStats:
     """Counters since the start of the process."""
 
-    fetched_bytes: int = 0
-    staged: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    seconds: float = 0.0
+    weights_fetched_bytes: int = 0
+    weights_staged: int = 0
+    weights_stagings_failed: int = 0
+    weights_stagings_cancelled: int = 0
+    weights_staging_s: float = 0.0
     """Seconds of all stagings, successful or not."""
-    paused_s: float = 0.0
+    weights_paused_s: float = 0.0
     """Seconds in which requests had no engine steps because weights were replaced."""
 
 
@@ -106,11 +193,6 @@ class Stager:
         self._is_due = asyncio.Event()
         self._costs: OrderedDict[StageKey, StageCost] = OrderedDict()
         self.stats = StagerStats()
-
-    def __repr__(self) -> str:
-        """One line with the sources."""
-        stages = {str(job.key.source): job.stage for job in self._jobs.values()}
-        return f"<Stager {stages}>"
 
     def set_desired(self, keys: Sequence[StageKey]) -> None:
         """Replace the set of sources that recorded commands need. Cancel stagings that are no longer needed."""
@@ -216,23 +298,23 @@ class Stager:
             with command_boundary(f"stage {job.key.source}"):
                 await self._bring(job)
         except (ControlError, TimeoutError) as exc:
-            self.stats.failed += 1
+            self.stats.weights_stagings_failed += 1
             job.error = exc if isinstance(exc, ControlError) else ControlError(ControlCode.STORAGE, f"{exc!r}")
         except asyncio.CancelledError:
-            self.stats.cancelled += 1
+            self.stats.weights_stagings_cancelled += 1
             job.stage = WAITING
             raise
         else:
-            self.stats.staged += 1
+            self.stats.weights_staged += 1
             cost.done_at = time.monotonic()
             staged = self._sources.last_staged
             if staged is not None and staged is not last:
                 cost.fetched_bytes += staged.fetched_bytes
-                self.stats.fetched_bytes += staged.fetched_bytes
+                self.stats.weights_fetched_bytes += staged.fetched_bytes
         finally:
             spent_s = time.monotonic() - began
             cost.staged_s += spent_s
-            self.stats.seconds += spent_s
+            self.stats.weights_staging_s += spent_s
             logger.info("weights.staging_ended source=%s seconds=%.3f error=%s", job.key.source, spent_s, job.error)
         job.done.set()
         self.on_change()
@@ -254,3 +336,31 @@ class Stager:
         if source.path is not None:
             # The command is recorded with the real path.
             self._costs[StageKey(WeightSource(path=str(folder)), is_adapter)] = self._costs[job.key]
+
+
+@dataclass(slots=True)
+class UpdateClock:
+    """The times of one update."""
+
+    stopped_at: float | None = None
+    """Monotonic time at which the requests were stopped, or None if no weights were replaced."""
+    loaded_s: float = 0.0
+    canary_s: float = 0.0
+
+    def timing(self, seen_at: float, cost: StageCost, now: float) -> UpdateTiming | None:
+        """Return the timing of an update whose engine resumes at `now`, or None if no weights were replaced.
+
+        Args:
+            seen_at: monotonic time at which the worker read the command.
+            cost: cost of staging the source of the command.
+        """
+        if self.stopped_at is None:
+            return None
+        return UpdateTiming(
+            fetched_bytes=cost.fetched_bytes,
+            staged_s=round(cost.staged_s, 3),
+            waited_s=round(max(self.stopped_at - max(seen_at, cost.done_at), 0.0), 3),
+            paused_s=round(max(now - self.stopped_at, 0.0), 3),
+            loaded_s=round(self.loaded_s, 3),
+            canary_s=round(self.canary_s, 3),
+        )

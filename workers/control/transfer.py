@@ -1,6 +1,6 @@
 """Weights that arrive through the engine's own transfer engine. The worker verifies them like all other weights.
 
-A transfer has a lease (`rollbus.bus.protocol.fleet.transfer_lease`). After its end without a finish, the engine must
+A transfer has a lease (`rollbus.bus.protocol.fleet.leases`). After its end without a finish, the engine must
 answer, and the worker loads the desired weights again.
 """
 
@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ...bus.protocol.fleet.transfer_lease import TransferLease, check_continues, check_finish
+from ...bus.protocol.fleet.leases import TransferLease, check_continues, check_finish
 from ...schemas.control import (
-    Canary,
     CancelWeightUpdate,
     FinishWeightUpdate,
     InitWeightTransfer,
@@ -22,14 +21,12 @@ from ...schemas.control import (
 )
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
-from ...schemas.weights import OpenTransfer
-from ...schemas.worker_options import DEFAULT_IDLE_S
+from ...schemas.options import DEFAULT_IDLE_S
+from ...schemas.weights import Canary, OpenTransfer
 from ..requests.in_flight import InFlightRequests
-from ..sources import Report
-from .deadline import Deadline
+from ..sources.threads import Report
+from .staging import Deadline
 from .weights import UNTOUCHED, WeightManager
-
-__all__ = ["ANSWER_S", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +66,6 @@ class Transfer:
         self._unhandled: str | None = None
         self.last_end: str | None = None
         """Reason why the last transfer ended without a finish, or None."""
-
-    def __repr__(self) -> str:
-        """One line with the state."""
-        return f"<Transfer open={self.open}>"
 
     @property
     def open(self) -> OpenTransfer | None:

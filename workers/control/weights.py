@@ -9,28 +9,18 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from ...schemas.control import (
-    LOAD_TIMEOUT_S,
-    Canary,
-    FinishWeightUpdate,
-    PauseMode,
-    UpdateWeights,
-    Verified,
-    WeightSource,
-)
+from ...schemas.control import LOAD_TIMEOUT_S, FinishWeightUpdate, PauseMode, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, EngineDead
+from ...schemas.weights import Canary, Verified, WeightSource
 from ..config import WorkerConfig
+from ..requests.admission import Versions
 from ..requests.in_flight import InFlightRequests
-from ..requests.versions import Versions
-from ..sources import Report, WeightSources
+from ..sources.sources import WeightSources
+from ..sources.threads import Report
 from .canary import Canaries, Fingerprint, fingerprint_of
 from .content import StartContent, check_content
-from .deadline import Deadline
 from .loras import Loras
-from .supported import check_weights_supported
-from .update_clock import UpdateClock
-
-__all__ = ["UNTOUCHED", "WeightManager"]
+from .staging import Deadline, UpdateClock, check_weights_supported
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +75,6 @@ class WeightManager:
         """True while a transfer is open: the weights are half written."""
         self.clock = UpdateClock()
         """Clock of the last update or transfer."""
-
-    def __repr__(self) -> str:
-        """One line with the versions."""
-        poisoned = " poisoned" if self.is_poisoned else ""
-        return f"<WeightManager {self._versions} source={self.source}{poisoned}>"
 
     @property
     def version(self) -> int:
@@ -179,7 +164,9 @@ class WeightManager:
         clear_cache = command.mode != "keep" if command.clear_cache is None else command.clear_cache
         if clear_cache:
             # Do this before any change. The cache stays empty, because the engine caches nothing until it resumes.
-            await self._reset_cache(command.mode, deadline, report)
+            report("flushing")
+            async with deadline.bound("flushing the cache"):
+                await self._in_flight.reset_cache(preempt=command.mode == "keep")
         canary = await self._load(path, digest, deadline, report, command.expected_canary)
         self.set_version(command.version, command.source)
         return canary
@@ -383,14 +370,6 @@ class WeightManager:
         check_weights_supported(source, self._in_flight.runner.engine.capabilities)
         async with deadline.bound("checking the checkpoint"):
             return await self._sources.checkpoint(source, report)
-
-    async def _reset_cache(self, mode: PauseMode, deadline: Deadline, report: Report) -> None:
-        report("flushing")
-        async with deadline.bound("flushing the cache"):
-            with self._in_flight.runner.emptying_cache():
-                is_reset = await self._in_flight.runner.engine.reset_cache(preempt=mode == "keep")
-            if not is_reset:
-                raise ControlError(ControlCode.CACHE_IN_USE, "the engine could not reset its prefix cache")
 
 
 def _ignore(_stage: str) -> None:

@@ -8,18 +8,17 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.presence import Role
 from .engine import Engine
 
-__all__ = ["ENGINES", "make_engine"]
-
 
 def _vllm(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
     # Import only when selected: a synthetic worker needs neither vllm nor torch.
-    from .vllm import VllmEngine
+    from .vllm.engine import VllmEngine
 
     return VllmEngine(model, engine_args=engine_args, role=role or "both")
 
 
 def _synthetic(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
-    from .synthetic import SyntheticConfig, SyntheticEngine
+    from .synthetic.config import SyntheticConfig
+    from .synthetic.engine import SyntheticEngine
 
     args = engine_args if role is None else {**engine_args, "role": role}
     return SyntheticEngine(SyntheticConfig.from_args(args), Path(model) if model else None)

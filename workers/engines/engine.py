@@ -16,8 +16,6 @@ from ...schemas.presence import Capabilities, EngineStats
 from ...schemas.request import GenerateRequest
 from ...schemas.weights import Verified
 
-__all__ = ["Engine", "RequestStep", "TokenBatch"]
-
 
 class Engine(Protocol):
     """One inference engine. The worker calls all methods from one event loop.

@@ -8,13 +8,12 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ...schemas.errors import EngineDead, RequestError
 from ...schemas.messages import KvTransfer
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
-from .engine import Engine, RequestStep, TokenBatch
-
-__all__ = ["EngineRunner"]
+from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,6 @@ class EngineRunner:
         """True if the engine runs no steps because it was paused."""
         self.cache_epoch = 0
         """Number of times that the prefix cache was reset, or may have been reset."""
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        paused = " paused" if self.is_engine_paused else ""
-        return f"<EngineRunner inside={len(self._inside)}{paused} quiet_s={self._quiet_s:g} engine={self.engine!r}>"
 
     @property
     def num_free(self) -> int:

@@ -1,25 +1,13 @@
 """Checks whether this engine can run a request with its current weights. Other requests are rejected or wait."""
 
 import re
+from dataclasses import dataclass, field
 
 from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.messages import KvTransfer
-from ...schemas.model_limits import check_prompt, check_sampling
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest
-from .versions import Versions
-
-__all__ = [
-    "can_use",
-    "check_lag",
-    "check_mask_size",
-    "check_phase",
-    "check_reply_to",
-    "check_request",
-    "check_row_size",
-    "not_for_kv",
-    "wait_for_weights_s",
-]
+from ...schemas.request_fields import check_prompt, check_sampling
 
 _SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
 """One or more tokens of a subject, without wildcards and without characters that end a line of the NATS protocol."""
@@ -35,6 +23,37 @@ ADAPTER_S = 0.25
 """Seconds until the first redelivery of a request whose adapter this worker lacks. Usually another worker has it."""
 MAX_SHOWN_LORAS = 8
 """Maximum names in an error message: enough to find a misspelt name."""
+
+
+@dataclass(slots=True)
+class Versions:
+    """The current versions, which the worker attaches to each engine step."""
+
+    weight_version: int
+    """Version of the weights that the engine samples from."""
+    target_version: int
+    """Version of the desired weights."""
+    loras: dict[str, int] = field(default_factory=dict)
+    """Version of each loaded adapter, by its name in requests."""
+    desired_loras: frozenset[str] = frozenset()
+    """Names of the desired adapters of the model. Another worker may have an adapter that this worker lacks."""
+    model: str = ""
+    """Name of the model. An adapter of this name answers the requests for the model."""
+    base_adapter_version: int | None = None
+    """Desired version of the adapter with the model's name on this worker; None: none is desired."""
+
+    def adapter_of(self, lora: str | None) -> str | None:
+        """Return the adapter that a request with this `lora` uses."""
+        has_adapter = self.base_adapter_version is not None or self.model in self.loras
+        return self.model if lora is None and has_adapter else lora
+
+    def served(self, lora: str | None) -> int:
+        """Return the version with which `min_weight_version` and `max_weight_lag` compare, for the adapter in use."""
+        return self.loras.get(self.model, self.weight_version) if lora == self.model else self.weight_version
+
+    def target(self, lora: str | None) -> int:
+        """Return the desired value of `served`."""
+        return (self.base_adapter_version or 0) if lora == self.model else self.target_version
 
 
 def check_reply_to(reply_to: str, prefix: str) -> None:

@@ -10,19 +10,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...bus.protocol.stream.engine_step import split
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
 from ...bus.queue.puller import QueuePuller
 from ...schemas.chunk import FinishReason
 from ...schemas.control import PauseMode
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, RequestError
 from ...schemas.request import GenerateRequest
-from ..engines.engine import RequestStep, TokenBatch
 from ..engines.engine_runner import EngineRunner
 from .intake import RequestIntake
 from .links import WorkerLinks
-from .worker_requests import Instructions
-
-__all__ = ["InFlightRequests"]
+from .table import Instructions
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +60,6 @@ class InFlightRequests:
         self._own: dict[str, list[RequestStep]] = {}
         self._num_own = 0
         self._gather_timer: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        num_held = None if self._held_steps is None else len(self._held_steps)
-        is_paused = self.runner.is_engine_paused
-        return f"<InFlightRequests count={self.count} paused={is_paused} held={num_held} own={len(self._own)}>"
 
     @property
     def count(self) -> int:
@@ -125,6 +116,18 @@ class InFlightRequests:
         await self.runner.pause()
         self.flush()
         self.links.requests.hold(reason)
+
+    async def reset_cache(self, *, preempt: bool) -> None:
+        """Reset the engine's prefix cache.
+
+        Raises:
+            ControlError: `cache_in_use`.
+        """
+        with self.runner.emptying_cache():
+            is_reset = await self.runner.engine.reset_cache(preempt=preempt)
+        if not is_reset:
+            problem = f"the prefix cache could not be reset: {self.count} requests in flight use it"
+            raise ControlError(ControlCode.CACHE_IN_USE, problem)
 
     def hold_steps(self) -> None:
         """Hold all steps of the engine from now on."""

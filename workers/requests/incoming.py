@@ -5,24 +5,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ...bus.protocol.queue.follower_backlog import Turn
+from ...bus.protocol.queue.fairness import Turn
 from ...bus.queue.puller import QueuedRequest
 from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
-from ...schemas.messages import (
-    RequestKey,
-    RequestMessage,
-    Sibling,
-    decode_request,
-    decode_request_message,
-    request_id_of,
-)
-from ...schemas.request import GenerateRequest
-from .admission import check_lag, check_reply_to
-from .versions import Versions
-from .worker_requests import RequestOrigin
-
-__all__ = ["IncomingRequest"]
+from ...schemas.messages import RequestKey, RequestMessage, Sibling, decode_request, decode_request_message
+from ...schemas.request import GenerateRequest, request_id_of
+from .admission import Versions, check_lag, check_reply_to
+from .table import RequestOrigin
 
 MAX_INDEX = 2**31 - 1
 """The largest attempt number on the wire."""

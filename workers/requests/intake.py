@@ -5,22 +5,23 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...bus.logs import RejectionCount
-from ...bus.protocol.queue.follower_backlog import MAX_FOLLOWERS, Turn
-from ...bus.protocol.queue.slot_turns import SlotRequest
+from ...bus.protocol.queue.fairness import MAX_FOLLOWERS, STALLED_S, SlotRequest, SlotTurns, Turn
+from ...bus.protocol.queue.placement import PlacementReason
 from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
 from ...bus.subjects import Subjects
 from ...schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
-from ...schemas.messages import KvTransfer, Sibling, priority_of, request_id_of
+from ...schemas.messages import KvTransfer, Sibling, priority_of
 from ...schemas.presence import Capabilities
-from ...schemas.request import GenerateRequest, lane_of
+from ...schemas.request import GenerateRequest, Lane, lane_of, request_id_of
 from ..config import WorkerConfig
 from ..engines.engine_runner import EngineRunner
-from ..lifecycle.lifecycle import WorkerLifecycle
+from ..lifecycle import WorkerLifecycle
 from .admission import (
     can_use,
     check_mask_size,
@@ -30,13 +31,9 @@ from .admission import (
     not_for_kv,
     wait_for_weights_s,
 )
-from .followers import WaitingFollowers
 from .incoming import IncomingRequest
-from .intake_stats import IntakeStats
 from .links import WorkerLinks
-from .worker_requests import Instructions, RequestOrigin
-
-__all__ = ["RequestIntake"]
+from .table import Instructions, RequestOrigin
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +41,104 @@ MAX_ARRIVALS = 4096
 """Maximum requests that wait to enter the engine. Further requests go back to the queue."""
 ADMIT_AT_ONCE = 16
 """Requests of a burst that are admitted, in a few milliseconds, before the loop may publish engine steps."""
+
+
+@dataclass(slots=True)
+class IntakeStats:
+    """Counters since the worker was started."""
+
+    taken: int = 0
+    """Messages received, each with one request or with siblings."""
+    bad: int = 0
+    """Messages without a usable client or request id to answer."""
+    gone: int = 0
+    """Requests of dead clients."""
+    returned: int = 0
+    """Requests returned to the queue because this worker accepts no requests now, or too many requests wait."""
+    too_new: int = 0
+    """Requests returned to the queue for workers with later weights, or with an adapter that this worker lacks."""
+    placed: int = 0
+    """Direct requests that were offered to their clients."""
+    placed_for: dict[str, int] = field(
+        default_factory=lambda: {str(reason): 0 for reason in PlacementReason if reason is not PlacementReason.QUEUED}
+    )
+    """Direct requests by the reason that their clients named."""
+    placements_refused: int = 0
+    """Direct requests rejected because no slot became free for them, or because the slot belongs to the queue or to
+    another client."""
+    not_serving: int = 0
+    """Requests received while this worker could not publish. The queue or the client sends them to another worker."""
+    poison: int = 0
+    """Requests that the queue delivered too often."""
+    kv_unused: int = 0
+    """Decode phases whose KV came from other weights or an unknown connector. The engine computes this KV again."""
+
+    def count_placed(self, count: int, reason: str) -> None:
+        """Count offered direct requests. An unknown reason, from a later release, only counts in the total."""
+        self.placed += count
+        if reason in self.placed_for:
+            self.placed_for[reason] += count
+
+
+class WaitingFollowers:
+    """The offered followers that are not in the engine yet.
+
+    A follower is a request that follows another request of its group to its worker. The worker offers it to its client
+    at once. The follower then waits here until the engine has a free slot.
+
+    Args:
+        execute: executes instructions and wakes the publisher.
+    """
+
+    def __init__(self, links: WorkerLinks, execute: Callable[[Instructions], None], stats: IntakeStats) -> None:
+        self.turns: SlotTurns[str] = SlotTurns()
+        self.backlog = self.turns.backlog
+        self._links = links
+        self._execute = execute
+        # The followers of the backlog, by engine name.
+        self._requests: dict[str, GenerateRequest] = {}
+        self._stats = stats
+
+    def __len__(self) -> int:
+        """Number of waiting followers."""
+        return len(self.backlog)
+
+    def add(self, name: str, client: str, request: GenerateRequest, turn: Turn) -> None:
+        """Add an offered follower by its engine name."""
+        self._requests[name] = request
+        self.backlog.add(name, client, lane_of(request.priority), turn, time.monotonic())
+
+    def pop(self, lanes_waiting: Collection[Lane] | None, num_free: int) -> tuple[str, GenerateRequest] | None:
+        """Return the follower that gets the next free slot, or None, as `SlotTurns.pop` does."""
+        name = self.turns.pop(lanes_waiting, num_free, time.monotonic())
+        return None if name is None else (name, self._requests.pop(name))
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove followers that have ended. Unknown names are ignored."""
+        if names and self._requests:
+            self.backlog.remove(names)
+            for name in names:
+                self._requests.pop(name, None)
+
+    def clear(self) -> None:
+        """Remove all followers, because this worker has lost its lease."""
+        self.remove(self.backlog.pop_all())
+
+    def refuse_all(self) -> None:
+        """Reject all followers. Their clients put them into the queue."""
+        self._refuse(self.backlog.pop_all(), "this worker accepts no requests now")
+
+    def refuse_stalled(self) -> None:
+        """Reject followers that waited for `STALLED_S` while no follower of their lane got a slot."""
+        reason = f"no follower of this lane got a slot on this worker for {STALLED_S:g} s"
+        self._refuse(self.backlog.pop_stalled(time.monotonic()), reason)
+
+    def _refuse(self, names: list[str], reason: str) -> None:
+        if names:
+            self._stats.placements_refused += len(names)
+            self.remove(names)
+            self._links.refuse(names, RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason))
+            self._execute(Instructions())
 
 
 class RequestIntake:
@@ -78,10 +173,6 @@ class RequestIntake:
         self._incoming: deque[IncomingRequest] = deque()
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<RequestIntake waiting={self.num_waiting} {self._turns!r} {self.stats}>"
 
     def room(self) -> int:
         """Return how many more requests would start immediately: free slots minus waiting followers."""
@@ -196,7 +287,7 @@ class RequestIntake:
         error = RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason)
         for origin in incoming.origins(request_id):
             if not self._is_settled(origin):
-                self.stats.refused += 1
+                self.stats.placements_refused += 1
                 self._links.reject(origin, error, time.monotonic())
         self._execute(Instructions())
 

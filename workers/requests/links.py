@@ -10,13 +10,14 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from ...bus.logs import RejectionCount
-from ...bus.protocol.fleet.lease import ClientLeases, EndedIncarnation
+from ...bus.protocol.fleet.leases import ClientLeases, EndedIncarnation
 from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
 from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch
+from ...bus.protocol.telemetry.requests import RETURNED
 from ...bus.queue.puller import QueuedRequest
 from ...bus.subjects import Subjects
-from ...schemas.chunk import ChunkError
+from ...schemas.chunk import ChunkError, FinishReason
 from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError
 from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.messages import KvTransfer, LinkMessage, RequestKey
@@ -24,15 +25,11 @@ from ...schemas.presence import Capabilities, ClientPresence, ClientState
 from ...schemas.request import GenerateRequest
 from ..config import LEASE_MARGIN_S, WorkerConfig
 from ..engines.engine import Engine
+from .admission import Versions
 from .incoming import IncomingRequest
-from .link_stats import WorkerLinkStats
 from .outbound import Outbound, OutboundLink, OutboundRegistry, OutgoingFrame, PlainOutbound
-from .step_dispatcher import StepDispatcher
-from .terminator import RequestTerminator
-from .versions import Versions
-from .worker_requests import Instructions, RequestOrigin, WorkerRequest, WorkerRequestTable
-
-__all__ = ["WorkerLinks"]
+from .steps import StepDispatcher, WorkerLinkStats
+from .table import Instructions, RequestOrigin, WorkerRequest, WorkerRequestTable
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +57,7 @@ class WorkerLinks:
         self._rejected = RejectionCount()
         self.reports_kv = False
         """True if the engine reports KV that it computes again. Set before requests are offered."""
-        self._terminator = RequestTerminator(self.requests, self.outbound, self.versions, self.stats)
-        self.dispatcher = StepDispatcher(self.requests, self.outbound, self.versions, self._terminator, self.stats)
+        self.dispatcher = StepDispatcher(self.requests, self.outbound, self.versions, self.stats, self._fail)
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -138,7 +134,7 @@ class WorkerLinks:
         deadline = None
         if origin.reply_to is not None:
             deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
-        self.stats.offered += 1
+        self.stats.requests += 1
         self.stats.prompt_tokens += request.prompt_len
         worker_request = self._accept(origin, writer, now, deadline, request.lora)
         worker_request.timeline.offer(
@@ -190,7 +186,7 @@ class WorkerLinks:
         # Offer the rejection: the message then leaves the queue only with the client's ack, and until then another
         # worker may answer.
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, segment_bytes=self.outbound.segment_bytes)
-        self._terminator.fail(self._accept(origin, writer, now), error)
+        self._fail(self._accept(origin, writer, now), error)
 
     def note_returned(self, messages: Iterable[QueuedRequest]) -> None:
         """Write timelines of requests that return to the queue without an offer."""
@@ -202,7 +198,7 @@ class WorkerLinks:
         """Add the output of one engine step. Fail and abort requests with invalid output."""
         instructions = Instructions()
         self.dispatcher.add_steps(steps, now, instructions)
-        self._terminator.keep_within(2 * self._max_held_bytes, instructions)
+        self._keep_within_limit(instructions)
         return instructions
 
     def flush(self) -> Instructions:
@@ -215,14 +211,14 @@ class WorkerLinks:
         """End open requests with `error`. Ended requests are ignored."""
         for request in filter(None, map(self.requests.open, names)):
             self.stats.failed += 1
-            self._terminator.fail(request, error)
+            self._fail(request, error)
         return Instructions(abort=list(names))
 
     def refuse(self, names: Sequence[str], error: RequestError) -> None:
         """Reject offered requests that are not in the engine. Their clients put them into the queue."""
         for request in filter(None, map(self.requests.open, names)):
             self.stats.rejected += 1
-            self._terminator.fail(request, error)
+            self._fail(request, error)
 
     # Clients
 
@@ -236,7 +232,7 @@ class WorkerLinks:
                 self.stats.late_messages += 1
                 return instructions
         for key in message.abort:
-            self._terminator.abort(client, incarnation, key, instructions)
+            self._abort(client, incarnation, key, instructions)
         if incarnation and message.incarnation == self.outbound.incarnation:
             self._apply_link_state(client, message, instructions)
         return instructions
@@ -282,7 +278,7 @@ class WorkerLinks:
             if request is not None:
                 if request.state is WorkerRequestState.OFFERED:
                     request.transition(WorkerRequestEvent.CONFIRMED)
-                self._terminator.ack(request, instructions)
+                self._ack(request, instructions)
         if progress.resend:
             self.stats.frames_resent += len(progress.resend)
             link.resend(progress.resend)
@@ -293,7 +289,7 @@ class WorkerLinks:
         The client then publishes its acknowledged requests again. The other requests go back to the queue.
         """
         self.stats.links_broken += 1
-        self._terminator.remove_link(link, instructions, to_other_workers=True)
+        self._remove_link(link, instructions, to_other_workers=True)
         self.outbound.request_heartbeat(self.outbound.link(link.client, link.incarnation))
 
     def on_presence(self, presence: ClientPresence, now: float) -> Instructions:
@@ -312,10 +308,10 @@ class WorkerLinks:
                 ended.incarnation,
                 ended.reason,
             )
-            self.stats.clients_gone += 1
+            self.stats.clients_lost += 1
             link = self.outbound.find(ended.client, ended.incarnation)
             if link is not None:
-                self.stats.requests_of_gone += self._terminator.remove_link(link, instructions)
+                self.stats.requests_of_lost_clients += self._remove_link(link, instructions)
 
     # Time
 
@@ -337,37 +333,35 @@ class WorkerLinks:
             # Frames of dead clients must not block live clients.
             if now - lost_at > REMEMBER_S or excess > 0:
                 excess -= link.held_bytes
-                self._terminator.remove_link(link, instructions)
+                self._remove_link(link, instructions)
         for request in self.requests:
             if request.deadline is not None and now > request.deadline and self.requests.is_open(request):
                 self.stats.failed += 1
-                self._terminator.fail(
-                    request, RequestError(code=ErrorCode.TIMEOUT, message="the request exceeded its timeout_s")
-                )
+                self._fail(request, RequestError(code=ErrorCode.TIMEOUT, message="the request exceeded its timeout_s"))
                 instructions.abort.append(request.name)
         return instructions
 
     def _mark_lost(self, ended: EndedIncarnation, now: float, instructions: Instructions) -> None:
         """Fail the requests of a silent client. If the client returns within `REMEMBER_S`, it receives the errors."""
         logger.warning("client.lost client=%s incarnation=%s", ended.client, ended.incarnation)
-        self.stats.clients_gone += 1
+        self.stats.clients_lost += 1
         link = self.outbound.find(ended.client, ended.incarnation)
         if link is None:
             return
         link.lost_at = now
         error = RequestError(code=ErrorCode.CLIENT_LOST, message="this client was silent for longer than its lease")
         for key in list(link.sender.keys):
-            self.stats.requests_of_gone += 1
-            self._terminator.fail_at(link, key, error, instructions)
+            self.stats.requests_of_lost_clients += 1
+            self._fail_at(link, key, error, instructions)
         for request in self.requests.of_client(link.client, link.incarnation):
-            self._terminator.ack(request, instructions)
+            self._ack(request, instructions)
 
     def fence(self, incarnation: str, now: float, *, max_payload: int) -> Instructions:
         """Remove everything without acks, and continue as another incarnation."""
         names = self.requests.clear()
         self.dispatcher.clear()
         self.dispatcher.experts.restart(now)
-        self.stats.fenced += len(names)
+        self.stats.given_up += len(names)
         self.outbound.restart(incarnation, max_payload=max_payload)
         self.leases.restart_leases(now)
         return Instructions(abort=names)
@@ -380,3 +374,87 @@ class WorkerLinks:
             if request is not None:
                 self.requests.pop_message(request)
         return outgoing
+
+    # Ends of requests
+
+    def _fail(self, request: WorkerRequest, error: RequestError) -> None:
+        """End an open request with `error`."""
+        request.outbound.sender.fail(request.origin.key, ChunkError.of(error), self.versions.weight_version)
+        self.outbound.touch(request.outbound)
+        self.requests.end(request, WorkerRequestEvent.FINISHED, error.code.value)
+
+    def _fail_at(self, link: OutboundLink, key: RequestKey, error: RequestError, instructions: Instructions) -> None:
+        """End a request with `error` if its terminal chunk is not sent yet. The engine need not have the request."""
+        request = self.requests.find(link.client, link.incarnation, key)
+        if request is not None and self.requests.is_open(request):
+            self._fail(request, error)
+            instructions.abort.append(request.name)
+        else:
+            link.sender.fail(key, ChunkError.of(error), self.versions.weight_version)
+            self.outbound.touch(link)
+        self.stats.failed += 1
+
+    def _abort(self, client: str, incarnation: str, key: RequestKey, instructions: Instructions) -> None:
+        """Abort a request for its client, and remove its message from the queue."""
+        request = self.requests.find(client, incarnation, key)
+        is_open = request is not None and self.requests.is_open(request)
+        if request is not None and is_open:
+            instructions.abort.append(request.name)
+        link = self.outbound.find(client, incarnation)
+        if link is None:
+            # In plain mode the engine ends the request, and the worker delivers all tokens until then.
+            return
+        if key in link.sender.keys:
+            self.stats.aborted += 1
+            link.sender.abort(key, self.versions.weight_version)
+            self.outbound.touch(link)
+        if request is not None:
+            if is_open:
+                self.requests.end(request, WorkerRequestEvent.STOPPED, FinishReason.ABORT.value)
+            self._ack(request, instructions)
+
+    def _ack(self, request: WorkerRequest, instructions: Instructions) -> None:
+        """Ack the queue message of a request, if there is one."""
+        message = self.requests.pop_message(request)
+        if message is not None:
+            instructions.ack.append(message)
+
+    def _remove_link(self, link: OutboundLink, instructions: Instructions, *, to_other_workers: bool = False) -> int:
+        """Remove a link and its requests. Return the number of requests.
+
+        Args:
+            to_other_workers: True to nak the queue messages, so that other workers receive them. False to ack them.
+        """
+        requests = self.requests.of_client(link.client, link.incarnation)
+        reason = RETURNED if to_other_workers else ErrorCode.CLIENT_LOST.value
+        for request in requests:
+            if self.requests.is_open(request):
+                instructions.abort.append(request.name)
+                self.requests.end(request, WorkerRequestEvent.STOPPED, reason)
+            message = self.requests.pop_message(request)
+            if message is not None and to_other_workers:
+                instructions.nak.append((message, 0.0))
+            elif message is not None:
+                instructions.ack.append(message)
+        self.outbound.remove(link)
+        return len(requests)
+
+    def _keep_within_limit(self, instructions: Instructions) -> None:
+        """Fail the requests with the most unacknowledged bytes until at most twice the limit of pulling remain."""
+        max_held_bytes = 2 * self._max_held_bytes
+        excess = self.outbound.held_bytes - max_held_bytes
+        if excess <= 0:
+            return
+        unsent = [
+            (link.sender.unsent_bytes(key), key, link) for link in self.outbound.links() for key in link.sender.keys
+        ]
+        error = RequestError(
+            code=ErrorCode.OVER_BUDGET,
+            message=f"this worker holds more than {max_held_bytes} unacknowledged bytes",
+        )
+        for num_bytes, key, link in sorted(unsent, key=lambda item: item[0], reverse=True):
+            if excess <= 0 or not num_bytes:
+                break
+            excess -= num_bytes
+            self.stats.over_budget += 1
+            self._fail_at(link, key, error, instructions)

@@ -4,14 +4,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ...bus.protocol.link.link_sender import LinkSender
-from ...bus.protocol.link.plain_sender import PlainSender
 from ...bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
+from ...bus.protocol.stream.link_sender import LinkSender, PlainSender
 from ...bus.queue.puller import QueuedRequest
 from ...bus.subjects import Subjects
 from ...schemas.messages import RequestKey
-
-__all__ = ["Outbound", "OutboundLink", "OutboundRegistry", "OutgoingFrame", "PlainOutbound"]
 
 MAX_FRAME_BYTES = 512 * 1024
 """Maximum bytes of a frame: larger messages are not faster, and they delay the frames behind them."""
@@ -46,10 +43,6 @@ class OutboundLink:
         """The bytes that `OutboundRegistry` includes in its sum for this idle outbound."""
         self._resends: deque[bytes] = deque()
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<OutboundLink {self.client} lost_at={self.lost_at} resends={len(self._resends)} {self.sender!r}>"
-
     @property
     def held_bytes(self) -> int:
         """Bytes that the client has not acknowledged."""
@@ -80,10 +73,6 @@ class PlainOutbound:
         self._writer = writer
         self.sender = sender
         self._frames: deque[bytes] = deque()
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<PlainOutbound {self.subject} frames={len(self._frames)} {self.sender!r}>"
 
     @property
     def held_bytes(self) -> int:
@@ -134,13 +123,6 @@ class OutboundRegistry:
         self.segment_bytes = min(SEGMENT_BYTES, self.max_part_bytes)
         """Maximum bytes of a segment, for chunk writers."""
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        links = sum(map(len, self._links.values()))
-        return (
-            f"<OutboundRegistry {self.incarnation} links={links} plain={len(self._plain)} touched={len(self._touched)}>"
-        )
-
     @property
     def held_bytes(self) -> int:
         """Bytes that clients have not acknowledged, plus bytes not yet published to plain programs."""
@@ -155,6 +137,13 @@ class OutboundRegistry:
     def is_acknowledged(self) -> bool:
         """True if each live client has acknowledged all frames."""
         return not self._plain and all(link.sender.is_idle for link in self.links() if link.lost_at is None)
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        links = sum(map(len, self._links.values()))
+        return (
+            f"<OutboundRegistry {self.incarnation} links={links} plain={len(self._plain)} touched={len(self._touched)}>"
+        )
 
     def links(self) -> Iterator[OutboundLink]:
         """Iterate over all links. Do not open or remove links during the iteration."""

@@ -10,11 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from ...bus.nats.connection import Connection, publish
 from ...schemas.errors import BusBroken, LocalProtocolError
-from ..lifecycle.lifecycle import WorkerLifecycle
+from ..lifecycle import WorkerLifecycle
 from .links import WorkerLinks
 from .outbound import Outbound
-
-__all__ = ["OutboundPublisher"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +47,6 @@ class OutboundPublisher:
         """Number of published frames."""
         self.frames_lost = 0
         """Number of frames that could not be published. A link sends them again."""
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<OutboundPublisher frames={self.frames} lost={self.frames_lost} acks={len(self._acks)}>"
 
     def wake(self) -> None:
         """Wake the publisher."""

@@ -1,26 +1,32 @@
-"""Validation of a complete checkpoint of the worker's own model: the same tensors, shapes and dtypes."""
+"""Folders with weights: validates checkpoints and LoRA adapters for the worker's model, and detects later changes.
+
+A checkpoint must have the same tensors, shapes and dtypes as the worker's own. An adapter is a folder in PEFT's layout.
+"""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from ...schemas.errors import ControlError
-from .content import FileNotes, note_files, whole_file
-from .headers import Tensor, read_header
-from .roots import bad_source, open_regular
-
-__all__ = [
-    "check_model",
-    "check_tensors",
-    "has_checkpoint",
-    "read_checkpoint",
-    "read_config",
-    "read_json",
-    "start_content",
-]
+from ...schemas.manifest import Manifest, tensors_digest
+from .content import (
+    FLOATS,
+    PIECE_BYTES,
+    ContentHasher,
+    FileNotes,
+    Tensor,
+    bad_source,
+    note_files,
+    open_regular,
+    read_header,
+    whole_file,
+)
+from .threads import Progress, Scratch, run_quietly
 
 T = TypeVar("T")
 
@@ -53,6 +59,18 @@ _SAME: Final = (
 """Fields of config.json that change how a model computes, but not the shapes of its tensors. An engine that reloads its
 weights keeps the fields that it read at its start. If they differed, a worker would compute differently from a worker
 that starts on the new checkpoint."""
+ADAPTER_CONFIG: Final = "adapter_config.json"
+TENSORS: Final = "adapter_model.safetensors"
+MAX_RANK: Final = 512
+"""The largest rank that vLLM can be configured for. An engine may allow less and then states its limit."""
+_PREFIX: Final = "base_model.model."
+"""The prefix that PEFT puts before the module names of the base model."""
+_SIDES: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+JOB_BYTES: Final = 64 * 1024**2
+"""Bytes that one job reads. Cancellation takes effect between two jobs."""
+MEMORY_SHARE: Final = 2
+"""Files larger than the free memory divided by this value are not read ahead: the last files would displace the first
+files from the page cache."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -221,3 +239,273 @@ def _some(names: Iterable[str]) -> str:
 
 def _shown(value: object) -> str:
     return msgspec.json.encode(value).decode()[:200]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """The fields of adapter_config.json that the worker validates."""
+
+    peft_type: str
+    r: Annotated[int, Meta(ge=1, le=MAX_RANK)]
+    target_modules: str | list[str]
+    """A pattern, or a list with the last parts of module names."""
+    bias: str = "none"
+    modules_to_save: list[str] | None = None
+    use_dora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return True if `folder` has an adapter's config and no config of a model. Blocks."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def adapter_files(folder: Path) -> set[Path]:
+    """Return the existing files of an adapter that an engine reads. Blocks."""
+    return {path for name in (ADAPTER_CONFIG, TENSORS) if (path := folder / name).exists()}
+
+
+def adapter_content(folder: Path) -> tuple[Mapping[str, Tensor], frozenset[str]]:
+    """Return what decides the effect of an adapter: its tensors and its config, and the names of whole files. Blocks.
+
+    Raises:
+        ControlError: `bad_source`.
+        OSError: a file does not exist any more.
+    """
+    return {**read_header(folder / TENSORS), ADAPTER_CONFIG: whole_file(folder / ADAPTER_CONFIG)}, frozenset(
+        {ADAPTER_CONFIG}
+    )
+
+
+def published_content(manifest: Manifest) -> str:
+    """Return the digest of a published version, equal to that of its folder. It reads no content."""
+    files = {} if manifest.adapter is None else {ADAPTER_CONFIG: manifest.files.get(ADAPTER_CONFIG, "")}
+    return tensors_digest(((entry.name, entry.dtype, entry.shape, entry.sha256) for entry in manifest.tensors), files)
+
+
+def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None = None) -> None:
+    """Check that `folder` is a LoRA adapter and that each pair of matrices fits a weight of the base model. Blocks.
+
+    Args:
+        own_tensors: tensors of the worker's checkpoint. None if they are unknown: names and shapes are then only
+            checked against each other.
+        max_rank: the largest rank that the worker's engine accepts, or None if the engine states no limit.
+
+    Raises:
+        ControlError: `bad_source`. The message names the file, the module, the expected and the actual value.
+    """
+    for name in (ADAPTER_CONFIG, TENSORS):
+        if not (folder / name).exists():
+            raise bad_source(
+                folder / name, "is missing: an adapter needs adapter_config.json and adapter_model.safetensors"
+            )
+    config = read_json(folder / ADAPTER_CONFIG, _Config)
+    _check_config(folder / ADAPTER_CONFIG, config)
+    if max_rank is not None and config.r > max_rank:
+        raise bad_source(
+            folder / ADAPTER_CONFIG,
+            f"has the rank r={config.r}; allowed: up to {max_rank}, as the worker's engine was started (vLLM's engine "
+            "argument 'max_lora_rank')",
+        )
+    file = folder / TENSORS
+    pairs = _read_pairs(file, config)
+    for module, (a, b) in sorted(pairs.items()):
+        if a.shape[0] != b.shape[1]:
+            raise bad_source(file, f"has {module!r} with lora_A {a} and lora_B {b}: their ranks differ")
+        if a.shape[0] != config.r:
+            raise bad_source(
+                file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as in {ADAPTER_CONFIG}"
+            )
+        if own_tensors is not None:
+            _check_base(file, module, (a, b), own_tensors)
+
+
+def _check_config(path: Path, config: _Config) -> None:
+    """Reject an adapter that engines cannot serve, or would serve with wrong results."""
+    if config.peft_type != "LORA":
+        raise bad_source(path, f"has peft_type={config.peft_type[:40]!r}; expected: 'LORA'")
+    if not config.target_modules:
+        raise bad_source(path, "has no target_modules; expected: at least one")
+    for name in ("modules_to_save", "use_dora", "rank_pattern", "alpha_pattern"):
+        if value := getattr(config, name):
+            raise bad_source(path, f"has {name}={str(value)[:200]}; expected: plain LoRA without it")
+    if config.bias != "none":
+        raise bad_source(path, f"has bias={config.bias[:40]!r}; expected: 'none'")
+
+
+def _read_pairs(file: Path, config: _Config) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return lora_A and lora_B of each module, by the name of the module in the base model."""
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_header(file).items():
+        ending = next((ending for ending in _SIDES if name.endswith(ending)), None)
+        if ending is None:
+            raise bad_source(file, f"has the tensor {name[:200]!r}; expected: names that end in {' or '.join(_SIDES)}")
+        if tensor.dtype not in FLOATS or len(tensor.shape) != 2 or 0 in tensor.shape:
+            raise bad_source(file, f"has the tensor {name[:200]!r} as {tensor}; expected: a matrix of floats")
+        module = name.removesuffix(ending).removeprefix(_PREFIX)
+        sides.setdefault(module, {})[_SIDES[ending]] = tensor
+    if not sides:
+        raise bad_source(file, "has no tensors")
+    for module, found in sides.items():
+        if len(found) != 2:
+            raise bad_source(
+                file, f"has only lora_{next(iter(found))} of {module[:200]!r}; expected: lora_A and lora_B"
+            )
+        targets = config.target_modules
+        if isinstance(targets, list) and not any(f".{module}".endswith(f".{target}") for target in targets):
+            raise bad_source(file, f"has {module[:200]!r}, which is none of the target_modules of {ADAPTER_CONFIG}")
+    return {module: (found["A"], found["B"]) for module, found in sides.items()}
+
+
+def _check_base(file: Path, module: str, pair: tuple[Tensor, Tensor], own_tensors: Mapping[str, Tensor]) -> None:
+    """Check that the product of the two matrices has the shape of the base model's weight."""
+    weight = own_tensors.get(f"{module}.weight")
+    if weight is None:
+        raise bad_source(file, f"is for another base: it has {module[:200]!r}, which the worker's model does not have")
+    a, b = pair
+    if weight.shape != (b.shape[0], a.shape[1]):
+        raise bad_source(
+            file,
+            f"is for another base: {module!r} makes {[b.shape[0], a.shape[1]]}; expected: {list(weight.shape)}, as the "
+            "worker's model",
+        )
+
+
+class FolderContent(NamedTuple):
+    """What an engine reads in a folder."""
+
+    folder: Path
+    """The real path of the folder."""
+    notes: FileNotes
+    """States of the files, from before their headers were read."""
+    tensors: Mapping[str, Tensor]
+    whole: frozenset[str]
+    """Names in `tensors` that are whole files."""
+
+
+class Watched(NamedTuple):
+    """A folder as it was hashed."""
+
+    notes: FileNotes
+    """States of the files that the engine reads."""
+    digest: str
+    """Digest of the content that they had."""
+
+
+class WatchedFolders:
+    """Folders named by paths, with the states and the content of their files when they were validated.
+
+    Args:
+        max_watched: the maximum number of remembered folders.
+        hasher: computes digests.
+    """
+
+    def __init__(self, max_watched: int, hasher: ContentHasher) -> None:
+        self._max_watched = max_watched
+        self._hasher = hasher
+        self._folders: dict[str, Path] = {}
+        self._watched: dict[Path, Watched] = {}
+
+    def find(self, folder: Path) -> Watched | None:
+        """Return the recorded state of a folder, or None."""
+        return self._watched.get(folder)
+
+    def is_known(self, content: FolderContent) -> bool:
+        """Return True if the folder was read before and has not changed since."""
+        watched = self._watched.get(content.folder)
+        return watched is not None and watched.notes == content.notes
+
+    async def read(self, path: str, content: FolderContent, progress: Progress, *, is_urgent: bool = False) -> str:
+        """Hash a folder and read it into the page cache, unless that was done before and it has not changed since.
+
+        Args:
+            path: the path that leads to the folder.
+            is_urgent: True if a worker waits for the digest before it serves.
+
+        Returns:
+            The digest of the content.
+
+        Raises:
+            ControlError: `bad_source`: a file cannot be read; `storage`: a file changed meanwhile.
+        """
+        watched = self._watched.get(content.folder)
+        if watched is None or watched.notes != content.notes:
+            try:
+                digest, read = await self._hasher.digest(
+                    content.tensors, content.notes, progress, whole=content.whole, is_urgent=is_urgent
+                )
+                unread = {tensor.file for tensor in content.tensors.values()} - read
+                await _read_ahead({file: content.notes[file] for file in unread}, progress)
+            except OSError as error:
+                raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
+            watched = Watched(content.notes, digest)
+        self._folders.pop(path, None)
+        self._folders[path] = content.folder
+        self._watched[content.folder] = watched
+        while len(self._folders) > self._max_watched:
+            del self._folders[next(iter(self._folders))]
+            self._watched = {folder: self._watched[folder] for folder in self._folders.values()}
+        return watched.digest
+
+
+def folder_content(folder: Path, check: Callable[[Path], None] | None, *, is_adapter: bool) -> FolderContent:
+    """Validate a folder with `check`, and return its content. Blocks.
+
+    Raises:
+        ControlError: an error of `check`, or `bad_source`.
+        OSError: a file cannot be read.
+    """
+    files = adapter_files(folder) if is_adapter else checkpoint_files(folder, read_checkpoint(folder))
+    notes = note_files(files)
+    if check is not None:
+        check(folder)
+    tensors, whole = adapter_content(folder) if is_adapter else (read_checkpoint(folder), frozenset[str]())
+    return FolderContent(folder, notes, tensors, whole)
+
+
+def find_changed_file(notes: FileNotes, *, is_strict: bool) -> Path | None:
+    """Return the first file that is not in the noted state, or None. Blocks.
+
+    Args:
+        is_strict: False accepts a change of attributes alone, such as another hard link: the engine has read the file.
+    """
+    for path, note in notes.items():
+        try:
+            now = note_files([path])[path]
+        except OSError:
+            return path
+        if now != note and (is_strict or now.content != note.content):
+            return path
+    return None
+
+
+async def _read_ahead(notes: FileNotes, progress: Progress) -> None:
+    """Read files once, so that the engine then reads them from memory. Requests wait for that read of the engine."""
+    total = sum(note.size for note in notes.values())
+    if not total or total > _free_memory() // MEMORY_SHARE:
+        return
+    progress.begin("reading", total)
+    await run_quietly(
+        partial(_read_part, path, begin, progress)
+        for path, note in notes.items()
+        for begin in range(0, note.size, JOB_BYTES)
+    )
+
+
+def _read_part(path: Path, begin: int, progress: Progress, scratch: Scratch) -> None:
+    piece = scratch.get(PIECE_BYTES).data
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        left = JOB_BYTES
+        while left > 0 and (count := file.readinto(piece)):
+            left -= count
+            progress.add(count)
+
+
+def _free_memory() -> int:
+    """Return the bytes that programs can allocate without swapping, or 0 if the system does not report them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -1,32 +1,38 @@
 """Digests of weights: SHA-256 of each tensor, computed once on a machine for each state of a file.
 
-The read of the hash also brings the files into the page cache, so that the engine then reads them from memory.
+The read of the hash also brings the files into the page cache, so that the engine then reads them from memory. A worker
+reads only folders whose real path, and the real path of each file in them, is below an allowed root.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
+import stat
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
+from ...bus.objects import safetensors_header
 from ...schemas.errors import ControlCode, ControlError
-from ...schemas.manifest import tensors_digest
-from .headers import Tensor
-from .locks import LockWatch, try_lock
-from .progress import Progress
-from .quiet_threads import Job, Scratch, run_quietly
-from .roots import bad_source, open_regular
-from .stamps import boot_id
+from ...schemas.manifest import DTYPE_BITS, tensors_digest
+from .store import LockWatch, boot_id, try_lock
+from .threads import Job, Progress, Scratch, run_quietly
 
-__all__ = ["ContentHasher", "FileNote", "FileNotes", "note_files", "whole_file"]
-
+MAX_ENTRIES: Final = 16_384
+"""Maximum number of files and folders in a source: far more than a checkpoint has, and few enough to check quickly."""
+_MAX_SHOWN: Final = 8
+"""Maximum number of roots in an error message."""
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""The dtypes that the tensors of an adapter may have."""
 PIECE_BYTES: Final = 4 * 1024**2
+"""Bytes read at a time."""
 SETTLED_NS: Final = 2_000_000_000
 """Age in ns from which a file's digests are kept. A younger file may change again within the resolution of its time
 stamps, and then look unchanged."""
@@ -38,6 +44,144 @@ CORES_FOR_ONE: Final = 4
 MAX_THREADS: Final = 8
 """One thread for each four cores hashes, between two and eight: SHA-256 takes about a second for a GB, and a file is
 read at ten times that speed. The threads have the lowest priority."""
+
+
+def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
+    """Return the real path of the folder `path`, with symlinks and `..` resolved. Blocks.
+
+    Args:
+        path: an absolute path.
+        roots: the allowed folders, which may be symlinks themselves. If there are none, no path is allowed.
+
+    Raises:
+        ControlError: `path_refused`: the real path of the folder, or of a file in it, is below no root; `bad_source`:
+            `path` is no folder, or contains an entry that is neither a regular file nor a folder.
+    """
+    if not path.startswith("/") or "\0" in path:
+        raise ControlError(ControlCode.PATH_REFUSED, f"{path[:1000]!r} is refused; allowed: an absolute path")
+    # Beyond the first directory, clients must not learn what exists outside the roots.
+    if not os.path.lexists("/" + path.lstrip("/").partition("/")[0]):
+        raise bad_source(f"{path[:1000]} does not exist on the worker's machine")
+    folder = Path(os.path.realpath(path))
+    _check_allowed(folder, roots, path)
+    try:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            raise bad_source(f"{path} is not a directory")
+        _check_entries(folder, path, roots)
+    except FileNotFoundError as error:
+        shown = _shown_root(error.filename, folder, path)
+        raise bad_source(f"{shown} does not exist on the worker's machine") from error
+    except OSError as error:
+        shown = _shown_root(error.filename, folder, path)
+        raise bad_source(f"{shown} cannot be read: {error.strerror or error}") from error
+    return folder
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor. Opening a named pipe does not block.
+
+    Raises:
+        ControlError: `bad_source`: the file cannot be opened or is no regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise bad_source(f"{path} is no regular file")
+    return fd
+
+
+def bad_source(*words: object) -> ControlError:
+    """Return the error for a source that cannot be used. Its message consists of `words`, joined by spaces."""
+    return ControlError(ControlCode.BAD_SOURCE, " ".join(map(str, words)))
+
+
+def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
+    """Check that `real` is below a root. The error names `shown`, because clients must not learn symlink targets.
+
+    Raises:
+        ControlError: `path_refused`.
+    """
+    if any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+        return
+    allowed = ", ".join(map(str, roots[:_MAX_SHOWN])) or "none"
+    raise ControlError(
+        ControlCode.PATH_REFUSED,
+        f"{shown[:1000]} is outside the worker's directories of weights, or a symlink leads out of them; allowed: "
+        f"{allowed}; for another, start the worker with --weight-root DIR",
+    )
+
+
+def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
+    """Check all entries of the folder, because an engine follows symlinks and reads every file.
+
+    Args:
+        path: the name of the folder in errors.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    entries = 0
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        entries += len(folders) + len(files)
+        if entries > MAX_ENTRIES:
+            raise bad_source(f"{path} has more than {MAX_ENTRIES} files")
+        for entry in (Path(parent, name) for name in folders + files):
+            shown = _shown_root(entry, folder, path)
+            if entry.is_symlink():
+                _check_allowed(Path(os.path.realpath(entry)), roots, shown)
+            mode = entry.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise bad_source(f"{shown} is no regular file")
+
+
+def _shown_root(entry: str | Path | None, folder: Path, path: str) -> str:
+    """Convert the path of an entry of the real `folder` to a path below `path`."""
+    if entry is None or not Path(entry).is_relative_to(folder):
+        return path
+    return str(Path(path, Path(entry).relative_to(folder)))
+
+
+class Tensor(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    """The dtype as in safetensors files: BF16, F32 ..."""
+    shape: tuple[int, ...]
+    file: Path
+    """The file that contains the tensor."""
+    begin: int = 0
+    """The byte of the file at which the content begins."""
+
+    @property
+    def size(self) -> int:
+        """Size of the content in bytes."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def __str__(self) -> str:
+        """Dtype and shape, for error messages."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Read names, dtypes and shapes of the tensors in a safetensors file, and check that the file is complete. Blocks.
+
+    Raises:
+        ControlError: `bad_source`: the file cannot be read, is truncated, or is no safetensors file.
+    """
+    fd = open_regular(path)
+    try:
+        tensors = safetensors_header.read_header(fd)
+    except safetensors_header.BadSafetensors as error:
+        raise bad_source(path, error) from error
+    except OSError as error:
+        raise bad_source(path, f"cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(fd)
+    return {name: Tensor(stored.dtype, stored.shape, path, stored.begin) for name, stored in tensors.items()}
 
 
 class FileNote(NamedTuple):
@@ -100,10 +244,6 @@ class ContentHasher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __repr__(self) -> str:
-        """One line with the folder."""
-        return f"<ContentHasher {self._folder}>"
-
     async def digest(
         self,
         tensors: Mapping[str, Tensor],
@@ -151,7 +291,7 @@ class ContentHasher:
         found: dict[Path, dict[str, str]] = {path: {} for path in by_file}
         progress.begin("reading", sum(tensor.size for tensors in by_file.values() for tensor in tensors.values()))
         jobs: list[Job] = [
-            _HashJob(name, tensor, found[path], progress)
+            partial(_hash_tensor, name, tensor, found[path], progress)
             for path, tensors in by_file.items()
             for name, tensor in tensors.items()
         ]
@@ -212,30 +352,34 @@ class ContentHasher:
         return self._folder / f"{hashlib.sha256(f'{boot_id()} {note}'.encode()).hexdigest()}.json"
 
 
-class _HashJob:
-    """Hashes one tensor of a file."""
+def hash_range(path: Path, begin: int, size: int, on_bytes: Callable[[int], None], scratch: Scratch) -> str:
+    """Return the SHA-256 of some bytes of a file. Blocks.
 
-    def __init__(self, name: str, tensor: Tensor, found: dict[str, str], progress: Progress) -> None:
-        self._name = name
-        self._tensor = tensor
-        self._found = found
-        self._progress = progress
+    Args:
+        on_bytes: called with the number of bytes just read. They are few, so that waiting processes see progress even
+            if this process gets little CPU.
 
-    def __call__(self, scratch: Scratch) -> None:
-        sha, size, offset = hashlib.sha256(), self._tensor.size, self._tensor.begin
-        fd = open_regular(self._tensor.file)
-        try:
-            while size > 0:
-                piece = scratch.get(PIECE_BYTES)[: min(PIECE_BYTES, size)].data
-                count = os.preadv(fd, [piece], offset)
-                if not count:
-                    raise bad_source(self._tensor.file, f"ends at byte {offset}; expected: {size} more")
-                sha.update(piece[:count])
-                size, offset = size - count, offset + count
-                self._progress.add(count)
-        finally:
-            os.close(fd)
-        self._found[self._name] = sha.hexdigest()
+    Raises:
+        ControlError: `bad_source`: the file cannot be read or is too short.
+    """
+    sha, end = hashlib.sha256(), begin + size
+    fd = open_regular(path)
+    try:
+        while begin < end:
+            piece = scratch.get(PIECE_BYTES)[: min(PIECE_BYTES, end - begin)].data
+            count = os.preadv(fd, [piece], begin)
+            if not count:
+                raise bad_source(path, f"ends at byte {begin}; expected: {end - begin} more")
+            sha.update(piece[:count])
+            begin += count
+            on_bytes(count)
+    finally:
+        os.close(fd)
+    return sha.hexdigest()
+
+
+def _hash_tensor(name: str, tensor: Tensor, found: dict[str, str], progress: Progress, scratch: Scratch) -> None:
+    found[name] = hash_range(tensor.file, tensor.begin, tensor.size, progress.add, scratch)
 
 
 def _combine(tensors: Mapping[str, Tensor], found: Mapping[Path, Mapping[str, str]], whole: frozenset[str]) -> str:

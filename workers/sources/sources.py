@@ -8,31 +8,35 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...bus.objects import ObjectReader
-from ...schemas.control import WeightSource
+from ...bus.objects.reader import ObjectReader
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
-from ...schemas.weights import PublishedVersion, Staging
-from .adapter import check_adapter, is_adapter
-from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config, start_content
-from .content import ContentHasher
-from .fetcher import Checks, Fetcher
-from .folder_store import FolderStore, Hold
-from .headers import Tensor
-from .places import clear_old_cache, store_root
-from .progress import Progress, Report
-from .published import check_manifest
-from .roots import allowed_folder, bad_source
-from .staged import StagedFolders
-from .watched import FolderContent, Watched, WatchedFolders, find_changed_file, folder_content
-
-__all__ = ["Report", "Staged", "WeightSources"]
+from ...schemas.weights import PublishedVersion, Staging, WeightSource
+from .checkpoint import (
+    FolderContent,
+    Watched,
+    WatchedFolders,
+    check_adapter,
+    check_model,
+    find_changed_file,
+    folder_content,
+    has_checkpoint,
+    is_adapter,
+    read_checkpoint,
+    read_config,
+    start_content,
+)
+from .content import ContentHasher, Tensor, allowed_folder, bad_source
+from .fetcher import Checks, Fetcher, check_manifest
+from .store import FolderStore, Hold, clear_old_cache, store_root
+from .threads import Progress, Report
 
 VerifyUnchanged = Callable[[], Awaitable[None]]
 
@@ -42,6 +46,11 @@ KEPT_CHECKPOINTS: Final = 2
 """Fetched checkpoints on a machine: the current one, and the previous or the next one."""
 MAX_WATCHED: Final = 64
 """Remembered checkpoint folders that paths named: more than a fleet returns to."""
+MAX_KNOWN: Final = 1024
+"""Maximum number of remembered sources: more than the number of adapters that are loaded at a time."""
+UPLOAD_GOOD_S: Final = 60.0
+"""Seconds after which an upload is compared with the object store again, because its name may have new content. A
+published version never changes."""
 
 
 class Staged(NamedTuple):
@@ -57,6 +66,81 @@ class _Own(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
+
+
+class _StagedFolder(NamedTuple):
+    digest: str
+    content: str
+    """Digest of the weights in the folder, which does not depend on its files."""
+    expires_at: float
+    """Time on the monotonic clock after which the source is compared with the object store again."""
+
+
+class StagedFolders:
+    """Staged folders of one kind (checkpoints or adapters), by the name of the source in commands.
+
+    A worker that finds its source here need not contact the object store again.
+
+    Args:
+        store: contains the folders.
+        max_held: number of the last staged or found folders that are held, so that no process deletes them before the
+            engine reads them.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, store: FolderStore, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self._max_held = max_held
+        self._clock = clock
+        self._known: dict[str, _StagedFolder] = {}
+        self._holds: dict[str, Hold] = {}
+
+    def add(self, objects: str, hold: Hold, content: str, *, is_published: bool) -> Path:
+        """Record the folder of a source and the digest of its weights, hold the folder and return its path."""
+        expires_at = math.inf if is_published else self._clock() + UPLOAD_GOOD_S
+        self._known.pop(objects, None)
+        self._known[objects] = _StagedFolder(hold.digest, content, expires_at)
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._hold(hold)
+        return hold.folder
+
+    def find(self, objects: str, *, is_any_age: bool = False) -> Hold | None:
+        """Return the folder of a source, and hold it. Return None if no valid folder is on this machine.
+
+        Args:
+            is_any_age: also return an upload that has expired.
+        """
+        known = self._known.get(objects)
+        if known is None or not (is_any_age or self._clock() < known.expires_at):
+            return None
+        if (hold := self.store.hold(known.digest)) is not None:
+            self._hold(hold)
+        return hold
+
+    def content_of(self, folder: Path) -> str | None:
+        """Return the digest of the weights in a folder that was added, or None."""
+        known = (known.content for known in self._known.values() if known.digest == folder.name)
+        return next(known, None) if folder.parent == self.store.root else None
+
+    def expire_upload(self, folder: Path) -> None:
+        """Expire an upload that is being used, so that it is compared with the object store before its next use."""
+        for name, known in self._known.items():
+            if known.digest == folder.name and known.expires_at != math.inf:
+                self._known[name] = known._replace(expires_at=-math.inf)
+
+    def release(self) -> None:
+        """Release all holds."""
+        for hold in self._holds.values():
+            hold.release()
+        self._holds.clear()
+
+    def _hold(self, hold: Hold) -> None:
+        if (before := self._holds.pop(hold.digest, None)) is not None:
+            before.release()
+        self._holds[hold.digest] = hold
+        while len(self._holds) > self._max_held:
+            self._holds.pop(next(iter(self._holds))).release()
 
 
 class WeightSources:
@@ -108,10 +192,6 @@ class WeightSources:
         """The cost of the last finished staging; None if no staging has finished."""
         self.published: PublishedVersion | None = None
         """The published version of the last staged checkpoint; None if it was a plain upload, or if none was staged."""
-
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<Sources roots={len(self._roots)} checkpoints={self._checkpoints} present={self._present}>"
 
     @property
     def staging(self) -> Staging | None:

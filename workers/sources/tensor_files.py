@@ -8,32 +8,17 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...bus.protocol.weights.safetensors_layout import FileLayout, layouts
-from ...bus.protocol.weights.tensor_delta import DeltaError, Encoded, apply_delta
+from ...bus.protocol.weights.tensors import DeltaError, Encoded, FileLayout, apply_delta, layouts
 from ...schemas.manifest import Manifest, TensorDelta, TensorEntry
-from .headers import Tensor
-from .quiet_threads import Job, Scratch
-from .roots import bad_source, open_regular
-
-__all__ = [
-    "Change",
-    "OnBytes",
-    "build_jobs",
-    "check_no_others",
-    "copy_others",
-    "prepare_files",
-    "verify_file",
-    "verify_jobs",
-]
-
-PIECE_BYTES: Final = 4 * 1024**2
-"""Bytes hashed at a time. They are few, so that waiting processes see progress even if this process gets little CPU."""
+from .content import PIECE_BYTES, Tensor, bad_source, hash_range, open_regular
+from .threads import Job, Scratch
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes just processed, on any thread."""
@@ -45,6 +30,13 @@ class Change(NamedTuple):
     file: Path
     """The object that contains the change."""
     delta: TensorDelta
+
+
+class _Target(NamedTuple):
+    """The position of a tensor in a file of the version."""
+
+    path: Path
+    offset: int
 
 
 def prepare_files(manifest: Manifest, folder: Path) -> None:
@@ -76,7 +68,8 @@ def build_jobs(
     for file in layouts(manifest.tensors):
         for entry, offset in file.offsets():
             changed = changes.get(entry.name, ())
-            yield _BuildJob(entry, base[entry.name], changed, folder / file.name, offset, on_bytes)
+            target = _Target(folder / file.name, offset)
+            yield partial(_build, entry, base[entry.name], changed, target, on_bytes)
 
 
 def verify_jobs(manifest: Manifest, folder: Path, on_bytes: OnBytes) -> Iterator[Job]:
@@ -89,7 +82,7 @@ def verify_jobs(manifest: Manifest, folder: Path, on_bytes: OnBytes) -> Iterator
         path = folder / file.name
         _check_header(path, file)
         for entry, offset in file.offsets():
-            yield _VerifyJob(entry, path, offset, on_bytes)
+            yield partial(_verify, entry, path, offset, on_bytes)
 
 
 def verify_file(path: Path, sha256: str) -> None:
@@ -129,65 +122,33 @@ def copy_others(manifest: Manifest, base: Path, folder: Path) -> None:
         verify_file(folder / name, sha256)
 
 
-class _BuildJob:
-    """Builds one tensor in memory, and writes it if its hash is correct."""
-
-    def __init__(
-        self,
-        entry: TensorEntry,
-        base: Tensor,
-        changes: Sequence[Change],
-        path: Path,
-        offset: int,
-        on_bytes: OnBytes,
-    ) -> None:
-        self._entry = entry
-        self._base = base
-        self._changes = changes
-        self._path = path
-        self._offset = offset
-        self._on_bytes = on_bytes
-
-    def __call__(self, scratch: Scratch) -> None:
-        entry = self._entry
-        content = scratch.get(entry.size)
-        dense = [number for number, change in enumerate(self._changes) if change.delta.encoding == "dense"]
-        if not dense:
-            _read(self._base.file, self._base.begin, content)
-        for change in self._changes[dense[-1] if dense else 0 :]:
-            try:
-                apply_delta(_encoded(change), content, entry.item_bytes)
-            except DeltaError as error:
-                raise bad_source(
-                    f"the tensor {entry.name[:200]!r} cannot be made of {change.file.name}: {error}"
-                ) from error
-        sha = hashlib.sha256()
-        for begin in range(0, entry.size, PIECE_BYTES):
-            piece = content.data[begin : begin + PIECE_BYTES]
-            sha.update(piece)
-            self._on_bytes(len(piece))
-        _check_sha256(entry, sha.hexdigest())
-        with _opened(self._path, os.O_WRONLY) as fd:
-            _write(fd, content, self._offset)
+def _build(
+    entry: TensorEntry, base: Tensor, changes: Sequence[Change], target: _Target, on_bytes: OnBytes, scratch: Scratch
+) -> None:
+    """Build one tensor in memory, and write it if its hash is correct."""
+    content = scratch.get(entry.size)
+    dense = [number for number, change in enumerate(changes) if change.delta.encoding == "dense"]
+    if not dense:
+        _read(base.file, base.begin, content)
+    for change in changes[dense[-1] if dense else 0 :]:
+        try:
+            apply_delta(_encoded(change), content, entry.item_bytes)
+        except DeltaError as error:
+            problem = f"the tensor {entry.name[:200]!r} cannot be made of {change.file.name}: {error}"
+            raise bad_source(problem) from error
+    sha = hashlib.sha256()
+    for begin in range(0, entry.size, PIECE_BYTES):
+        piece = content.data[begin : begin + PIECE_BYTES]
+        sha.update(piece)
+        on_bytes(len(piece))
+    _check_sha256(entry, sha.hexdigest())
+    with _opened(target.path, os.O_WRONLY) as fd:
+        _write(fd, content, target.offset)
 
 
-class _VerifyJob:
-    """Reads one tensor from its file and verifies its hash."""
-
-    def __init__(self, entry: TensorEntry, path: Path, offset: int, on_bytes: OnBytes) -> None:
-        self._entry = entry
-        self._path = path
-        self._offset = offset
-        self._on_bytes = on_bytes
-
-    def __call__(self, scratch: Scratch) -> None:
-        sha = hashlib.sha256()
-        for begin in range(0, self._entry.size, PIECE_BYTES):
-            piece = scratch.get(min(PIECE_BYTES, self._entry.size - begin))
-            _read(self._path, self._offset + begin, piece)
-            sha.update(piece.data)
-            self._on_bytes(len(piece))
-        _check_sha256(self._entry, sha.hexdigest())
+def _verify(entry: TensorEntry, path: Path, offset: int, on_bytes: OnBytes, scratch: Scratch) -> None:
+    """Read one tensor from its file and verify its hash."""
+    _check_sha256(entry, hash_range(path, offset, entry.size, on_bytes, scratch))
 
 
 def _check_sha256(entry: TensorEntry, found: str) -> None:

@@ -12,10 +12,7 @@ import numpy.typing as npt
 
 from ....schemas.errors import InvalidRequest
 from ..generation import Generation, SampleKey
-from .columns import KEY, KINDS, Kind, RecordRow, import_pyarrow, with_siblings
-from .writer import WriterFile
-
-__all__ = ["RunRecord", "SampleScore", "read_record"]
+from .writer import KEY, KINDS, Kind, RecordRow, WriterFile, import_pyarrow, with_siblings
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a part that was closed."""

@@ -1,27 +1,45 @@
-"""Checks if the author of a signed command or desired state may change it, by the author's certificate. No I/O.
+"""Decides what the author of a signed command or desired state may change, and what the recorded state binds. No I/O.
 
 An admin and a frontend may change everything. A publisher may send some commands for some models. Every author writes
 the whole desired state. So a publisher also sends its base: the last state by an author that may write all of it. The
 publisher's state may differ from the base only in the publisher's own registers.
+
+A version is pinned to its content: the record has the digest that all workers found at its source when they staged it.
 """
 
-from typing import Final, get_args
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final, TypeVar, get_args
 
-from ....schemas.certificate import Certificate
-from ....schemas.control import AnyCommand, Command
-from ....schemas.desired import DesiredState, Recorded
+import msgspec
+from msgspec.structs import replace
+
+from ....schemas.acks import Ack
+from ....schemas.control import (
+    AnyCommand,
+    Certificate,
+    Command,
+    DesiredState,
+    Drain,
+    LoadLora,
+    Pause,
+    Recorded,
+    Sleep,
+    UpdateWeights,
+)
 from ....schemas.errors import ControlCode, ControlError, RemoteProtocolError
-
-__all__ = ["MAX_AGE_S", "check_age", "check_authority", "check_limited_state", "check_unlimited"]
+from ....schemas.presence import WorkerPresence
+from ....schemas.weights import OpenTransfer, WeightSource
 
 MAX_AGE_S: Final = 60.0
 """The maximum age of a command's signature in seconds, by the worker's clock. For this time, a copied command can be
 published again. A controller signs a command again at each repeat, so the limit only needs room for clock differences.
 """
-
 _REGISTERS: Final = {
     str(kind.__struct_config__.tag): kind.sets for kind in get_args(AnyCommand) if kind.sets is not None
 }
+MAX_NAMED: Final = 8
+"""Workers that a message names for each digest."""
+Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
 def check_authority(by: Certificate, command: Command, model: str) -> None:
@@ -89,7 +107,7 @@ def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState
     own = frozenset(register for command, register in _REGISTERS.items() if by.covers_command(command))
     if _without(state, own) != _without(base, own):
         raise RemoteProtocolError(f"{who} has changed more than {', '.join(sorted(own))}")
-    for registers in (state.registers, *state.workers.values()):
+    for registers in state.everywhere:
         for name in own & registers.keys():
             if not _may_record(by, state, name, registers[name]):
                 raise RemoteProtocolError(f"{who} may not record {registers[name].command.command} in {name}")
@@ -114,3 +132,125 @@ def _may_record(by: Certificate, state: DesiredState, register: str, recorded: R
         and command.model == state.model
         and recorded.epoch <= state.epoch
     )
+
+
+def without(capability: str, workers: Collection[WorkerPresence], model: str) -> tuple[str, ...]:
+    """Return the workers of a model that lack a capability, so that they could not decode a desired state with it.
+
+    The desired state is one message for the whole model, so one such worker counts. A starting worker has
+    published no capabilities yet, and is left out.
+    """
+    return tuple(
+        sorted(
+            worker.worker
+            for worker in workers
+            if worker.model == model
+            and worker.capabilities is not None
+            and not getattr(worker.capabilities, capability)
+        )
+    )
+
+
+def pin(command: Load, staged: Mapping[str, Ack], unable: Collection[str]) -> tuple[Load, tuple[str, ...]]:
+    """Return the command with the digest and the real path that the workers found, and warnings.
+
+    Args:
+        staged: the acks of the workers that staged the source.
+        unable: the result of `without` for `weight_digests`.
+
+    Raises:
+        ControlError: `other_content`: workers found different content at one source, or other content than the digest
+            of `command`.
+    """
+    groups: dict[str, list[str]] = {}
+    for worker, ack in sorted(staged.items()):
+        if ack.digest is not None:
+            groups.setdefault(ack.digest, []).append(worker)
+    if command.digest is not None:
+        groups.setdefault(command.digest, ["the command"])
+    if len(groups) > 1:
+        shown = "; ".join(f"{digest} on {_names(workers)}" for digest, workers in groups.items())
+        raise ControlError(
+            ControlCode.OTHER_CONTENT,
+            f"workers found different content at {command.source}: {shown}; allowed: the same tensors on all workers, "
+            "in files that no program changes",
+        )
+    paths = {ack.path for ack in staged.values()}
+    if command.source.path is not None and len(paths) == 1 and (path := next(iter(paths))) is not None:
+        command = replace(command, source=WeightSource(path=path))
+    silent = sorted({*unable, *(worker for worker, ack in staged.items() if ack.digest is None)})
+    if silent:
+        why = f"{_names(silent)} cannot compare digests (an earlier release, or an engine on several machines)"
+    elif not groups:
+        why = "no worker has read its source yet"
+    else:
+        return replace(command, digest=next(iter(groups))), ()
+    return replace(command, digest=None), (f"version {command.version} is unpinned: {why}",)
+
+
+def unpinned(state: DesiredState) -> list[str]:
+    """Return a line for each recorded version of weights or of an adapter that has no digest."""
+    lines = set()
+    for registers in state.everywhere:
+        for recorded in registers.values():
+            match recorded.command:
+                case UpdateWeights(digest=None, version=version):
+                    lines.add(f"version {version} of {state.model} is unpinned: no load can prove its content")
+                case LoadLora(digest=None, version=version, name=name):
+                    lines.add(f"version {version} of adapter {name} is unpinned: no load can prove its content")
+    return sorted(lines)
+
+
+def _names(workers: Collection[str]) -> str:
+    names = list(workers)
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+class RecordedStop(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded pause, drain or sleep. It outlives its author and ends with a resume or a wake."""
+
+    model: str
+    """Model of the workers."""
+    worker: str | None
+    """The one worker that it stops; None: all workers of the model."""
+    what: str
+    """`paused (keep)`, `paused (wait)`, `paused (abort)`, `drained` or `asleep`."""
+    by: str
+    """Who recorded it; empty if the release of its author does not say."""
+    since: float | None
+    """Unix time of the recording; None if the release of its author does not say."""
+
+
+def recorded_stops(states: Mapping[str, DesiredState]) -> list[RecordedStop]:
+    """Return the stops of all models, first those for all workers of a model, then those for single workers."""
+    found = []
+    for model, state in sorted(states.items()):
+        for worker, registers in [(None, state.registers), *sorted(state.workers.items())]:
+            for register in ("pause", "sleep"):
+                if register in registers and (what := stop_of(registers[register])) is not None:
+                    recorded = registers[register]
+                    since = recorded.at or None
+                    found.append(RecordedStop(model=model, worker=worker, what=what, by=recorded.by, since=since))
+    return found
+
+
+def stop_of(recorded: Recorded) -> str | None:
+    """Return in words how a recorded command stops workers; None: it does not."""
+    match recorded.command:
+        case Pause(mode=mode):
+            return f"paused ({mode})"
+        case Drain():
+            return "drained"
+        case Sleep():
+            return "asleep"
+    return None
+
+
+def open_transfers(workers: Iterable[WorkerPresence]) -> dict[str, tuple[OpenTransfer, list[str]]]:
+    """Return each open transfer by its id, as its first worker announces it, with all its workers."""
+    found: dict[str, tuple[OpenTransfer, list[str]]] = {}
+    for worker in workers:
+        if worker.transfer is not None:
+            found.setdefault(worker.transfer.id, (worker.transfer, []))[1].append(worker.worker)
+    return found

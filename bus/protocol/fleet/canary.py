@@ -1,20 +1,21 @@
-"""The request of a canary, and the comparison of two canaries: it shows if two copies of the weights are equal."""
+"""The request of a canary, and the comparison of canaries: it shows if copies of the weights are equal."""
 
 import base64
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.control import Canary
+from ....schemas.acks import Ack
 from ....schemas.errors import InvalidRequest, RemoteProtocolError
 from ....schemas.presence import Capabilities
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import DTYPES, Rows, expected_rows
 from ....schemas.sampling import SamplingParams
-
-__all__ = ["agrees", "canary_request", "canary_rows", "check_expected"]
+from ....schemas.weights import Canary
 
 PROMPT_TOKENS: Final = 24
 """Length of the prompt. With the generated tokens, it has enough rows to reach a few wrong experts among hundreds."""
@@ -29,6 +30,10 @@ LOOSE_LOGPROBS: Final = 0.25
 LOOSE_CHOICES: Final = 0.9
 """The share of expert choices that must agree in a narrower dtype. Rounding changes 1 in 40 rows on a small model, a
 broken reload changes 1 in 5.
+"""
+MAX_CANDIDATES: Final = 32
+"""Canaries that are tried as the majority's canary. Each is compared with all others. If there is a majority, a random
+canary belongs to it with a probability of at least one half.
 """
 
 
@@ -162,3 +167,35 @@ def canary_rows(canary: Canary) -> Rows | None:
         if len(data) == size * dtype.itemsize:
             return np.frombuffer(data, dtype).reshape(canary.shape)
     raise RemoteProtocolError(f"a canary has {len(data)} bytes of routed experts for shape {canary.shape}")
+
+
+def dissenters(acks: Mapping[str, Ack], dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Return workers whose canary differs from the majority of their kind, with the reason; without a majority, all.
+
+    Args:
+        acks: the acks by worker; acks without a canary are ignored.
+        dtypes: the dtypes of the weights, by worker. Workers of one kind have the same engine signature and dtype.
+    """
+    kinds: dict[tuple[str | None, str], dict[str, Canary]] = {}
+    for worker, ack in sorted(acks.items()):
+        if ack.canary is not None:
+            kinds.setdefault((ack.signature, dtypes.get(worker, "")), {})[worker] = ack.canary
+    found: dict[str, str] = {}
+    for (_, dtype), canaries in kinds.items():
+        found |= _minority(canaries, dtype)
+    return found
+
+
+def _minority(canaries: Mapping[str, Canary], dtype: str) -> dict[str, str]:
+    # The most frequent first: workers on the same machine mostly have identical canaries.
+    candidates = [canary for canary, _ in Counter(canaries.values()).most_common(MAX_CANDIDATES)]
+    for candidate in candidates:
+        problems = {worker: _difference(candidate, canary, dtype) for worker, canary in canaries.items()}
+        differing = {worker: problem for worker, problem in problems.items() if problem is not None}
+        if 2 * len(differing) < len(canaries):
+            return {worker: f"its canary differs from the majority's: {why}" for worker, why in differing.items()}
+    return dict.fromkeys(canaries, f"the canaries of {len(canaries)} workers disagree, and there is no majority")
+
+
+def _difference(reference: Canary, canary: Canary, dtype: str) -> str | None:
+    return None if canary == reference else agrees(reference, canary, dtype=dtype)

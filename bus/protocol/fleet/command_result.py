@@ -1,34 +1,40 @@
-"""The result of a command: the acks of all its workers. The caller passes in the time; nothing here waits.
+"""The workers that must ack a command, and its result: their acks. The caller passes in the time; nothing here waits.
 
 *Each worker that must ack has exactly one result. The command is complete only if every result is `applied`.* The first
 final ack counts. An ack of another incarnation of a worker does not count: the incarnation that received the command
 has ended.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
-from ....schemas.control import Ack, AckError, AckStatus
-from ....schemas.errors import ControlCode, RollbusError
-from ....schemas.presence import WorkerPresence
+from ....schemas.acks import Ack, AckError, AckStatus
+from ....schemas.control import (
+    AnyCommand,
+    FinishWeightUpdate,
+    UpdateWeights,
+)
+from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
+from ....schemas.presence import WorkerPresence, WorkerState
 from ..html import as_html
-from .presence_table import LostWorker
-
-__all__ = ["RESULTS", "AckTracker", "CommandIncomplete", "CommandResult", "Quorum"]
+from .presence import LostWorker, list_names
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
 """The maps of a command result, in display order. Each map has the workers with that result."""
-
 PAUSING: Final = ("update_weights", "finish_weight_update")
 """Commands that pause the requests in flight and resume them."""
 MAX_NAMED = 8
 """Workers that an error message names. The command result has all of them."""
 MAX_REASON_CHARS = 300
 """Characters of each worker's reason in an error message. The command result has the whole reason."""
+Roster = dict[str, tuple[WorkerPresence, ...]]
+"""The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
+_SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""A worker in these states sends no ack. When it comes back, it reads the recorded commands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +202,6 @@ class AckTracker:
         self.lost: dict[str, str] = {}
         """The reason for each worker that ended before its final ack."""
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<AckTracker {self.command} {self.id} workers={len(self._incarnations)} owing={len(self._owing)}>"
-
     @property
     def owing(self) -> tuple[str, ...]:
         """The ids of the live workers that have sent no final ack."""
@@ -250,30 +252,22 @@ class AckTracker:
 
     def result(self, now: float, epochs: dict[str, int] | None = None) -> CommandResult:
         """Return the result. A worker without a final ack is late, or missing if it sent no ack at all."""
-        by_status: dict[AckStatus, dict[str, Ack]] = {status: {} for status in AckStatus}
-        late: dict[str, Ack] = {}
-        missing: dict[str, str] = {}
+        results: dict[str, Any] = {name: {} for name in RESULTS}
         seconds = now - self._since
         for worker in sorted(self._incarnations):
             if worker in self.lost:
-                missing[worker] = self.lost[worker]
+                results["missing"][worker] = self.lost[worker]
             elif worker not in self._acks:
-                missing[worker] = f"it did not answer within {seconds:.1f} s"
-            elif self._is_final(worker):
-                by_status[self._acks[worker].status][worker] = self._acks[worker]
+                results["missing"][worker] = f"it did not answer within {seconds:.1f} s"
             else:
-                late[worker] = self._acks[worker]
+                ack = self._acks[worker]
+                results[ack.status if ack.status.is_final else "late"][worker] = ack
         return CommandResult(
             command=self.command,
             id=self.id,
             epochs=epochs or {},
             seconds=seconds,
-            applied=by_status[AckStatus.APPLIED],
-            failed=by_status[AckStatus.FAILED],
-            unsupported=by_status[AckStatus.UNSUPPORTED],
-            stale=by_status[AckStatus.STALE],
-            late=late,
-            missing=missing,
+            **results,
             not_awaited=self._not_awaited(),
             paused_s=self._paused_s(),
         )
@@ -321,3 +315,78 @@ def _reason_of(ack: Ack) -> str:
     if ack.error is None:
         return "its ack has no reason"
     return f"{ack.error.code}: {ack.error.message[:MAX_REASON_CHARS]}"
+
+
+def needs_known_models(command: AnyCommand) -> bool:
+    """Return True if the command applies to one model and names neither the model nor workers.
+
+    The only model with live workers need not be the model that the caller means.
+    """
+    return command.is_of_one_model and command.model is None and command.workers is None
+
+
+def workers_that_must_ack(
+    workers: Sequence[WorkerPresence], command: AnyCommand, known_models: Collection[str] = ()
+) -> Roster:
+    """Return the live `workers` that must ack `command`.
+
+    Args:
+        known_models: models that count although they may have no live workers; see `needs_known_models`.
+
+    Raises:
+        NoWorkers: no live worker can ack; the message has the states of the other workers.
+        InvalidRequest: a named worker cannot ack; no worker of the named model is known; the command names no model
+            although it must; or a worker of the model cannot decode one of its fields.
+    """
+    known = [worker for worker in workers if command.model in (None, worker.model)]
+    if workers and not known:
+        models = ", ".join(sorted({worker.model for worker in workers}))
+        raise InvalidRequest(field="model", problem=f"is {command.model!r}", allowed=f"one of {models}")
+    able = [worker for worker in known if worker.state not in _SILENT]
+    others = ", ".join(f"{worker.worker} is {worker.state}" for worker in known if worker.state in _SILENT)
+    if not able:
+        raise NoWorkers(
+            message=f"no live worker of {command.model or 'any model'} can answer" + (f" ({others})" if others else "")
+        )
+    if command.workers is not None:
+        wanted = set(command.workers)
+        answering, able = able, [worker for worker in able if worker.worker in wanted]
+        absent = sorted(wanted - {worker.worker for worker in able})
+        if absent:
+            states = {worker.worker: f"{worker.worker} ({worker.state}, {worker.model})" for worker in workers}
+            of_model = "" if command.model is None else f" of {command.model}"
+            live = sorted(f"{worker.worker} ({worker.model})" for worker in answering)
+            raise InvalidRequest(
+                field="workers",
+                problem=f"names no live worker{of_model}: {', '.join(states.get(name, name) for name in absent)}",
+                allowed=list_names(live),
+            )
+    roster: dict[str, tuple[WorkerPresence, ...]] = {}
+    for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
+        roster[worker.model] = (*roster.get(worker.model, ()), worker)
+    named = sorted(roster.keys() | set(known_models))
+    if len(named) > 1 and command.is_of_one_model:
+        raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {list_names(named)}")
+    _check_label([worker for worker in known if worker.model in roster], command)
+    return roster
+
+
+def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand) -> None:
+    """Check that every worker of the model can decode a label, also workers that the command does not name.
+
+    The desired state is one message for the whole model. A worker that does not know a field could not decode the
+    message at all. A starting worker has published no capabilities yet, and is left out.
+    """
+    if not isinstance(command, UpdateWeights | FinishWeightUpdate) or command.label is None:
+        return
+    older = sorted(
+        worker.worker
+        for worker in workers
+        if worker.capabilities is not None and not worker.capabilities.version_labels
+    )
+    if older:
+        raise InvalidRequest(
+            field="label",
+            problem=f"is {command.label!r}, which workers of an earlier release cannot decode",
+            allowed=f"a number as the version, without a label, until {', '.join(older)} are upgraded",
+        )

@@ -1,50 +1,55 @@
-"""The desired state of a model's workers, and how commands change it.
+"""The desired state of a model's workers: how commands change it, who is behind it, and which reads of it count.
 
 *Commands are recorded in one order, each once, and completely.* The epoch counts the recorded commands. A command that
 arrives again with the same id changes nothing. Of two commands on one register of a worker, the later command counts,
 whether it was for all workers or for that worker. So a command for all workers removes the commands for single workers.
 """
 
-from collections.abc import Collection, Mapping
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 from msgspec.structs import replace
 
 from ....schemas import limits
+from ....schemas.acks import Ack
 from ....schemas.control import (
     AnyCommand,
+    DesiredState,
     FinishWeightUpdate,
     LoadLora,
+    Recorded,
+    SeenCommand,
     UnloadLora,
     UpdateWeights,
-    WeightSource,
     lora_register,
 )
-from ....schemas.desired import DesiredState, Recorded, SeenCommand
 from ....schemas.errors import ControlCode, ControlError
-
-__all__ = [
-    "WEIGHTS",
-    "base_adapter",
-    "check_recordable",
-    "check_unload",
-    "cleared",
-    "contains",
-    "desired_loras",
-    "effective",
-    "may_come_back",
-    "next_lora_version",
-    "other_digests",
-    "record",
-    "served_version",
-    "set_back",
-    "target_version",
-    "version_label",
-]
+from ....schemas.presence import WorkerPresence, WorkerState
+from ....schemas.weights import WeightSource
 
 WEIGHTS = "weights"
 """The register with the weights that a worker should have."""
 Served = UpdateWeights | FinishWeightUpdate | LoadLora
 """The commands whose version may answer under the model's name."""
+_UNABLE: Final = frozenset(
+    {
+        WorkerState.STARTING,
+        WorkerState.OUTDATED,
+        WorkerState.POISONED,
+        WorkerState.WAITING_FOR_WEIGHTS,
+        WorkerState.FENCED,
+        WorkerState.FAILED,
+    }
+)
+"""States in which a worker serves nothing although no command requires this."""
+_BEFORE_READ: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""States of workers that serve nothing. Before they serve, they apply what is recorded."""
+STALE_S: Final = 30.0
+"""Seconds after which an older or missing state counts as the real state: the store was restored from a backup, or it
+was lost and not written since. nats-server checks every 10 s if a leader has had contact with its peers within 10 s, so
+a deposed leader answers for 20 s at most.
+"""
 
 
 def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0.0) -> tuple[DesiredState, int]:
@@ -83,8 +88,7 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
     # Workers of earlier releases can read the author beside the command, but not inside it.
     by, command = command.by or by, replace(command, epoch=epoch, model=state.model, by=None)
     seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
-    everywhere = (state.registers, *state.workers.values())
-    if register == WEIGHTS and any(base_adapter(own, state.model) for own in everywhere):
+    if register == WEIGHTS and any(base_adapter(own, state.model) for own in state.everywhere):
         # New weights end the adapter under the model's name.
         end = UnloadLora(id=command.id, model=state.model, name=state.model, epoch=epoch, workers=command.workers)
         state = _set(state, Recorded(epoch=epoch, command=end, by=by, at=at))
@@ -136,10 +140,9 @@ def other_digests(state: DesiredState, command: UpdateWeights) -> frozenset[str]
 
 def _of_version(state: DesiredState, version: int) -> list[UpdateWeights | LoadLora]:
     """Return the recorded updates to a version, for all or single workers, and adapters under the model's name."""
-    everywhere = (state.registers, *state.workers.values())
-    recorded = [own[WEIGHTS].command for own in everywhere if WEIGHTS in own]
+    recorded = [own[WEIGHTS].command for own in state.everywhere if WEIGHTS in own]
     loads: list[UpdateWeights | LoadLora] = [one for one in recorded if isinstance(one, UpdateWeights)]
-    loads += filter(None, (base_adapter(own, state.model) for own in everywhere))
+    loads += filter(None, (base_adapter(own, state.model) for own in state.everywhere))
     return [command for command in loads if command.version == version]
 
 
@@ -196,7 +199,7 @@ def desired_loras(state: DesiredState | None) -> frozenset[str]:
     """Return the names of the adapters that any worker should have."""
     if state is None:
         return frozenset()
-    commands = (item.command for own in (state.registers, *state.workers.values()) for item in own.values())
+    commands = (item.command for own in state.everywhere for item in own.values())
     return frozenset(command.name for command in commands if isinstance(command, LoadLora))
 
 
@@ -227,9 +230,7 @@ def next_lora_version(state: DesiredState, register: str) -> int:
     An unload removes the version. The epoch then takes its place, so that earlier versions are not used again.
     Otherwise cached data of the old adapter could count as data of the new one.
     """
-    recorded = [
-        registers[register].command for registers in (state.registers, *state.workers.values()) if register in registers
-    ]
+    recorded = [registers[register].command for registers in state.everywhere if register in registers]
     versions = [command.version for command in recorded if isinstance(command, LoadLora)]
     if len(versions) < len(recorded):
         versions.append(state.epoch)
@@ -269,11 +270,7 @@ def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
     epochs = {seen.id: seen.epoch for seen in state.seen}
     if command.id not in epochs or command.register is None:
         return False
-    standing = [
-        registers[command.register].epoch
-        for registers in (state.registers, *state.workers.values())
-        if command.register in registers
-    ]
+    standing = [registers[command.register].epoch for registers in state.everywhere if command.register in registers]
     recorded = set(epochs.values())
     return any(epoch > epochs[command.id] and epoch in recorded for epoch in standing)
 
@@ -291,7 +288,7 @@ def _check_version(state: DesiredState, command: Served) -> None:
     if not isinstance(command, LoadLora) and command.allow_rollback:
         return
     if command.workers is None:
-        concerned = [state.registers, *state.workers.values()]
+        concerned = list(state.everywhere)
     else:
         concerned = [effective(state, worker) for worker in command.workers]
     for registers in concerned:
@@ -352,3 +349,107 @@ def _bounded(registers: dict[str, Recorded]) -> dict[str, Recorded]:
     excess = max(len(unloaded) - limits.MAX_LORAS, 0)
     dropped = {name for _, name in sorted(unloaded)[:excess]}
     return {name: recorded for name, recorded in registers.items() if name not in dropped}
+
+
+def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
+    """Return why a worker does not match the desired state of its model, phrased to follow its id; None: it matches."""
+    if worker.state in _UNABLE:
+        return f"is {worker.state}" + (f": {worker.last_error}" if worker.last_error else "")
+    doing = "" if worker.staging is None else f", {worker.staging.stage}"
+    target = target_version(state, worker.worker)
+    if target is not None and worker.weight_version != target:
+        return f"has weights {worker.weight_version}, not {target}{doing}"
+    if worker.epoch < state.epoch:
+        return f"is at epoch {worker.epoch} of {state.epoch}{doing}"
+    return None
+
+
+def stale_workers(workers: Iterable[WorkerPresence], states: Mapping[str, DesiredState]) -> tuple[str, ...]:
+    """Return the ids of the workers whose presence does not show yet that they handled their recorded commands."""
+    return tuple(
+        worker.worker
+        for worker in workers
+        if worker.state not in _BEFORE_READ
+        and worker.model in states
+        and any(recorded.epoch > worker.epoch for recorded in effective(states[worker.model], worker.worker).values())
+    )
+
+
+def shows_ack(presence: WorkerPresence | None, ack: Ack) -> bool:
+    """Return True if a worker's presence is as new as its ack of a recorded command, or its incarnation has ended."""
+    return presence is None or presence.incarnation != ack.incarnation or presence.epoch >= (ack.epoch or 0)
+
+
+def check_started(state: DesiredState, workers: tuple[WorkerPresence, ...], command: UpdateWeights | LoadLora) -> None:
+    """Check that a version is newer than the version of workers for which nothing is recorded.
+
+    Raises:
+        ControlError: `old_version`.
+    """
+    started = {worker.weight_version for worker in workers if served_version(state, worker.worker) is None}
+    if started and (command.version < max(started) or started == {command.version}):
+        problem = f"version {command.version} is not newer than {max(started)}, which workers were started with"
+        remedy = "" if isinstance(command, LoadLora) else "; set allow_rollback to load it anyway"
+        raise ControlError(ControlCode.OLD_VERSION, f"{problem}{remedy}")
+
+
+class ReadVerdict(enum.Enum):
+    """The relation of a read to the read before it."""
+
+    CURRENT = enum.auto()
+    """The read state is the same or a later one."""
+    STALE = enum.auto()
+    """The read state is older, so the read does not count."""
+    LOST = enum.auto()
+    """The previous state was lost. This state is a different one, of which nothing was handled."""
+
+
+class ReadOrder:
+    """Judges the reads of one desired state by one reader.
+
+    In a cluster, a deposed leader may answer with an older state. A state has the random id of its bucket, and its
+    epoch only rises. So an older epoch of the same bucket is a stale read: the reader keeps its state and reads again.
+    Another bucket means that the previous bucket was lost. The caller passes in the time; nothing here waits.
+    """
+
+    def __init__(self) -> None:
+        self._last: DesiredState | None = None
+        self._stale_since: float | None = None
+
+    def judge(self, state: DesiredState | None, now: float) -> ReadVerdict:
+        """Judge a read. A read that is not stale is the reference for later reads.
+
+        Args:
+            state: state that was read; None: no state was ever recorded.
+        """
+        verdict = self._compare(state)
+        if verdict is ReadVerdict.STALE:
+            self._stale_since = now if self._stale_since is None else self._stale_since
+            if now < self._stale_since + STALE_S:
+                return verdict
+            verdict = ReadVerdict.LOST
+        # Nothing is lost with a state without commands.
+        self._last = None if state is None or state.is_first else state
+        self._stale_since = None
+        return verdict
+
+    def _compare(self, state: DesiredState | None) -> ReadVerdict:
+        last = self._last
+        if last is None:
+            return ReadVerdict.CURRENT
+        if state is None:
+            return ReadVerdict.STALE
+        if _is_other_bucket(last, state) or _is_other_history(last, state):
+            return ReadVerdict.LOST
+        return ReadVerdict.CURRENT if state.epoch >= last.epoch else ReadVerdict.STALE
+
+
+def _is_other_bucket(last: DesiredState, state: DesiredState) -> bool:
+    # Earlier releases write states without a bucket id.
+    return bool(last.bucket and state.bucket) and last.bucket != state.bucket
+
+
+def _is_other_history(last: DesiredState, state: DesiredState) -> bool:
+    """Return True if an epoch has another command than before: the store was restored and written since."""
+    ids = {seen.epoch: seen.id for seen in last.seen}
+    return any(ids.get(seen.epoch, seen.id) != seen.id for seen in state.seen)

@@ -13,9 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from .rendezvous import rendezvous
-
-__all__ = ["Decision", "PrefillFallback", "PrefillQueue", "PrefillRequirements", "PrefillWorkerInfo"]
+from .placement import rendezvous
 
 FULL_S: Final = 0.05
 """Seconds for which a worker that rejected a prefill phase for lack of room is skipped: prefill phases end meanwhile.
@@ -117,10 +115,6 @@ class PrefillQueue(Generic[K]):
         self._passed_over: dict[str, float] = {}
         # No request must leave the prefill queue before this time.
         self._earliest = math.inf
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<PrefillQueue waiting={len(self._waiting)} prefills={len(self._worker_of)}>"
 
     def __len__(self) -> int:
         """Return the number of requests in the prefill queue."""

@@ -1,26 +1,17 @@
-"""Decides what a worker pulls next from its model's queue: the lanes, and the number of messages of each lane.
+"""Decides what a worker pulls next from its model's queue, and what a client with a full share of it holds back.
 
 Each pull asks for one message. A server that transfers the answers of a pull between accounts ends them at the first
 empty message (nats-server#6172). An empty request would hide the requests behind it, and these would count as poison.
-
-Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. Each message takes a
-turn of `TURNS`. The lane of the turn delivers it, or, if that lane is known to be empty, the first of `STRICT` that is
-not. So a lane with messages gets at least its turns, whatever the other lanes have.
-
-A *probe* delivers the messages that a lane has now, and its answer says if there are more. After an empty answer, a
-*standing* pull waits for the next message of the lane, outside the turns. The queue is known to be empty only if every
-lane has a standing pull.
 """
 
 import enum
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ....schemas.request import Lane
-
-__all__ = ["MAX_OVER", "STANDING_S", "TURNS", "Pull", "PullPlan", "PullStatus", "decode_status"]
 
 TURNS: Final[tuple[Lane, ...]] = ("resume", "resume", "high", "resume", "normal", "resume", "low", "resume")
 """The lanes of eight successive messages: resumes hold up results that have begun, and no lane starves another."""
@@ -124,6 +115,14 @@ class _LaneState:
 class PullPlan:
     """The pulls of one worker.
 
+    Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. Each message takes a
+    turn of `TURNS`. The lane of the turn delivers it, or, if that lane is known to be empty, the first of `STRICT` that
+    is not. So a lane with messages gets at least its turns, whatever the other lanes have.
+
+    A *probe* delivers the messages that a lane has now, and its answer says if there are more. After an empty answer, a
+    *standing* pull waits for the next message of the lane, outside the turns. The queue is known to be empty only if
+    every lane has a standing pull.
+
     Args:
         lanes: the lanes of the queue.
         max_payload: bytes of the largest message.
@@ -134,11 +133,6 @@ class PullPlan:
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
         self._num_messages = 0
-
-    def __repr__(self) -> str:
-        """Return one line with the open pulls."""
-        pulls = " ".join(f"{lane}={state.left}" for lane, state in self._lanes.items())
-        return f"<PullPlan {pulls}>"
 
     @property
     def claimed(self) -> int:
@@ -258,3 +252,66 @@ class PullPlan:
         times = [state.ends_at for state in self._lanes.values() if state.left]
         times += [state.not_before for state in self._lanes.values() if state.not_before > now]
         return min(times, default=None)
+
+
+class HeldBack:
+    """The numbers of one client's held-back publishes, by subject. Plain state, no I/O.
+
+    The queue limits the requests of each client in each lane and rejects further ones. The client holds rejected
+    requests back in the order in which they were published. It publishes one for each request that leaves the queue: a
+    worker has accepted a request, or the queue has stored a request that was held back. An occasional probe finds other
+    new room.
+
+    Invariant: requests of one lane that are held back leave in the order of their numbers. Each leaves once, unless the
+    queue rejects it again.
+    """
+
+    def __init__(self) -> None:
+        # Heaps. A discarded number stays there until its turn.
+        self._numbers: dict[str, list[int]] = {}
+        self._kept: set[int] = set()
+        # By subject: the number of requests that may be published.
+        self._room: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests that are held back."""
+        return len(self._kept)
+
+    def holds(self, subject: str) -> bool:
+        """Return True if requests for the subject are held back, so that a new one must wait behind them."""
+        return subject in self._numbers
+
+    def add(self, subject: str, number: int) -> None:
+        """Hold back a request that the queue rejected, or that comes after rejected requests."""
+        heapq.heappush(self._numbers.setdefault(subject, []), number)
+        self._kept.add(number)
+
+    def discard(self, number: int) -> None:
+        """Remove a request that must not be published any more; without effect if it is not here."""
+        self._kept.discard(number)
+
+    def add_room(self, subject: str) -> None:
+        """Count one request of the client that has left the queue or was stored."""
+        if subject in self._numbers:
+            self._room[subject] = self._room.get(subject, 0) + 1
+
+    def add_room_everywhere(self) -> None:
+        """Let the client try one request of each subject."""
+        for subject in self._numbers:
+            self.add_room(subject)
+
+    def pop_due(self) -> list[int]:
+        """Return the numbers of the requests to publish now, and stop holding them back."""
+        due: list[int] = []
+        for subject, room in self._room.items():
+            numbers = self._numbers[subject]
+            end = len(due) + room
+            while numbers and len(due) < end:
+                number = heapq.heappop(numbers)
+                if number in self._kept:
+                    self._kept.remove(number)
+                    due.append(number)
+            if not numbers:
+                del self._numbers[subject]
+        self._room.clear()
+        return due

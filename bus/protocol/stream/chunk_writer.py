@@ -12,29 +12,20 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from ....schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts, TopLogprobs
 from ....schemas.errors import LocalProtocolError
 from ....schemas.messages import RequestKey
 from ....schemas.presence import RoutedExpertsInfo
 from ....schemas.rows import DTYPES, Rows, expected_rows
-from .chunk_sizes import CHUNK_OVERHEAD_BYTES, error_bytes, text_bytes, top_bytes
+from .buffers import RowBuffer, TokenBuffer, check_mask
 from .engine_step import RequestStep
-from .row_buffer import RowBuffer
-from .token_buffer import TokenBuffer, check_mask
 
-__all__ = ["SEGMENT_BYTES", "ChunkWriter"]
-
+CHUNK_OVERHEAD_BYTES = 256
+"""More than msgpack needs for the numbers, headers and nil fields of one chunk."""
 SEGMENT_BYTES = 256 * 1024
 """Bytes of rows or prompt logprobs in one chunk. A segment delays the tokens of other requests for a millisecond."""
-
-
-class _TerminalChunk(NamedTuple):
-    """The fields of the terminal chunk besides the totals."""
-
-    finish_reason: FinishReason
-    stop_reason: int | None
-    error: ChunkError | None
-    kv_params: bytes | None = None
 
 
 class _ChunkPlan(NamedTuple):
@@ -103,15 +94,12 @@ class ChunkWriter:
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._runs: deque[TokenBuffer] = deque()
         self._rows = RowBuffer()
-        self._ending: _TerminalChunk | None = None
+        # The end of the terminal chunk, without its totals.
+        self._ending: End | None = None
         self.unsent_bytes = 0
         self.last_bytes = 0
         self.is_ended = False
         self.has_left = False
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<ChunkWriter {self._key.request_id} chunks={self._num_chunks} unsent_bytes={self.unsent_bytes}>"
 
     @property
     def has_unsent(self) -> bool:
@@ -160,7 +148,9 @@ class ChunkWriter:
             self._cached_tokens = step.cached_tokens
         if step.finish_reason is not None:
             error = None if step.error is None else ChunkError(step.error_code, step.error)
-            self._ending = _TerminalChunk(step.finish_reason, step.stop_reason, error, step.kv_params)
+            self._ending = End(
+                step.finish_reason, 0, 0, stop_reason=step.stop_reason, error=error, kv_params=step.kv_params
+            )
             self.is_ended = True
 
     def _check(self, step: RequestStep, num_tokens: int) -> None:
@@ -327,17 +317,14 @@ class ChunkWriter:
         self._num_rows += count
         return part
 
-    def _end(self, ending: _TerminalChunk) -> End:
+    def _end(self, ending: End) -> End:
         self.has_left = True
-        return End(
-            finish_reason=ending.finish_reason,
+        return replace(
+            ending,
             num_tokens=self._num_tokens,
             num_rows=self._num_rows,
-            stop_reason=ending.stop_reason,
-            error=ending.error,
             cached_tokens=self._cached_tokens,
             routed_experts_start=None if self._routing is None else self._start,
-            kv_params=ending.kv_params,
         )
 
     def fail(self, error: ChunkError, weight_version: int) -> Chunk:
@@ -348,7 +335,7 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
-        return self._cut_short(_TerminalChunk(FinishReason.ERROR, None, error), weight_version)
+        return self._cut_short(End(FinishReason.ERROR, 0, 0, error=error), weight_version)
 
     def abort(self, weight_version: int) -> Chunk:
         """End the request as `fail` does, with the finish reason `abort`, because its client aborted it.
@@ -358,9 +345,9 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
-        return self._cut_short(_TerminalChunk(FinishReason.ABORT, None, None), weight_version)
+        return self._cut_short(End(FinishReason.ABORT, 0, 0), weight_version)
 
-    def _cut_short(self, ending: _TerminalChunk, weight_version: int) -> Chunk:
+    def _cut_short(self, ending: End, weight_version: int) -> Chunk:
         if self.has_left:
             raise LocalProtocolError("the request cannot end again after its terminal chunk")
         self._prompt_logprobs.clear()
@@ -371,6 +358,44 @@ class ChunkWriter:
         self._weight_version = weight_version
         self._ending = ending
         return self._cut(_ChunkPlan(None, 0, 0, True, 0))
+
+
+def chunk_bytes(chunk: Chunk) -> int:
+    """Return an upper bound of the encoded size of `chunk` in bytes."""
+    # This runs for every chunk. Most chunks have none of the conditional fields.
+    size = CHUNK_OVERHEAD_BYTES + text_bytes(chunk.request_id) + len(chunk.token_ids_data)
+    if chunk.logprobs_data is not None:
+        size += len(chunk.logprobs_data)
+    if chunk.routed_experts is not None:
+        size += len(chunk.routed_experts.data)
+    if chunk.top_logprobs is not None:
+        size += top_bytes(chunk.top_logprobs)
+    if chunk.sampling_mask is not None:
+        size += len(chunk.sampling_mask.counts_data) + len(chunk.sampling_mask.token_ids_data)
+    if chunk.prompt_logprobs is not None:
+        size += len(chunk.prompt_logprobs.logprobs_data) + top_bytes(chunk.prompt_logprobs.top)
+    if chunk.traceparent is not None:
+        size += text_bytes(chunk.traceparent)
+    if chunk.end is not None:
+        size += error_bytes(chunk.end.error) + len(chunk.end.kv_params or b"")
+    return size
+
+
+def text_bytes(text: str) -> int:
+    """Return the size of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def top_bytes(top: TopLogprobs | None) -> int:
+    """Return the size of the arrays of top logprobs."""
+    return 0 if top is None else len(top.token_ids_data) + len(top.logprobs_data)
+
+
+def error_bytes(error: ChunkError | None) -> int:
+    """Return the size of the texts of an error."""
+    if error is None:
+        return 0
+    return sum(text_bytes(text) for text in (error.message, error.field, error.problem, error.allowed))
 
 
 def _prompt_bytes(part: PromptLogprobs) -> int:

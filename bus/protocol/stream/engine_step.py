@@ -1,16 +1,22 @@
-"""The output of an engine step for its requests, before it becomes chunks."""
+"""The output of an engine step for its requests, before it becomes chunks, and its batches."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
-from ....schemas.errors import ErrorCode
+from ....schemas.errors import ErrorCode, LocalProtocolError
 from ....schemas.rows import Rows
 
-__all__ = ["RequestStep", "TokenBatch", "split"]
+MAX_RUN_BYTES: Final = 8 * 1024
+"""The maximum bytes of one request's tokens and rows. So a run stays a small chunk, which shares a frame with others.
+"""
+MAX_RUN_TOKENS: Final = 128
+"""The maximum tokens of one request. More tokens gain nothing, because enough tokens share the cost of a chunk."""
+FIRST_SLOTS: Final = 64
 
 
 class RequestStep(msgspec.Struct, kw_only=True, gc=False):
@@ -99,3 +105,170 @@ class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
 def split(steps: Iterable[RequestStep | TokenBatch]) -> list[RequestStep]:
     """Return the same steps, with each batch split."""
     return [one for step in steps for one in (step.split() if isinstance(step, TokenBatch) else [step])]
+
+
+class TokenBatcher:
+    """The open runs, in columns. Each request has a slot from its first token until its run leaves.
+
+    Memory is bounded by `MAX_RUN_BYTES` for each request that an engine runs.
+
+    It batches tokens of many requests, which arrive one at a time: a step costs only a few array operations. This is
+    for requests that are not streamed, so no client waits for the tokens.
+
+    Invariant: the tokens of a request leave once, in order, as one run of tokens that the same weights sampled.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._room = 0
+        self._weight_version = 0
+        # By slot and place in the run. Created for the first batch, which shows the data of a token.
+        self._token_ids: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
+        self._logprobs: npt.NDArray[np.float32] | None = None
+        self._rows: Rows | None = None
+        # By slot.
+        self._counts: npt.NDArray[np.intp] = np.empty(0, np.intp)
+        self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of requests with batched tokens."""
+        return len(self._slots)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the requests with batched tokens."""
+        return list(self._slots)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that sampled all batched tokens."""
+        return self._weight_version
+
+    def takes(self, batch: TokenBatch, weight_version: int) -> bool:
+        """Return True if a batch fits the batched tokens: the same weights, and the same data for each token."""
+        if not self._slots:
+            return True
+        return weight_version == self._weight_version and self._is_alike(batch)
+
+    def _is_alike(self, batch: TokenBatch) -> bool:
+        if (batch.logprobs is None) != (self._logprobs is None):
+            return False
+        if batch.routed_experts is None or self._rows is None:
+            return batch.routed_experts is None and self._rows is None
+        shape, dtype = self._rows.shape[2:], self._rows.dtype
+        return batch.routed_experts.shape[1:] == shape and batch.routed_experts.dtype == dtype
+
+    def add(self, batch: TokenBatch, weight_version: int) -> list[str]:
+        """Add a batch that `takes` allows. Its arrays are copied.
+
+        Returns:
+            Keys of requests that have no room for another token: their runs must be popped before the next batch.
+
+        Raises:
+            LocalProtocolError: its arrays contradict each other, or rows do not follow earlier rows; nothing was added.
+        """
+        _check(batch)
+        if not self._slots:
+            self._weight_version = weight_version
+            if not self._room or not self._is_alike(batch):
+                self._make_columns(batch)
+        slots = self._slots_of(batch.keys)
+        places = self._counts[slots]
+        if self._rows is not None and batch.routed_experts is not None and batch.routed_experts_starts is not None:
+            is_first = places == 0
+            self._starts[slots[is_first]] = batch.routed_experts_starts[is_first]
+            if not np.array_equal(self._starts[slots] + places, batch.routed_experts_starts):
+                self._forget_empty(batch.keys)
+                raise LocalProtocolError("the engine returned rows that do not follow the earlier rows")
+            self._rows[slots, places] = batch.routed_experts
+        self._token_ids[slots, places] = batch.token_ids
+        if self._logprobs is not None and batch.logprobs is not None:
+            self._logprobs[slots, places] = batch.logprobs
+        self._counts[slots] = places + 1
+        return [batch.keys[i] for i in np.flatnonzero(places + 1 == self._room)]
+
+    def _make_columns(self, batch: TokenBatch) -> None:
+        rows = batch.routed_experts
+        token_bytes = 4 + (0 if batch.logprobs is None else 4) + (0 if rows is None else rows[:1].nbytes)
+        self._room = max(min(MAX_RUN_BYTES // token_bytes, MAX_RUN_TOKENS), 1)
+        self._free, self._counts = [], np.empty(0, np.intp)
+        self._token_ids = np.empty((0, self._room), np.int32)
+        self._logprobs = None if batch.logprobs is None else np.empty((0, self._room), np.float32)
+        self._rows = None if rows is None else np.empty((0, self._room, *rows.shape[1:]), rows.dtype)
+        self._starts = np.empty(0, np.int64)
+
+    def _slots_of(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
+        """Return the slot of each request. A request without a slot gets one with an empty run."""
+        try:
+            found = [self._slots[key] for key in keys]
+        except KeyError:
+            found = [self._slot_of(key) for key in keys]
+        return np.array(found, np.intp)
+
+    def _slot_of(self, key: str) -> int:
+        slot = self._slots.get(key)
+        if slot is None:
+            if not self._free:
+                self._grow()
+            slot = self._slots[key] = self._free.pop()
+            self._counts[slot] = 0
+        return slot
+
+    def _grow(self) -> None:
+        """Double the number of slots. Present slots keep their numbers."""
+        old = len(self._counts)
+        new = max(2 * old, FIRST_SLOTS)
+        self._free = list(range(new - 1, old - 1, -1))
+        self._token_ids = _grown(self._token_ids, new)
+        self._logprobs = None if self._logprobs is None else _grown(self._logprobs, new)
+        self._rows = None if self._rows is None else _grown(self._rows, new)
+        self._counts, self._starts = _grown(self._counts, new), _grown(self._starts, new)
+
+    def _forget_empty(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if not self._counts[self._slots[key]]:
+                self.drop(key)
+
+    def pop(self, key: str) -> RequestStep | None:
+        """Remove and return a request's run with its own arrays; None if the request has no batched tokens."""
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return None
+        self._free.append(slot)
+        count = int(self._counts[slot])
+        return RequestStep(
+            key=key,
+            token_ids=self._token_ids[slot, :count].copy(),
+            logprobs=None if self._logprobs is None else self._logprobs[slot, :count].copy(),
+            routed_experts=None if self._rows is None else self._rows[slot, :count].copy(),
+            routed_experts_start=0 if self._rows is None else int(self._starts[slot]),
+        )
+
+    def drop(self, key: str) -> None:
+        """Remove a request's run, if there is one."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Remove all runs."""
+        self._free.extend(self._slots.values())
+        self._slots.clear()
+
+
+def _grown(column: npt.NDArray[Any], slots: int) -> npt.NDArray[Any]:
+    grown = np.empty((slots, *column.shape[1:]), column.dtype)
+    grown[: len(column)] = column
+    return grown
+
+
+def _check(batch: TokenBatch) -> None:
+    counts = {len(batch.keys), len(batch.token_ids)}
+    counts |= {len(part) for part in (batch.logprobs, batch.routed_experts) if part is not None}
+    if batch.routed_experts is not None:
+        counts.add(-1 if batch.routed_experts_starts is None else len(batch.routed_experts_starts))
+    if len(counts) != 1:
+        raise LocalProtocolError(
+            f"the engine returned a batch of {len(batch.keys)} requests with arrays of other lengths"
+        )

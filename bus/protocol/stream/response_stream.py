@@ -17,15 +17,11 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ....schemas.chunk import Chunk, End, FinishReason
-from ....schemas.continuation import rest_of, why_ended
 from ....schemas.messages import KvTransfer
-from ....schemas.request import GenerateRequest
+from ....schemas.request import GenerateRequest, rest_of, why_ended
 from ....schemas.telemetry import LostAttempt
-from .chunk_verifier import ChunkVerifier
-from .kv_versions import kv_arrays
-from .result_arrays import join_chunks
-
-__all__ = ["ResponseStream"]
+from .result_arrays import join_chunks, kv_arrays
+from .verification import ChunkVerifier
 
 
 class ResponseStream:
@@ -79,11 +75,6 @@ class ResponseStream:
         """The lost attempts, oldest first. Their times are those that the caller passed in."""
         self.end: End | None = None
         """The end of the whole stream; None while it is open."""
-
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        state = "open" if self.end is None else self.end.finish_reason
-        return f"<ResponseStream {state} attempt={self.attempt} tokens={self._num_tokens} rows={self._num_rows}>"
 
     @property
     def request_id(self) -> str:

@@ -1,16 +1,72 @@
-"""Converts the chunks of a stream to the arrays of its result. Each array is allocated once and written once."""
+"""Converts the chunks of a stream to the arrays of its result. Each array is allocated once and written once.
+
+An engine computes the KV of the prompt when it samples the first token. It computes the KV of generated token i when it
+samples token i + 1. So the versions of the tokens are also those of the KV, unless the engine recomputed it. In that
+case, all KV up to there has the version of the next token.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.chunk import Chunk
+from ....schemas.chunk import Chunk, SamplingMask
 from ....schemas.rows import DTYPES, Rows
-from .token_masks import TokenMasks
 
-__all__ = ["join_chunks"]
+Spans = tuple[tuple[int, int], ...]
+"""(first position, version) of each span, in order. A span ends where the next begins."""
+NO_LORA = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """For each token, the ids that top-k, top-p and min-p left, including the token itself.
+
+    With logits f[G, vocabulary], `logits[masks.positions, masks.token_ids]` has the candidates of each token, one token
+    after another. The sampler used the softmax of the candidates of each token.
+    """
+
+    counts: npt.NDArray[np.int32]
+    """i4[G]: the number of ids of each token, at least 1."""
+    token_ids: npt.NDArray[np.int32]
+    """i4[sum of the counts]: the ids of the first token, then those of the second, and so on."""
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __repr__(self) -> str:
+        """Return one line with sizes, without contents."""
+        return f"<TokenMasks tokens={len(self.counts)} ids={len(self.token_ids)}>"
+
+    @classmethod
+    def joined(cls, parts: Sequence["SamplingMask | TokenMasks"]) -> "TokenMasks":
+        """Join consecutive masks. The result has its own arrays."""
+        return cls(np.concatenate([part.counts for part in parts]), np.concatenate([part.token_ids for part in parts]))
+
+    @classmethod
+    def joined_of_all(cls, parts: Sequence["SamplingMask | TokenMasks | None"]) -> "TokenMasks | None":
+        """Join the masks of parts that have tokens; None unless all parts have masks.
+
+        An earlier or later attempt may have run on an engine that returns no masks.
+        """
+        found = [part for part in parts if part is not None]
+        return cls.joined(found) if found and len(found) == len(parts) else None
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """i8[sum of the counts]: the index of the token of each of `token_ids`, from 0 on."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def split(self) -> list[npt.NDArray[np.int32]]:
+        """Return the ids of each token as views."""
+        return np.split(self.token_ids, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
+
+    def cut(self, kept: int) -> "TokenMasks":
+        """Return the masks of the first `kept` tokens as views."""
+        counts = self.counts[:kept]
+        return TokenMasks(counts, self.token_ids[: counts.sum(dtype=np.int64)])
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -38,6 +94,82 @@ def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
         "prompt_top_logprobs": _join([top.logprobs for top in prompt_tops], "f4") if prompt_tops else None,
         "sampling_mask": TokenMasks.joined_of_all([chunk.sampling_mask for chunk in chunks if chunk.num_tokens]),
     }
+
+
+class _Recomputed(NamedTuple):
+    """The places where the KV was recomputed."""
+
+    tokens: list[int]
+    """The numbers of the tokens before which this happened. The first is 0, because a prompt is always computed."""
+    is_end_known: bool
+    """True if no recomputation after the last of them is missing."""
+    is_all_known: bool
+    """True if no recomputation is missing."""
+
+
+def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
+    """Return the KV fields of a `Generation` by their names.
+
+    Args:
+        chunks: the chunks that `rollbus.bus.protocol.stream.response_stream` delivers.
+        prompt_len: Lp of the whole request.
+    """
+    chunks = [chunk for chunk in chunks if chunk.num_tokens]
+    found = _recomputed(chunks)
+    sizes = [chunk.num_tokens for chunk in chunks]
+    is_known = bool(chunks) and found.is_end_known
+    if len(versions := {(chunk.weight_version, chunk.lora_version) for chunk in chunks}) == 1:
+        # The usual case: no array needs to be computed.
+        [(version, lora)] = versions
+        return {
+            "kv_version_spans": ((0, version),) if is_known else None,
+            "kv_lora_version_spans": ((0, lora),) if is_known and lora is not None else None,
+            "kv_mixed": np.zeros(sum(sizes), np.bool_) if found.is_all_known else None,
+        }
+    weights = np.repeat(np.array([chunk.weight_version for chunk in chunks], "i4"), sizes)
+    lora_versions = [NO_LORA if chunk.lora_version is None else chunk.lora_version for chunk in chunks]
+    loras = np.repeat(np.array(lora_versions, "i4"), sizes)
+    has_lora = is_known and bool((loras != NO_LORA).all())
+    return {
+        "kv_version_spans": _spans(weights, found.tokens[-1], prompt_len) if is_known else None,
+        "kv_lora_version_spans": _spans(loras, found.tokens[-1], prompt_len) if has_lora else None,
+        "kv_mixed": _mixed(weights, loras, found.tokens) if found.is_all_known else None,
+    }
+
+
+def _recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
+    tokens, num_tokens, is_end_known, is_all_known = [0], 0, True, True
+    for chunk in chunks:
+        if chunk.kv_recomputed is None:
+            is_end_known = is_all_known = False
+        elif chunk.kv_recomputed:
+            is_end_known = True
+            if num_tokens:
+                tokens.append(num_tokens)
+        num_tokens += chunk.num_tokens
+    return _Recomputed(tokens, is_end_known, is_all_known)
+
+
+def _spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
+    """Return the spans of the final KV, which was all recomputed before token `recomputed` and extended from there."""
+    since = versions[recomputed:]
+    changes = np.flatnonzero(np.diff(since))
+    rest = [(prompt_len + recomputed + int(i), int(since[i + 1])) for i in changes]
+    return ((0, int(since[0])), *rest)
+
+
+def _mixed(
+    weights: npt.NDArray[np.int32], loras: npt.NDArray[np.int32], recomputed: Sequence[int]
+) -> npt.NDArray[np.bool_]:
+    """Return for each token whether the versions have changed since all KV before it was computed."""
+    is_change = np.zeros(len(weights), np.int64)
+    is_change[1:] = (np.diff(weights) != 0) | (np.diff(loras) != 0)
+    num_changes = np.cumsum(is_change)
+    if not len(weights):
+        return np.zeros(0, np.bool_)
+    sizes = np.diff([*recomputed, len(weights)])
+    mixed: npt.NDArray[np.bool_] = num_changes != np.repeat(num_changes[list(recomputed)], sizes)
+    return mixed
 
 
 def _join_lora_versions(chunks: Sequence[Chunk]) -> npt.NDArray[np.int32] | None:

@@ -1,15 +1,27 @@
-"""The last commands of a fleet, and each worker's acks, from the messages that an observer receives."""
+"""The last commands of a fleet with each worker's acks, and the commands, starts and losses of the last day. No I/O."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from ....schemas.control import LOAD_TIMEOUT_S, Ack, AckStatus, Command
-
-__all__ = ["AWAITED", "MAX_COMMANDS", "MAX_LINES", "MAX_WORKERS", "CommandBook", "CommandLine", "WorkerAnswer"]
+from ....schemas.acks import Ack, AckStatus
+from ....schemas.control import (
+    LOAD_TIMEOUT_S,
+    AnyCommand,
+    Command,
+    DesiredState,
+    Drain,
+    FinishWeightUpdate,
+    LoadLora,
+    Pause,
+    Recorded,
+    UnloadLora,
+    UpdateWeights,
+)
+from ....schemas.presence import WorkerPresence
 
 MAX_COMMANDS: Final = 20
 MAX_WORKERS: Final = 2000
@@ -26,6 +38,19 @@ MARGIN_S: Final = 10.0
 """Seconds after a command's timeout until the command counts as done, regardless of missing acks."""
 AWAITED: Final = "awaited"
 """The status of a worker that has not acked. Other statuses are those of acks."""
+DAY_S: Final = 86_400.0
+MAX_EVENTS: Final = 1024
+"""Events of each of the two logs: a thousand workers that restart, or an update every 90 s for a day. As JSON they take
+about 150 KB."""
+MAX_KNOWN: Final = 16_384
+"""Workers that are remembered. Beyond it, the one that is gone for the longest time is forgotten."""
+GONE_AFTER: Final = 2
+"""Updates without a worker until it counts as gone. After an outage of NATS, presence may come after the first."""
+SAME_PROCESS_S: Final = 2.0
+"""A new incarnation whose uptime continues the earlier one, within these seconds, belongs to the same process."""
+MAX_DETAIL_CHARS: Final = 200
+MAX_NAMED: Final = 50
+"""Workers that an event of a command names; a command may name thousands."""
 
 
 class StagingProgress(msgspec.Struct, frozen=True):
@@ -115,10 +140,6 @@ class CommandBook:
         self._commands: OrderedDict[tuple[str, str], _FollowedCommand] = OrderedDict()
         self.strangers = 0
 
-    def __repr__(self) -> str:
-        """Return one line with counts."""
-        return f"<CommandBook commands={len(self._commands)} strangers={self.strangers}>"
-
     def add_command(self, command: Command, controller: str, workers: Iterable[str], now: float) -> None:
         """Follow a command from now on. A repeated command with the same id changes nothing.
 
@@ -189,3 +210,170 @@ class CommandBook:
         """Return the last commands, the newest first."""
         newest_first = reversed(self._commands.values())
         return tuple(each.line(now, is_whole=at < NUM_WHOLE) for at, each in enumerate(newest_first))
+
+
+class DayEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An event of the last day."""
+
+    at: float = msgspec.field()
+    """Unix time: of commands, when NATS stored them."""
+    what: str = msgspec.field()
+    """A command's name, `undo` or `reset`; of a worker: `started`, `restarted`, `returned` or `gone`."""
+    model: str = msgspec.field()
+    worker: str | None = None
+    """The worker; absent from commands."""
+    workers: tuple[str, ...] = ()
+    """The only workers that a command concerns, the first 50; absent: all workers of the model."""
+    num_workers: int = 0
+    """Their number; absent with `workers`."""
+    id: str | None = None
+    """Id of the command."""
+    epoch: int | None = None
+    """Epoch of the command."""
+    by: str = ""
+    """Author of the command, as its program says; absent if unknown."""
+    detail: str = ""
+    """The mode of a pause, the version of weights, the last error of a worker."""
+
+
+class DayLog:
+    """Events of the last day, at most `MAX_EVENTS`.
+
+    Attributes:
+        events: the events in the order of their times.
+        since: Unix time from which the log is complete.
+    """
+
+    def __init__(self, since: float = 0.0) -> None:
+        self.since = since
+        self.events: list[DayEvent] = []
+
+    def add(self, events: Iterable[DayEvent], now: float) -> None:
+        """Add events and forget those of more than a day ago.
+
+        If there are too many, forget the oldest of the workers or models that have most of them.
+        """
+        recent = [each for each in (*self.events, *events) if each.at > now - DAY_S]
+        if len(recent) > MAX_EVENTS:
+            # An owner's newest event comes first, then the second of each owner, and so on.
+            recent.sort(key=lambda each: -each.at)
+            places: Counter[tuple[str, str | None]] = Counter()
+            ranked = []
+            for event in recent:
+                owner = event.model, event.worker
+                ranked.append((places[owner], -event.at, event))
+                places[owner] += 1
+            ranked.sort(key=lambda each: each[:2])
+            self.since = max(self.since, *(-each[1] for each in ranked[MAX_EVENTS:]))
+            recent = [event for _, _, event in ranked[:MAX_EVENTS]]
+        self.events = sorted(recent, key=lambda each: each.at)
+
+
+def command_event(state: DesiredState, at: float) -> DayEvent | None:
+    """Return the event of the command that made this state; None if it is the first state, without a command."""
+    if state.is_first:
+        return None
+    changed = list(_changed(state))
+    common: dict[str, float | str | int] = {"at": round(at, 3), "model": state.model, "epoch": state.epoch}
+    fresh = [each for each in changed if each[1].command.epoch == state.epoch]
+    if not fresh:
+        # An undo restores earlier commands under a new epoch, or leaves none. A reset leaves nothing at all.
+        back = ", ".join(sorted({recorded.command.command for _, recorded in changed}))
+        is_reset = not (state.registers or state.workers)
+        return DayEvent(**common, what="reset" if is_reset else "undo", detail=back)  # type: ignore[arg-type]
+    # New weights also record the unload of an adapter.
+    worker, recorded = min(fresh, key=lambda each: isinstance(each[1].command, UnloadLora))
+    command = recorded.command
+    workers = () if worker is None else tuple(sorted({each for each, _ in fresh if each is not None}))
+    details = _detail(command)[:MAX_DETAIL_CHARS]
+    return DayEvent(
+        **common,  # type: ignore[arg-type]
+        what=command.command,
+        workers=workers[:MAX_NAMED],
+        num_workers=len(workers),
+        id=command.id,
+        by=recorded.by,
+        detail=details,
+    )
+
+
+def _changed(state: DesiredState) -> Iterator[tuple[str | None, Recorded]]:
+    for worker, registers in [(None, state.registers), *state.workers.items()]:
+        yield from ((worker, each) for each in registers.values() if each.epoch == state.epoch)
+
+
+def _detail(command: AnyCommand) -> str:
+    match command:
+        case Pause(mode=mode):
+            return mode
+        case Drain():
+            return "drain"
+        case UpdateWeights(version=version, label=label) | FinishWeightUpdate(version=version, label=label):
+            return f"v{version}" + (f" “{label}”" if label else "")
+        case LoadLora(name=name, version=version):
+            return f"{name} v{version}"
+        case UnloadLora(name=name):
+            return name
+    return ""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A worker as it was seen last."""
+
+    presence: WorkerPresence
+    at: float
+    missed: int = 0
+    """Updates without it since then."""
+
+    @property
+    def started_at(self) -> float:
+        return self.at - self.presence.uptime_s
+
+
+class WorkerDay:
+    """Finds starts, restarts and losses of workers in their presence, which it gets every few seconds.
+
+    Attributes:
+        log: the events.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.log = DayLog(now)
+        self._seen: dict[str, _Seen] = {}
+
+    def update(self, workers: Iterable[tuple[WorkerPresence, float]], now: float) -> None:
+        """Compare the live workers with those of the last update.
+
+        Of workers that were never seen, only the last start is known, from their uptime.
+
+        Args:
+            workers: the last presence of each worker, with the Unix time at which it arrived.
+        """
+        present = {presence.worker: _Seen(presence, at) for presence, at in workers}
+        found = [_event_of(seen, self._seen.pop(name, None)) for name, seen in present.items()]
+        for seen in self._seen.values():
+            seen.missed += 1
+            found.append(_worker_event(seen.presence, "gone", seen.at) if seen.missed == GONE_AFTER else None)
+        self._seen |= present
+        if events := [each for each in found if each is not None]:
+            self.log.add(events, now)
+        while len(self._seen) > max(MAX_KNOWN, len(present)):
+            del self._seen[next(iter(self._seen))]
+
+
+def _event_of(seen: _Seen, before: _Seen | None) -> DayEvent | None:
+    worker = seen.presence
+    if before is None:
+        return _worker_event(worker, "started", seen.started_at)
+    if before.presence.incarnation == worker.incarnation:
+        return _worker_event(worker, "returned", seen.at) if before.missed >= GONE_AFTER else None
+    if seen.started_at < before.started_at + SAME_PROCESS_S:
+        # Its lease had expired, for example because NATS could not be reached.
+        return _worker_event(worker, "returned", seen.at)
+    return _worker_event(worker, "restarted", max(seen.started_at, before.at))
+
+
+def _worker_event(worker: WorkerPresence, what: str, at: float) -> DayEvent:
+    detail = (worker.last_error or "")[:MAX_DETAIL_CHARS]
+    return DayEvent(at=round(at, 3), what=what, model=worker.model, worker=worker.worker, detail=detail)

@@ -1,4 +1,7 @@
-"""Decisions about a chain of published versions: the lease, anchor or delta, and which folders stay. No I/O."""
+"""Decisions about a chain of published versions: the lease, anchor or delta, which folders stay, and which are fetched.
+
+No I/O.
+"""
 
 import enum
 import re
@@ -8,37 +11,8 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from ....schemas.chain import MAX_HISTORY, ChainRecord, Holder
 from ....schemas.errors import ControlCode, ControlError, LocalProtocolError
-from ....schemas.manifest import MAX_LINKS, Link, Manifest
-
-__all__ = [
-    "LEASE_S",
-    "MARGIN_S",
-    "MAX_DELTAS",
-    "PRESSED_S",
-    "SPARE_BYTES",
-    "YOUNG_S",
-    "AnchorReason",
-    "Contents",
-    "chain_length",
-    "check_lease",
-    "committed",
-    "contents",
-    "folder_of",
-    "is_published",
-    "is_weights",
-    "kept",
-    "lease_kept",
-    "lease_taken",
-    "links_with",
-    "needed_bytes",
-    "needed_for_chain",
-    "needed_for_version",
-    "needs_anchor",
-    "noted",
-    "trimmed",
-]
+from ....schemas.manifest import MAX_HISTORY, MAX_LINKS, ChainRecord, Holder, Link, Manifest
 
 LEASE_S: Final = 15.0
 """Seconds for which the lease is valid after its last renewal, by the server's clock."""
@@ -53,6 +27,12 @@ PRESSED_S: Final = 60.0
 SPARE_BYTES: Final = 4 * 1024**2
 """Bytes of a bucket that no publication fills, so that the chain record can always be written."""
 _FOLDER: Final = re.compile(r"(?:versions|adapters/[^/]+|ranks)/\d+-\d+-(?P<tag>[0-9a-f]{8})")
+SIGN_S: Final = 5.0
+"""Seconds between two periodic messages of a rank. Rank 0 renews its lease at the same interval."""
+SILENT_S: Final = 60.0
+"""Seconds without such a message after which a rank counts as dead. The limit is long, because a trainer may hold the
+interpreter lock for many seconds.
+"""
 
 
 class AnchorReason(enum.StrEnum):
@@ -376,3 +356,64 @@ def _own_links(links: Sequence[Link], index: int) -> tuple[Link, ...]:
 
 def _home(objects: str) -> str:
     return objects.rpartition("/")[0]
+
+
+class FetchPlan(NamedTuple):
+    """One sequence of folders and downloads that results in the newest version."""
+
+    base: str | None
+    """Digest of the local folder that the plan starts from. None: the plan starts from `anchor`."""
+    anchor: Link | None
+    """The link with the anchor to fetch. None: the plan fetches no anchor."""
+    deltas: tuple[Link, ...]
+    """The links with the deltas to apply after that, in this order."""
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The bytes to fetch over the network."""
+        anchor_bytes = 0 if self.anchor is None else self.anchor.anchor_bytes or 0
+        return anchor_bytes + sum(link.delta_bytes or 0 for link in self.deltas)
+
+
+def fetch_plans(links: Sequence[Link], at_hand: AbstractSet[str]) -> list[FetchPlan]:
+    """Return all plans for the last of `links`, the one with the fewest bytes first.
+
+    Use the next plan if an object of a plan is missing or wrong.
+
+    Args:
+        links: of the newest version's manifest, from older to newer.
+        at_hand: digests of the folders on this machine.
+    """
+    plans = []
+    deltas: tuple[Link, ...] = ()
+    for link in reversed(links):
+        if link.digest in at_hand:
+            plans.append(FetchPlan(link.digest, None, deltas))
+        if link.anchor_bytes is not None:
+            plans.append(FetchPlan(None, link, deltas))
+        if link.delta_bytes is None:
+            break
+        deltas = (link, *deltas)
+    return sorted(plans, key=lambda plan: plan.fetched_bytes)
+
+
+class Silence:
+    """The silence of one peer, whose messages have changing numbers.
+
+    The time between two calls counts for at most one period, because no message can arrive while the server is
+    unavailable.
+    """
+
+    def __init__(self) -> None:
+        self._sign: int | None = None
+        self._recorded_at = 0.0
+        self._silent_s = 0.0
+
+    def record(self, sign: int, now: float) -> float:
+        """Record the number of the last message. Return the seconds for which the number has been the same."""
+        if sign == self._sign:
+            self._silent_s += min(now - self._recorded_at, SIGN_S)
+        else:
+            self._sign, self._silent_s = sign, 0.0
+        self._recorded_at = now
+        return self._silent_s

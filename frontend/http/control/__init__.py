@@ -2,6 +2,9 @@
 
 Routes that change the fleet need the admin token. Routes that only read also accept the data token. A command is
 recorded before the workers receive it, so the workers execute it even if its client disconnects.
+
+Known routes that this service does not serve answer 501 and name the alternative. They do not answer 404: for example,
+prime-rl treats 404 as a server that does not need the route.
 """
 
 from collections.abc import Awaitable, Callable
@@ -10,13 +13,12 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..service import HttpRoute, RouteTable, Service
-from . import bodies, commands, loras, not_served, operations, ranks, reads
+from ..errors import HttpError
+from ..service import Handler, HttpRoute, RouteTable, Service
+from . import bodies, commands, reads
 from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
+from .bodies import read_fields
 from .commands import CommandCall
-from .reading import read_fields
-
-__all__ = ["ADMIN_ROUTES", "ROUTES"]
 
 Command = Callable[[CommandCall[Any]], Awaitable[Response]]
 _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]] = {
@@ -41,7 +43,7 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, VLLM),
     "/v1/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, LOAD_LORA_OF_VLLM),
     "/v1/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, UNLOAD_LORA_OF_VLLM),
-    "/v1/loras": (loras.add_lora, bodies.AddLoraBody, LORA_OF_PRIME),
+    "/v1/loras": (commands.add_lora, bodies.AddLoraBody, LORA_OF_PRIME),
     "/init_weight_transfer_engine": (commands.init_weight_transfer, bodies.InitTransferBody, VLLM),
     "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
     "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
@@ -66,24 +68,74 @@ def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) 
     return HttpRoute(handle, body, answer, body)
 
 
+INSTEAD: Final = {
+    ("POST", "/init_broadcaster"): (
+        "prime-rl's broadcasts over NCCL and NIXL need prime-rl's code inside the engines; use its broadcast through"
+        " the filesystem (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
+    ),
+    ("POST", "/reload_weights"): "use /v1/rl/update_weights with the path of the first checkpoint and allow_rollback",
+    ("POST", "/update_weight_version"): (
+        "a version changes only together with its weights; use `weight_version` of /finish_weight_update, or `version`"
+        " of /v1/rl/update_weights"
+    ),
+    (
+        "POST",
+        "/start_draft_weight_update",
+    ): "use /update_weights: this service has no draft models with separate weights",
+    ("POST", "/collective_rpc"): (
+        "clients cannot call methods of the engines; use the commands, for example /v1/rl/update_weights"
+    ),
+    ("POST", "/release_kv_cache_memory"): "use /sleep, which frees the KV cache and all other memory of the engine",
+    ("POST", "/shutdown_weight_transfer_engine"): (
+        "engines stay in the group of /init_weight_transfer_engine until they exit; restart the workers to leave it"
+    ),
+    ("POST", "/weight_checker"): (
+        "use /v1/rl/state: each worker verifies its weights against the files and with a canary"
+    ),
+    (
+        "POST",
+        "/v1/embeddings",
+    ): "no model of the fleet embeds, classifies or ranks; /v1/models lists the models that generate",
+    ("POST", "/v1/messages"): "use /v1/chat/completions",
+    ("POST", "/v1/responses"): "use /v1/chat/completions",
+    ("POST", "/reset_mm_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
+    ("POST", "/reset_encoder_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
+}
+"""The alternative to each route, by method and path."""
+
+
+def _refusal(method: str, path: str, instead: str) -> Handler:
+    async def refuse(_service: Service, _request: Request) -> Response:
+        raise HttpError(501, f"{method} {path} is not served: {instead}", code="not_served")
+
+    refuse.__doc__ = f"Not served: {instead}."
+    return refuse
+
+
+_ALL: Final[RouteTable] = {key: HttpRoute(_refusal(*key, instead), answer={}) for key, instead in INSTEAD.items()}
+DATA_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key[1].startswith("/v1/")}
+"""Routes of OpenAI, whose clients have the data token."""
+NOT_SERVED_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key not in DATA_ROUTES}
+"""Routes that would change the fleet."""
+
 _WEIGHT_INFO: Final = HttpRoute(reads.weight_info, query=reads.FleetQuery)
 ADMIN_ROUTES: Final[RouteTable] = {
     **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
-    ("DELETE", "/v1/loras/{name:path}"): HttpRoute(loras.remove_lora, query=bodies.SendBody),
-    **not_served.ADMIN_ROUTES,
+    ("DELETE", "/v1/loras/{name:path}"): HttpRoute(commands.remove_lora, query=bodies.SendBody),
+    **NOT_SERVED_ROUTES,
 }
 """Routes that change the fleet, or that would change it if the service supported them."""
 ROUTES: Final[RouteTable] = {
-    ("GET", "/v1/rl/operations/{id}"): HttpRoute(operations.operation),
+    ("GET", "/v1/rl/operations/{id}"): HttpRoute(reads.operation),
     ("GET", "/v1/rl/health"): HttpRoute(reads.rl_health, query=reads.FleetQuery),
     ("GET", "/v1/rl/weight_version"): HttpRoute(reads.weight_version, query=reads.FleetQuery),
     ("GET", "/is_paused"): HttpRoute(reads.is_paused, query=reads.FleetQuery),
     ("GET", "/is_sleeping"): HttpRoute(reads.is_sleeping, query=reads.FleetQuery),
     ("GET", "/weight_info"): _WEIGHT_INFO,
     ("GET", "/v1/rl/weight_info"): _WEIGHT_INFO,
-    ("GET", "/get_world_size"): HttpRoute(ranks.get_world_size, query=ranks.WorldQuery),
-    ("GET", "/v1/loras"): HttpRoute(loras.list_loras, query=reads.FleetQuery),
+    ("GET", "/get_world_size"): HttpRoute(reads.get_world_size, query=reads.WorldQuery),
+    ("GET", "/v1/loras"): HttpRoute(commands.list_loras, query=reads.FleetQuery),
     ("GET", "/liveness"): HttpRoute(reads.liveness, query=reads.FleetQuery),
-    **not_served.DATA_ROUTES,
+    **DATA_ROUTES,
 }
 """Routes that only read the state of the fleet, or that the service does not serve to users."""

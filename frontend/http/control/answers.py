@@ -10,19 +10,8 @@ from starlette.responses import Response
 
 from .... import bus
 from ....schemas.errors import ControlCode
-from ...ledger import ledger_as_json
-from ..status import json_response
-
-__all__ = [
-    "LOAD_LORA_OF_VLLM",
-    "LORA_OF_PRIME",
-    "RL",
-    "UNLOAD_LORA_OF_VLLM",
-    "VLLM",
-    "ResponseStyle",
-    "ledger_response",
-    "status_of",
-]
+from ...command_json import ledger_as_json
+from ..calls import json_response
 
 NAMES: Final = {"label": "weight_version", "source": "path"}
 """The routes' names for fields of commands, where the names differ."""

@@ -1,36 +1,22 @@
 """Fields of the control routes: rollbus's own names, and those of vLLM and prime-rl, which the same routes accept.
 
-The fields have the names of the options of `rollbus.Fleet`. Each route has one struct with all its fields. The code
-that uses the fields checks which of them exclude each other.
+The fields have the names of the options of `rollbus.Fleet`. They come from a JSON body or, as vLLM's clients send them,
+from query parameters. Each route has one struct with all its fields. The code that uses the fields checks which of them
+exclude each other.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import Request
 
 from ....schemas import limits
 from ....schemas.control import PauseMode
 from ....schemas.weights import Canary
-
-__all__ = [
-    "AbortBody",
-    "AddLoraBody",
-    "CancelTransferBody",
-    "DrainBody",
-    "FinishTransferBody",
-    "FlushBody",
-    "InitTransferBody",
-    "LoadLoraBody",
-    "PauseBody",
-    "ResumeBody",
-    "SendBody",
-    "SleepBody",
-    "StartTransferBody",
-    "UnloadLoraBody",
-    "UpdateBody",
-    "WakeBody",
-]
+from ..body import decode_body, read_body
+from ..errors import invalid
+from ..service import Service
 
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=limits.MAX_TIMEOUT_S)]
@@ -232,3 +218,53 @@ class CancelTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fie
 
     transfer: Name | None = None
     """Id of the transfer to end; None: whichever is open."""
+
+
+Fields = TypeVar("Fields", bound=SendBody)
+Query = TypeVar("Query", bound=msgspec.Struct)
+Value = TypeVar("Value")
+
+REPEATED = ("workers", "request_ids", "tags")
+"""Parameters that are lists. A query repeats them, once for each item."""
+
+
+async def read_fields(service: Service, request: Request, kind: type[Fields]) -> Fields:
+    """Return the fields from the body or from the query.
+
+    Raises:
+        HttpError: 413 if the body is too large. 400 if a field is unknown, is missing or has the wrong type, or if body
+            and query both have fields; the error names the field.
+        ClientDisconnect: the client disconnected before its body was complete.
+    """
+    body = await read_body(request, service.settings)
+    if not request.query_params:
+        return decode_body(body, kind)
+    if body.strip() not in (b"", b"{}", b"null"):
+        name = next(iter(request.query_params))
+        raise invalid(name, "is a query parameter, but the request has a body too", "all fields in one of them")
+    return read_query(request, kind)
+
+
+def read_query(request: Request, kind: type[Query]) -> Query:
+    """Return the query parameters as a struct.
+
+    Raises:
+        HttpError: 400 if a parameter is unknown, has the wrong type or is repeated; the error names the parameter.
+    """
+    given: dict[str, str | list[str]] = {}
+    for name in request.query_params:
+        values = request.query_params.getlist(name)
+        given[name] = values if name in REPEATED or len(values) > 1 else values[0]
+    # All values in a query are strings. The type of each field decides how its string is converted.
+    return decode_body(msgspec.json.encode(given), kind)
+
+
+def either(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:
+    """Return the value of a field that has two names.
+
+    Raises:
+        HttpError: 400, both names have a value.
+    """
+    if value is not None and other is not None:
+        raise invalid(other_name, f"is another name for {name}, which is also given", "one of the two")
+    return other if value is None else value

@@ -4,45 +4,86 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from .... import bus
 from ....bus.objects.layout import split_objects
-from ....bus.protocol.fleet.desired import desired_loras
+from ....bus.protocol.fleet.desired import desired_loras, served_version
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError, NoWorkers
-from ...ledger import ledger_as_json
-from ...request_traces import without_prefix
+from ....schemas.limits import MAX_WEIGHT_VERSION
+from ...command_json import ledger_as_json, without_prefix
+from ..calls import json_response
 from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
-from ..status import json_response
 from . import bodies
-from .answers import NAMES, ResponseStyle, ledger_response, status_of
-from .operations import begin_pause, wants_async
-from .ranks import begin_transfer
-from .reading import either
-from .versions import version_and_label, with_version
+from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, ledger_response, status_of
+from .bodies import either, read_query
+from .reads import SETTLE_S, FleetQuery, begin_pause, begin_transfer, fleet_state, stale_field, wants_async
 
-__all__ = [
-    "CommandCall",
-    "abort",
-    "cancel_weight_update",
-    "drain",
-    "finish_weight_update",
-    "flush_cache",
-    "init_weight_transfer",
-    "is_loaded",
-    "load_lora",
-    "pause",
-    "resume",
-    "sleep",
-    "start_weight_update",
-    "unload_lora",
-    "update_weights",
-    "wake",
-]
+MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
+"""Digits of the largest version. A longer number is a label."""
+MAX_TRIES: Final = 8
+"""Attempts to use the next version. Clients that update at the same time without a version may choose the same number,
+so all but one of them must try again."""
+
+Update = Callable[[int], Awaitable[bus.CommandResult]]
+"""Sends the weights to the fleet under a version."""
+
+
+def version_and_label(version: int | None, text: str | None) -> tuple[int | None, str | None]:
+    """Return the client's number for new weights, and the label; None for each that is missing.
+
+    A text becomes the label unless it is exactly the decimal form of its number: `007` is version 7 with label `007`.
+
+    Raises:
+        HttpError: 400, `version` and `weight_version` both give a number.
+    """
+    is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    number = int(text or 0) if is_number else None
+    if number is not None and number > MAX_WEIGHT_VERSION:
+        number = None
+    given = either("version", version, "weight_version", number)
+    return given, None if text is None or text == str(number) else text
+
+
+async def with_version(service: Service, update: Update, version: int | None, model: str | None) -> bus.CommandResult:
+    """Send weights to the fleet under `version`; if it is None, under the next version.
+
+    Raises:
+        HttpError: the next version cannot be computed: 503 if the fleet has no workers, 400 if the model is unknown, or
+            missing although the fleet has several models.
+        RollbusError: any error of `update`.
+    """
+    if version is not None:
+        return await update(version)
+    for _ in range(MAX_TRIES - 1):
+        try:
+            return await update(await _next_version(service, model))
+        except ControlError as error:
+            if error.code is not ControlCode.OLD_VERSION:
+                raise
+            # Another client has used this version. Try the version after it.
+    return await update(await _next_version(service, model))
+
+
+async def _next_version(service: Service, model: str | None) -> int:
+    state = await service.rb.fleet.state()
+    models = {worker.model for worker in state.workers}
+    if not models:
+        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
+    if model is None and len(models) > 1:
+        raise invalid("model", "is missing", f"one of {', '.join(sorted(models))}")
+    if model is not None and model not in models:
+        raise invalid("model", f"is {model!r}", f"one of {', '.join(sorted(models))}")
+    workers = [worker for worker in state.workers if model in (None, worker.model)]
+    desired = state.desired.get(workers[0].model)
+    recorded = [served_version(desired, worker.worker) or 0 for worker in workers]
+    return max(*(worker.served_version for worker in workers), *recorded) + 1
+
 
 CHUNK_FIELDS: Final = frozenset({"update_info", "transfer", "model", "workers", "timeout_s"})
 """Fields that are allowed together with `update_info`, which carries a part of the weights."""
@@ -397,3 +438,78 @@ async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> 
 
     work = with_version(call.service, finish, given, fields.model)
     return await call.answer(work, "finish_weight_update", {"message": "Weight update finished"})
+
+
+FILE: Final = "file://"
+OBJECTS: Final = "objects:"
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded adapter."""
+
+    name: str
+    """Name of the adapter in requests."""
+    model: str
+    """Name of the model that the adapter belongs to."""
+    workers: dict[str, int]
+    """Version of the adapter on each worker, by worker id."""
+
+
+async def list_loras(service: Service, request: Request) -> Response:
+    """List the adapters that live workers have loaded, with newest version and workers, in Dynamo's format."""
+    model = read_query(request, FleetQuery).model
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    state = await fleet_state(service, model, SETTLE_S)
+    for worker in state.workers:
+        for lora in worker.loras:
+            found.setdefault((lora.name, worker.model), {})[worker.worker] = lora.version
+    adapters = [Adapter(name=name, model=model, workers=workers) for (name, model), workers in sorted(found.items())]
+    answer: dict[str, Any] = {
+        "status": "success",
+        "loras": {adapter.name: max(adapter.workers.values()) for adapter in adapters},
+        "count": len(adapters),
+        "adapters": adapters,
+        **stale_field(state),
+    }
+    return json_response(answer)
+
+
+async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
+    """Load a LoRA adapter into all workers of a model, or replace the one with that name, as Dynamo's route does."""
+    fields = call.fields
+    path, objects = _place(fields.source.uri)
+    same = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
+    given = bodies.LoadLoraBody(
+        name=fields.lora_name, path=path, objects=objects, load_inplace=fields.load_inplace, **same
+    )
+    extra = {"status": "success", "message": f"adapter {fields.lora_name} is loaded", "lora_name": fields.lora_name}
+    names = {"source": "source.uri", "name": "lora_name"}
+    asked = CommandCall(call.service, call.request, given, call.style)
+    return await load_lora(asked, extra=extra, names=names)
+
+
+def _place(uri: str) -> tuple[str | None, str | None]:
+    """Return the folder and the place in the object store that a URI names. One of the two is None.
+
+    Raises:
+        HttpError: 400, the URI names neither.
+    """
+    if uri.startswith(OBJECTS):
+        return None, uri.removeprefix(OBJECTS)
+    path = uri.removeprefix(FILE)
+    if path.startswith("/"):
+        return path, None
+    raise invalid("source.uri", f"is {uri[:64]!r}", "file:///FOLDER on the workers' machines, or objects:BUCKET/PREFIX")
+
+
+async def remove_lora(service: Service, request: Request) -> Response:
+    """Unload a LoRA adapter, as Dynamo's route does. Answer 404 if no worker has it and no worker should have it."""
+    name = request.path_params["name"]
+    sent = read_query(request, bodies.SendBody)
+    if not await is_loaded(service.rb.fleet, name, sent.model):
+        raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
+    same = {field: getattr(sent, field) for field in bodies.SendBody.__struct_fields__}
+    call = CommandCall(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME)
+    return await unload_lora(
+        call, extra={"status": "success", "message": f"adapter {name} is unloaded", "lora_name": name}
+    )

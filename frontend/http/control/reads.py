@@ -1,36 +1,37 @@
-"""Routes that orchestrators read before they send commands: health, pause, sleep and weights of the fleet."""
+"""Routes that read the fleet: health, pauses, weights, the ranks of transfers, and the histories of requests.
 
+A pause may go on after its answer 202. Clients read its state later under the id of the command. No service stores
+these operations: the desired state in NATS has the pause and its workers, and the presence of each worker has its
+progress. Any service of the fleet can therefore answer, also a service that started later. An id is valid while it is
+among the last recorded commands of its model. A later pause, resume or drain supersedes the pause.
+"""
+
+import asyncio
+import contextlib
 from collections import Counter
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
-from ....bus.protocol.fleet.desired import served_version, version_label
-from ....bus.protocol.fleet.pinning import unpinned
-from ....bus.protocol.fleet.standing import open_transfers, recorded_stops
-from ....schemas.errors import ErrorCode
+from ....bus import RequestList
+from ....bus.protocol.fleet.authority import open_transfers, recorded_stops, unpinned
+from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
+from ....bus.protocol.fleet.desired import effective, served_version, version_label
+from ....schemas.acks import Ack
+from ....schemas.control import DesiredState, Pause
+from ....schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
-from ..errors import HttpError, invalid
-from ..service import Service
-from ..status import json_response
-from .reading import read_query
-
-__all__ = [
-    "DEAD",
-    "SETTLE_S",
-    "FleetQuery",
-    "fleet_state",
-    "is_paused",
-    "is_sleeping",
-    "liveness",
-    "rl_health",
-    "stale_field",
-    "weight_info",
-    "weight_version",
-]
+from ...command_json import RequestAnswer, RequestQuery, answer_of, find_timelines, unknown_request
+from ..calls import first_error, json_response
+from ..errors import HttpError, http_error, invalid
+from ..service import HttpRoute, RouteTable, Service
+from .answers import NAMES, ledger_response
+from .bodies import read_query
 
 PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
 """States of workers that accept no requests because of a command."""
@@ -176,3 +177,337 @@ async def weight_info(service: Service, request: Request) -> Response:
     if worker.base_adapter_version is None:
         text = version_label(state.desired.get(worker.model), worker.worker, number)
     return json_response({"weight_version": text or str(number), "version": number, **stale_field(state)})
+
+
+SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
+"""States of workers that serve nothing. These workers reconcile themselves with the desired state before they serve."""
+READ_S: Final = 0.5
+"""Seconds to wait for a worker's ack before the service reads the desired state."""
+
+
+def wants_async(request: Request) -> bool:
+    """Return True if the client prefers an immediate answer to an answer after the command has finished."""
+    preferences = ",".join(request.headers.getlist("prefer")).lower().split(",")
+    return any(one.split(";")[0].strip() == "respond-async" for one in preferences)
+
+
+async def begin_pause(service: Service, command: Pause) -> Response:
+    """Answer 202 as soon as the pause is recorded. From then on, workers execute it even if this service ends.
+
+    Raises:
+        HttpError, RollbusError: the errors of a pause without `async`, if the pause was not recorded.
+    """
+    changed = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(_send(service, command, changed))
+        while not await _is_set(changed, READ_S) and not await _is_recorded(service, command):
+            pass
+        # The pause stays recorded. This service does not wait for the remaining acks.
+        sending.cancel()
+    error = None if sending.cancelled() else sending.result()
+    if isinstance(error, bus.CommandIncomplete):
+        return ledger_response(error, command.command)
+    if isinstance(error, InvalidRequest):
+        raise http_error(error, NAMES)
+    if error is not None:
+        raise error
+    url = f"/v1/rl/operations/{command.id}"
+    body = {
+        "id": command.id,
+        "operation": command.command,
+        "status": "running" if sending.cancelled() else "succeeded",
+        "url": url,
+    }
+    answer = json_response(body, 202)
+    answer.headers.update({"Location": url, "Preference-Applied": "respond-async"})
+    return answer
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
+
+
+async def _send(service: Service, command: Pause, changed: asyncio.Event) -> RollbusError | None:
+    """Send the command to the fleet. Set `changed` at the first ack of a worker, or when the command has ended."""
+    loop = asyncio.get_running_loop()
+
+    def on_ack(_ack: Ack) -> None:
+        # Workers send acks only for recorded commands.
+        loop.call_soon_threadsafe(changed.set)
+
+    try:
+        await service.rb.fleet.send(command, on_ack=on_ack)
+    except RollbusError as error:
+        return error
+    finally:
+        changed.set()
+    return None
+
+
+async def _is_recorded(service: Service, command: Pause) -> bool:
+    state = await service.rb.fleet.state()
+    try:
+        models = workers_that_must_ack(state.workers, command)
+    except RollbusError:
+        # The command itself fails with the same error, unless a worker appears in time.
+        return False
+    return all(_epoch_of(state.desired.get(model), command.id) is not None for model in models)
+
+
+def _epoch_of(desired: DesiredState | None, command_id: str) -> int | None:
+    """Return the epoch that recorded a command; None: not recorded, or no longer among the last recorded commands."""
+    seen = () if desired is None else desired.seen
+    return next((each.epoch for each in seen if each.id == command_id), None)
+
+
+async def operation(service: Service, request: Request) -> Response:
+    """Return the progress of a pause, according to the desired state and the presence of the workers."""
+    name = request.path_params["id"]
+    found = operation_as_json(await service.rb.fleet.state(), name)
+    if found is None:
+        raise HttpError(
+            404,
+            f"operation {name[:64]!r} is unknown, or older than the last recorded commands",
+            code="unknown_operation",
+            param="id",
+        )
+    return json_response(found)
+
+
+def operation_as_json(state: bus.FleetState, command_id: str) -> dict[str, Any] | None:
+    """Return the state of a pause as JSON; None: the id is unknown or belongs to another command."""
+    epochs = {
+        model: epoch
+        for model, desired in state.desired.items()
+        if (epoch := _epoch_of(desired, command_id)) is not None
+    }
+    if not epochs:
+        return None
+    lines: list[dict[str, Any]] = []
+    modes: set[str] = set()
+    for model, epoch in epochs.items():
+        desired = state.desired[model]
+        own = [worker for worker in state.workers if worker.model == model and worker.state not in SILENT]
+        commands = _standing(desired, command_id)
+        if any(not isinstance(command, Pause) for command in commands):
+            return None
+        modes.update(command.mode for command in commands if isinstance(command, Pause))
+        lines += _lines(desired, command_id, own, epoch)
+    return {
+        "id": command_id,
+        "operation": "pause",
+        "status": _status(line["result"] for line in lines),
+        "mode": modes.pop() if modes else None,
+        "inflight_requests": sum(line["in_flight"] for line in lines),
+        "epochs": epochs,
+        "workers": lines,
+    }
+
+
+def _standing(desired: DesiredState, command_id: str) -> list[object]:
+    """Return the command once for each register that still contains it."""
+    return [
+        recorded.command
+        for registers in (desired.registers, *desired.workers.values())
+        for recorded in registers.values()
+        if recorded.command.id == command_id
+    ]
+
+
+def _lines(
+    desired: DesiredState, command_id: str, workers: list[WorkerPresence], epoch: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the progress of each worker to which the pause applies.
+
+    If later commands have replaced the pause everywhere, yield all workers of the model as `stale`, because the desired
+    state no longer has the workers of the pause.
+    """
+    standing = {
+        worker.worker: recorded.command
+        for worker in workers
+        if (recorded := effective(desired, worker.worker).get("pause")) is not None
+        and recorded.command.id == command_id
+    }
+    for worker in workers:
+        command = standing.get(worker.worker)
+        if command is None and standing:
+            continue
+        yield {
+            "worker": worker.worker,
+            "result": _result(worker, command.mode, epoch) if isinstance(command, Pause) else "stale",
+            "state": worker.state,
+            "in_flight": worker.in_flight,
+        }
+
+
+def _result(worker: WorkerPresence, mode: str, epoch: int) -> str:
+    if worker.epoch < epoch:
+        return "running"
+    # The time expired with requests in flight. The worker accepts no more requests and still finishes these.
+    return "failed" if worker.in_flight and mode != "keep" else "applied"
+
+
+def _status(results: Iterable[str]) -> str:
+    """Return the status of the whole pause: `running` if any worker is, else `superseded`, else `failed`."""
+    counts = Counter(results)
+    for result, status in (("running", "running"), ("stale", "superseded"), ("failed", "failed")):
+        if counts[result]:
+            return status
+    return "succeeded" if counts["applied"] else "running"
+
+
+RANK_OFFSET: Final = "rank_offset"
+"""vLLM's key in `init_info`: the rank of a worker's first process among all processes of the transfer."""
+
+
+class WorldQuery(FleetQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ranks to count."""
+
+    include_dp: bool = True
+    """True: count the ranks of all replicas inside an engine. False: count one replica of each engine."""
+
+
+class WorkerRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one worker."""
+
+    worker: str
+    """Id of the worker."""
+    world_size: int
+    """Number of ranks of the worker."""
+    rank_offset: int
+    """Sum of the ranks of all workers before this worker, in the order of their ids."""
+
+
+class WorldSize(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of a fleet."""
+
+    world_size: int
+    """Number of ranks of all workers together."""
+    engines: int
+    """Number of workers; each worker has one engine."""
+    workers: tuple[WorkerRanks, ...]
+    """The ranks of each worker. If the trainer is rank 0, it adds 1 to each `rank_offset`."""
+
+
+async def get_world_size(service: Service, request: Request) -> Response:
+    """Return vLLM's world size, the number of ranks with a model's weights, and each worker's number and offset."""
+    query = read_query(request, WorldQuery)
+    ranks = await _ranks(service, query.model, include_dp=query.include_dp)
+    total = sum(each.world_size for each in ranks)
+    return json_response(WorldSize(world_size=total, engines=len(ranks), workers=tuple(ranks)))
+
+
+async def _ranks(service: Service, model: str | None, *, include_dp: bool = True) -> list[WorkerRanks]:
+    """Return the ranks of a model's live workers, in the order of the worker ids.
+
+    Raises:
+        HttpError: 400 if `model` is None and the fleet has several models. 503 if there is no live worker, or if a
+            worker is starting. 501 if a worker's release does not announce its number of ranks.
+    """
+    workers = [worker for worker in (await fleet_state(service, model)).workers if worker.state not in DEAD]
+    models = sorted({worker.model for worker in workers})
+    if not workers:
+        raise HttpError(503, "the fleet has no live workers", code=ErrorCode.NO_WORKERS)
+    if len(models) > 1:
+        raise invalid("model", "is missing", f"one of {', '.join(models)}")
+    found: list[WorkerRanks] = []
+    offset = 0
+    for worker in sorted(workers, key=lambda worker: worker.worker):
+        known = worker.capabilities
+        if known is None:
+            message = f"worker {worker.worker} is starting: its world size is still unknown"
+            raise HttpError(503, message, code=ErrorCode.NO_WORKERS)
+        if known.world_size is None:
+            message = f"worker {worker.worker} does not announce its world size: its rollbus release is too old"
+            raise HttpError(501, message, code="not_served")
+        size = known.world_size if include_dp else known.world_size // known.data_parallel_size
+        found.append(WorkerRanks(worker=worker.worker, world_size=size, rank_offset=offset))
+        offset += size
+    return found
+
+
+async def begin_transfer(
+    service: Service, info: dict[str, Any], *, model: str | None = None, **options: Any
+) -> bus.CommandResult:
+    """Initialize the engines' transfer of weights.
+
+    If `info` has a `rank_offset` and `options` has no `workers`, each worker gets that offset plus its own offset.
+
+    Raises:
+        HttpError: as for `get_world_size`.
+        RollbusError: any error of `rollbus.Fleet.init_weight_transfer`.
+    """
+    fleet = service.rb.fleet
+    first = info.get(RANK_OFFSET)
+    if isinstance(first, bool) or not isinstance(first, int) or options.get("workers") is not None:
+        return await fleet.init_weight_transfer(info, model=model, **options)
+
+    async def begin(ranks: WorkerRanks) -> bus.CommandResult:
+        own = {**info, RANK_OFFSET: first + ranks.rank_offset}
+        try:
+            return await fleet.init_weight_transfer(own, model=model, **{**options, "workers": (ranks.worker,)})
+        except bus.CommandIncomplete as error:
+            return error.ledger
+
+    # Send all commands at the same time: no engine becomes ready before all ranks have joined.
+    ranks = await _ranks(service, model)
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(begin(each)) for each in ranks]
+    ledger = _merged([task.result() for task in running])
+    if not ledger.is_complete:
+        raise bus.CommandIncomplete(ledger)
+    return ledger
+
+
+def _merged(ledgers: list[bus.CommandResult]) -> bus.CommandResult:
+    """Merge the results of commands that each went to one worker."""
+
+    def of_all(name: str) -> Mapping[str, Any]:
+        return {worker: ack for ledger in ledgers for worker, ack in getattr(ledger, name).items()}
+
+    seconds = max(ledger.seconds for ledger in ledgers)
+    return replace(ledgers[0], seconds=seconds, **{name: of_all(name) for name in RESULTS})
+
+
+class IdQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request of which the history is read."""
+
+    id: str
+    """Id of the request."""
+
+
+async def request_timelines(service: Service, request: Request) -> Response:
+    """Return the history of a request: each attempt with its worker, times, pauses, weight versions and end.
+
+    Workers remember their open requests and the last 1,000 that ended. The id is the value of `X-Request-Id` or the id
+    of an OpenAI answer. The query parameter `id` may be any id. A path cannot contain `/`, `.` and `..` as ids.
+    """
+    name = request.path_params.get("id")
+    if name is None:
+        name = read_query(request, IdQuery).id
+    try:
+        trace = await find_timelines(service.rb.fleet, name)
+    except InvalidRequest as error:
+        raise http_error(error, {"request_id": "id"}) from None
+    if not trace.timelines:
+        raise HttpError(404, unknown_request(trace), code="unknown_request", param="id")
+    return json_response(answer_of(trace))
+
+
+async def request_list(service: Service, request: Request) -> Response:
+    """Return the requests that run, are slowest, failed or were resumed, by client, model and worker.
+
+    Requests that wait in the queue are at no worker and in no list.
+    """
+    return json_response(await read_query(request, RequestQuery).read(service.rb.fleet))
+
+
+TIMELINE_ROUTES: Final[RouteTable] = {
+    ("GET", "/v1/rl/requests"): HttpRoute(request_timelines, answer=RequestAnswer, query=IdQuery),
+    ("GET", "/v1/rl/requests/{id}"): HttpRoute(request_timelines, answer=RequestAnswer),
+    ("GET", "/v1/rl/request_list"): HttpRoute(request_list, answer=RequestList, query=RequestQuery),
+}

@@ -1,33 +1,31 @@
-"""JSON types of the events that viewers receive."""
+"""The events that viewers receive, made from presence, queues and desired states."""
 
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from ....bus.protocol.fleet.standing import RecordedStop
-from ....bus.protocol.telemetry.command_book import CommandLine
-from ....bus.protocol.telemetry.day_log import DayEvent
-from ....bus.protocol.telemetry.series import Series
+from ....bus import QueueDepth
+from ....bus.client.client import FleetWatch, HeardWorker
+from ....bus.client.times import Durations
+from ....bus.protocol.fleet.authority import RecordedStop, open_transfers, recorded_stops
+from ....bus.protocol.fleet.desired import WEIGHTS, why_behind
+from ....bus.protocol.fleet.presence import slots_of
+from ....bus.protocol.telemetry.command_book import CommandLine, DayEvent, DayLog, WorkerDay, command_event
+from ....bus.protocol.telemetry.rates import FleetRates, Point, Rates, Series
+from ....schemas.control import DesiredState, Drain, FinishWeightUpdate, Pause, UpdateWeights
+from ....schemas.errors import RollbusError
+from ....schemas.presence import WorkerPresence
+from ....schemas.request import Lane
+from ....schemas.weights import OpenTransfer
+from ...follow import Heard
 
-__all__ = [
-    "DAY",
-    "EXPERTS",
-    "HELLO",
-    "PING",
-    "SNAPSHOT",
-    "Behind",
-    "DaySnapshot",
-    "EventName",
-    "FleetEvent",
-    "HelloEvent",
-    "HistoryAnswer",
-    "ModelLine",
-    "QueueLine",
-    "StagingCell",
-    "TransferLine",
-    "WorkerRow",
-    "encode_event",
-]
+logger = logging.getLogger(__name__)
+
 
 EventName: TypeAlias = Literal["hello", "day", "fleet", "experts", "ping"]
 HELLO: Final = "hello"
@@ -219,3 +217,274 @@ class HistoryAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def encode_event(name: EventName, value: Any) -> bytes:
     """Encode one server-sent event. The JSON has no line break, so no value can end the event early."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
+
+
+MAX_MODELS: Final = 256
+"""Models whose commands are read. Workers choose the names of models."""
+
+
+class FleetDay:
+    """Collects the events of the last day."""
+
+    def __init__(self) -> None:
+        self._workers = WorkerDay(time.time())
+        self._commands = DayLog()
+        self._problem: str | None = None
+        # By model: the bucket and the epoch for which the commands were read. Workers may announce any epoch.
+        self._read: dict[str, tuple[str, int]] = {}
+        # By model: sequence number and epoch of the last state that was read.
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def update_workers(self, workers: Iterable[HeardWorker]) -> None:
+        """Compare the live workers with those of the last update."""
+        now, offset = time.time(), time.time() - time.monotonic()
+        self._workers.update(((presence, heard_at + offset) for presence, heard_at in workers), now)
+
+    async def read_announced(self, watch: FleetWatch, workers: Iterable[HeardWorker]) -> None:
+        """Read the new commands of the models whose workers announce an epoch that was not read.
+
+        The store keeps 64 commands of a model. A later reader would miss those of a fleet that is updated often.
+        """
+        epochs: dict[str, int] = {}
+        for worker, _ in workers:
+            epochs[worker.model] = max(epochs.get(worker.model, 0), worker.epoch)
+        await self._read_all(watch, {model: (self._bucket(model), epoch) for model, epoch in epochs.items()})
+
+    async def read(self, watch: FleetWatch, desired: Mapping[str, DesiredState]) -> None:
+        """Read the new commands of all models."""
+        await self._read_all(watch, {model: (state.bucket, state.epoch) for model, state in desired.items()})
+
+    def _bucket(self, model: str) -> str:
+        return self._read[model][0] if model in self._read else ""
+
+    async def _read_all(self, watch: FleetWatch, wanted: Mapping[str, tuple[str, int]]) -> None:
+        problem = None
+        for model, until in wanted.items():
+            if self._read.get(model) == until or (model not in self._read and len(self._read) >= MAX_MODELS):
+                continue
+            try:
+                await self._read_model(watch, model, until)
+            except RollbusError as error:
+                problem = f"cannot read the recorded commands of {model}: {error}"
+        if problem not in (None, self._problem):
+            logger.warning("live.day_read_failed problem=%s", problem)
+        self._problem = problem
+
+    async def _read_model(self, watch: FleetWatch, model: str, until: tuple[str, int]) -> None:
+        # Sequence numbers begin again in a new bucket.
+        after, epoch = self._last.get(model, (0, 0)) if self._bucket(model) in ("", until[0]) else (0, 0)
+        found = await watch.history(model, after)
+        if after == 0 and found and found[0].state.epoch > 1:
+            self._commands.since = max(self._commands.since, found[0].at)
+        events = []
+        for sequence, at, state in found:
+            # A state that was signed again has the epoch of the state before it.
+            if state.epoch > epoch and (event := command_event(state, at)) is not None:
+                events.append(event)
+            self._last[model], epoch = (sequence, state.epoch), state.epoch
+        self._read[model] = until
+        self._commands.add(events, time.time())
+
+    def snapshot(self) -> DaySnapshot:
+        """Return the events of the last day."""
+        return DaySnapshot(
+            commands=self._commands.events,
+            commands_since=round(self._commands.since, 3),
+            workers=self._workers.log.events,
+            workers_since=round(self._workers.log.since, 3),
+            problem=self._problem,
+        )
+
+
+class QueueWaits:
+    """Mean time that this service's requests waited in the queue, for each step."""
+
+    def __init__(self) -> None:
+        # By model: number of requests and their total seconds.
+        self._before: dict[str, tuple[int, float]] = {}
+
+    def step(self, waits: Mapping[str, Durations]) -> tuple[float, dict[str, float]]:
+        """Return the mean seconds since the last step, over all models and for each model; NaN without a request."""
+        now = {model: (sum(durations.counts), durations.total_s) for model, durations in waits.items()}
+        news = {model: _since(found, self._before.get(model, (0, 0.0))) for model, found in now.items()}
+        self._before = now
+        total = sum(count for count, _ in news.values()), sum(seconds for _, seconds in news.values())
+        return _mean(*total), {model: _mean(*found) for model, found in news.items()}
+
+
+def _since(now: tuple[int, float], before: tuple[int, float]) -> tuple[int, float]:
+    return now[0] - before[0], now[1] - before[1]
+
+
+def _mean(count: int, seconds: float) -> float:
+    return seconds / count if count > 0 else math.nan
+
+
+def waiting_at(worker: WorkerPresence) -> int:
+    """Return the number of requests that a worker has accepted and its engine has not started."""
+    return worker.queued + (0 if worker.engine_stats is None else worker.engine_stats.waiting or 0)
+
+
+def worker_points(
+    heard: Heard, queues: Iterable[QueueDepth], waits: tuple[float, Mapping[str, float]]
+) -> tuple[Point, dict[str, Point], dict[str, Point]]:
+    """Return the points of one step: for the fleet, for each model and for each worker.
+
+    Args:
+        waits: mean seconds in the queue, for the fleet and by model.
+    """
+    presences = [each.presence for each in heard.workers.values()]
+    in_queue: dict[str, int] = {}
+    for depth in queues:
+        in_queue[depth.model] = in_queue.get(depth.model, 0) + depth.waiting
+    waiting = {worker.model: in_queue.get(worker.model, 0) for worker in presences}
+    in_flight = dict.fromkeys(waiting, 0)
+    workers = {}
+    for worker in presences:
+        waiting[worker.model] += waiting_at(worker)
+        in_flight[worker.model] += worker.in_flight
+        rates = heard.rates.of(worker.worker)
+        workers[worker.worker] = _point(rates, math.nan, waiting_at(worker), worker.in_flight)
+    fleet_wait, waits_by_model = waits
+    rates_by_model = heard.rates.of_models()
+    models = {
+        model: _point(
+            rates_by_model.get(model, Rates()), waits_by_model.get(model, math.nan), waiting[model], in_flight[model]
+        )
+        for model in waiting
+    }
+    fleet = _point(heard.rates.of_fleet(), fleet_wait, sum(waiting.values()), sum(in_flight.values()))
+    return fleet, models, workers
+
+
+def _point(rates: Rates, queue_wait_s: float, waiting: int, in_flight: int) -> Point:
+    return Point(
+        tokens_per_s=rates.tokens_per_s,
+        first_token_s=_known(rates.first_token_s),
+        between_tokens_s=_known(rates.between_tokens_s),
+        queue_wait_s=queue_wait_s,
+        waiting=waiting,
+        in_flight=in_flight,
+    )
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+PAUSE: Final = "pause"
+"""Register that states whether workers should serve."""
+MAX_CLIENTS: Final = 50
+"""Limit on listed clients of a lane."""
+MAX_ERROR_CHARS: Final = 300
+"""Limit for a worker's last error, so that the event stays small if a thousand workers have failed."""
+
+
+def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
+    """Return the row of a worker.
+
+    Args:
+        now: time on the clock of `heard.heard_at`.
+    """
+    worker = heard.presence
+    capabilities, stats, known = worker.capabilities, worker.engine_stats, rates.of(worker.worker)
+    kv_use = None if stats is None else stats.kv_cache_use
+    return WorkerRow(
+        worker=worker.worker,
+        incarnation=worker.incarnation,
+        model=worker.model,
+        state=worker.state,
+        weight_version=worker.weight_version,
+        epoch=worker.epoch,
+        in_flight=worker.in_flight,
+        slots=slots_of(worker),
+        waiting=waiting_at(worker),
+        kv_use=_rounded(kv_use),
+        tokens_per_s=round(known.tokens_per_s, 1),
+        first_token_s=_rounded(known.first_token_s),
+        between_tokens_s=_rounded(known.between_tokens_s, 6),
+        prefix_hit=_rounded(known.prefix_hit),
+        role=None if capabilities is None else capabilities.role,
+        last_error=None if worker.last_error is None else worker.last_error[:MAX_ERROR_CHARS],
+        staging=_staging_cell(worker),
+        uptime_s=round(worker.uptime_s, 1),
+        seen_s_ago=round(max(now - heard.heard_at, 0.0), 1),
+        host=worker.host,
+        pid=worker.pid,
+        log=worker.log,
+    )
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _staging_cell(worker: WorkerPresence) -> StagingCell | None:
+    staging = worker.staging
+    if staging is None:
+        return None
+    return StagingCell(staging.stage, staging.done_bytes, staging.total_bytes, worker.target_version)
+
+
+def queue_lines(
+    depths: Iterable[QueueDepth], clients: Mapping[tuple[str, Lane, str], int] | None
+) -> Iterator[QueueLine]:
+    """Yield a line for each lane.
+
+    Args:
+        clients: number of requests by model, lane and client; None if unknown. A lane lists the `MAX_CLIENTS` clients
+            with the most requests.
+    """
+    by_lane: dict[tuple[str, Lane], Counter[str]] = {}
+    for (model, lane, client), count in (clients or {}).items():
+        by_lane.setdefault((model, lane), Counter())[client] = count
+    for depth in depths:
+        listed = dict(by_lane.get((depth.model, depth.lane), Counter()).most_common(MAX_CLIENTS))
+        yield QueueLine(
+            model=depth.model,
+            lane=depth.lane,
+            waiting=depth.waiting,
+            in_hand=depth.in_hand,
+            clients=None if clients is None else listed,
+        )
+
+
+def model_lines(workers: Iterable[WorkerPresence], desired: Mapping[str, DesiredState]) -> Iterator[ModelLine]:
+    """Yield a line for each model that has live workers or a desired state, sorted by name."""
+    by_model: dict[str, list[WorkerPresence]] = {model: [] for model in desired}
+    for worker in workers:
+        by_model.setdefault(worker.model, []).append(worker)
+    for model, its_workers in sorted(by_model.items()):
+        state = desired.get(model, DesiredState(model=model))
+        pause = _pause(state)
+        version, label = _weights(state)
+        behind = (Behind(each.worker, why) for each in its_workers if (why := why_behind(each, state)) is not None)
+        yield ModelLine(
+            model=model,
+            epoch=state.epoch,
+            pause=pause,
+            paused_since=None if pause is None else state.registers[PAUSE].at or None,
+            weight_version=version,
+            label=label,
+            behind=tuple(behind),
+            stops=tuple(recorded_stops({model: state})),
+            transfers=tuple(_transfer_line(*found) for found in open_transfers(its_workers).values()),
+        )
+
+
+def _transfer_line(found: OpenTransfer, workers: list[str]) -> TransferLine:
+    return TransferLine(by=found.by, age_s=found.age_s, left_s=found.left_s, chunks=found.chunks, workers=len(workers))
+
+
+def _pause(state: DesiredState) -> str | None:
+    command = state.registers[PAUSE].command if PAUSE in state.registers else None
+    if isinstance(command, Pause):
+        return command.mode
+    return "drain" if isinstance(command, Drain) else None
+
+
+def _weights(state: DesiredState) -> tuple[int | None, str | None]:
+    command = state.registers[WEIGHTS].command if WEIGHTS in state.registers else None
+    if isinstance(command, UpdateWeights | FinishWeightUpdate):
+        return command.version, command.label
+    return None, None

@@ -7,18 +7,16 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.protocol.telemetry.series import STEP_S
+from ....bus.protocol.telemetry.rates import STEP_S
 from ....schemas.checks import describe
 from ....schemas.limits import MAX_NAME_CHARS
 from ..access import has_access
-from ..control.reading import read_query
+from ..calls import json_response
+from ..control.bodies import read_query
 from ..errors import HttpError, invalid
 from ..service import HttpRoute, RouteTable, Service
-from ..status import json_response
 from .events import DAY, HELLO, HistoryAnswer
 from .viewers import Viewer, ViewerStream
-
-__all__ = ["ROUTES"]
 
 
 class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """The viewers, and the events that wait to be sent to each of them: only the newest event of each name."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -13,7 +14,8 @@ from ..calls import until_disconnect
 from ..errors import HttpError
 from .events import EventName
 
-__all__ = ["KEPT_FOR_ADMINS", "MAX_VIEWERS", "VIEWER_TIMEOUT_S", "Viewer", "ViewerStream", "Viewers"]
+logger = logging.getLogger(__name__)
+
 
 MAX_VIEWERS: Final = 200
 """Limit on viewers, far more than people who watch one fleet. At 1 MB/s each, more viewers would fill a network."""
@@ -38,10 +40,6 @@ class Viewer:
         self._changed = asyncio.Event()
         self._is_sending = False
         self.has_ended = False
-
-    def __repr__(self) -> str:
-        """Return one line with the unsent events."""
-        return f"<Viewer pending={list(self._pending)} sending={self._is_sending}>"
 
     def offer(self, name: EventName, event: bytes) -> None:
         """Send an event after the earlier ones, unless a newer event of the same name replaces it first."""
@@ -77,10 +75,6 @@ class Viewers:
         self._none = asyncio.Event()
         self._none.set()
         self._has_ended = False
-
-    def __repr__(self) -> str:
-        """Return one line with the number of viewers."""
-        return f"<Viewers {len(self)}>"
 
     def __len__(self) -> int:
         """Return the number of viewers."""
@@ -156,3 +150,13 @@ class ViewerStream(Response):
         self._request.state.delivery.limit_wait(VIEWER_TIMEOUT_S)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await until_disconnect(receive, self._viewer.send_to(send))
+
+
+@contextmanager
+def contained(part: str) -> Iterator[None]:
+    """Log an error of the body, which is this part of the view, and continue after the body. Cancellation passes."""
+    try:
+        yield
+    except Exception:
+        # Boundary: an error in the live view must not stop the service that trainers use.
+        logger.exception("view.failed part=%s", part)

@@ -6,12 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from ....schemas import limits
+from ..body import NO_TEXT, STRICT
 from ..errors import unsupported
-from ..lax import NO_TEXT, STRICT
-from ..routing_json import RowsFormat
 from ..sampling import SamplingFields, TokenIds, check_sampling
-
-__all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "OpenAIStreamOptions", "check_served"]
+from ..tokens import RowsFormat
 
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
 

@@ -1,17 +1,33 @@
-"""The answer formats of the two routes: messages of a chat, or plain text."""
+"""The answer formats of the two routes: messages of a chat or plain text, each with Dynamo's `nvext` object."""
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ...tokenization import Tokenizer, token_text
-from ..answer_types import Message, SampledToken, TopToken
-from ..answers import AnswerChoice
-from ..logprobs_json import list_json
-from ..tokens import Scored
+import msgspec
+import numpy as np
 
-__all__ = ["CHAT", "COMPLETION", "AnswerShape", "Namer"]
+from .... import bus
+from ....schemas.rows import Rows
+from ...tokenization import Tokenizer, token_text
+from ..answers import AnswerChoice
+from ..requests import RequestTarget
+from ..tokens import (
+    Message,
+    SampledToken,
+    Scored,
+    Tokens,
+    TopToken,
+    json_logprobs,
+    list_json,
+    routed_experts_json,
+    whole_rows,
+)
+from .body import ChatBody
+from .parsers import AnswerParts, AnswerReader, CallPart, ParsePlan, ToolQuestion
 
 
 class TokenBlocks(Protocol):
@@ -137,3 +153,127 @@ class _Completion:
 
 CHAT: Final[AnswerShape] = _ChatShape()
 COMPLETION: Final[AnswerShape] = _Completion()
+
+
+class RequestClock:
+    """Measures the times of one HTTP request."""
+
+    def __init__(self) -> None:
+        self._received_ms = round(time.time() * 1000)
+        self._begun = time.perf_counter()
+        self._first: float | None = None
+
+    def token(self) -> None:
+        """Record that tokens have arrived. Only the first call has an effect."""
+        if self._first is None:
+            self._first = time.perf_counter()
+
+    def timing(self) -> dict[str, Any]:
+        """Return Dynamo's `timing`. The time to the first token is null if the answer was not streamed."""
+        first = self._first
+        return {
+            "request_received_ms": self._received_ms,
+            "ttft_ms": None if first is None else (first - self._begun) * 1000,
+            "total_time_ms": (time.perf_counter() - self._begun) * 1000,
+        }
+
+
+def nvext_json(
+    extra: frozenset[str], request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens, clock: RequestClock
+) -> Iterator[bytes]:
+    """Return the object in pieces. All errors are raised before the first piece.
+
+    The object has the routed experts once: in `engine_data`, or beside it if `extra` has `routed_experts`.
+
+    Args:
+        tokens: all tokens of the answer.
+
+    Raises:
+        HttpError: 502, rows of routed experts are missing.
+    """
+    prompt_ids = np.asarray(request.prompt_token_ids).tolist()
+    completion_ids = tokens.ids.tolist()
+    fields: dict[str, Any] = {}
+    if "prompt_token_ids" in extra:
+        fields["prompt_token_ids"] = prompt_ids
+    for name in {"completion_token_ids", "token_ids"} & extra:
+        fields[name] = completion_ids
+    if "worker_id" in extra and tokens.worker is not None:
+        fields["worker_id"] = {"prefill_worker_id": tokens.first_worker, "decode_worker_id": tokens.worker}
+    if "timing" in extra:
+        fields["timing"] = clock.timing()
+    if "weight_version" in extra:
+        # The version of the last token; null if there are no tokens.
+        fields["weight_version"] = int(tokens.weight_versions[-1]) if completion_ids else None
+    engine: dict[str, Any] | None = None
+    if "engine_data" in extra:
+        engine = {"prompt_token_ids": prompt_ids, "completion_token_ids": completion_ids}
+        engine["completion_logprobs"] = json_logprobs(tokens.scores.logprobs)
+        engine["completion_weight_versions"] = tokens.weight_versions.tolist()
+    rows = whole_rows(request, target, tokens) if extra & {"engine_data", "routed_experts"} else None
+    in_engine = engine is not None and "routed_experts" not in extra
+    return _joined(fields, engine, rows, request.routed_experts_prompt_start, in_engine=in_engine)
+
+
+def _joined(
+    fields: dict[str, Any], engine: dict[str, Any] | None, rows: Rows | None, start: int, *, in_engine: bool
+) -> Iterator[bytes]:
+    if rows is None:
+        # Without rows, the object is small enough for one piece.
+        yield msgspec.json.encode(fields if engine is None else {**fields, "engine_data": engine})
+        return
+    outer = fields if engine is None or in_engine else {**fields, "engine_data": engine}
+    yield msgspec.json.encode(outer)[:-1] + (b"," if outer else b"")
+    if in_engine:
+        yield b'"engine_data":' + msgspec.json.encode(engine)[:-1] + b","
+    yield b'"routed_experts":'
+    yield from routed_experts_json(rows, start)
+    yield b"}}" if in_engine else b"}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The parsing of the answers to one chat."""
+
+    body: ChatBody
+    question: ToolQuestion
+    plan: ParsePlan
+
+    def constrain(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Return the sampling fields with the plan's constraint, which replaces a `response_format`, as in vLLM."""
+        structure = self.plan.structured_outputs
+        if structure is None:
+            return sampling
+        return {**sampling, "extra": {**(sampling["extra"] or {}), "structured_outputs": structure}}
+
+    def reader(self, request: bus.GenerateRequest) -> AnswerReader:
+        """Create the reader of one answer."""
+        return AnswerReader(
+            self.plan.answer_parser,
+            self.question,
+            np.asarray(request.prompt_token_ids).tolist(),
+            show_reasoning=self.body.include_reasoning is not False,
+            one_call=self.body.parallel_tool_calls is False,
+        )
+
+
+def parts_json(parts: AnswerParts, *, delta: bool) -> dict[str, Any]:
+    """Return the `message` of an answer, or the `delta` of a stream."""
+    fields: dict[str, Any] = {} if delta else {"role": "assistant", "refusal": None}
+    if not delta or parts.content:
+        # As in OpenAI's API, empty content is null if the answer has other parts.
+        fields["content"] = parts.content or (None if parts else "")
+    if parts.reasoning:
+        # Clients of vLLM read `reasoning`. Clients of DeepSeek and other servers read `reasoning_content`.
+        fields |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
+    if parts.calls:
+        fields["tool_calls"] = [_call_json(call, delta=delta) for call in parts.calls]
+    return {"delta" if delta else "message": fields}
+
+
+def _call_json(call: CallPart, *, delta: bool) -> dict[str, Any]:
+    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
+    found: dict[str, Any] = {"index": call.index} if delta else {}
+    if call.id is not None:
+        found |= {"id": call.id, "type": "function"}
+    return {**found, "function": function}

@@ -15,8 +15,6 @@ from starlette.responses import Response
 from ..errors import HttpError
 from ..service import HttpRoute, RouteTable, Service
 
-__all__ = ["HEADERS", "POLICY", "ROUTES", "Asset", "assets"]
-
 INDEX: Final = "index.html"
 MEDIA_TYPES: Final = {
     "html": "text/html; charset=utf-8",

@@ -15,7 +15,7 @@ import pytest
 import rollbus
 from rollbus import BusClosed, GroupPrompt, InvalidRequest, RunRecorder, SamplingParams, read_record
 from rollbus.bus.client.record import writer
-from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.record.test_rows import assert_equal, generation
 from tests.support.fleet import StartServed
 from tests.support.patience import SOON_S

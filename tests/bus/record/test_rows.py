@@ -13,7 +13,7 @@ import pytest
 
 from rollbus import GenerateRequest, Generation, InvalidRequest, RunRecorder, SampleKey, SamplingParams, read_record
 from rollbus.bus.client.record import writer
-from rollbus.bus.client.record.columns import KINDS, sample_row, schema_of
+from rollbus.bus.client.record.writer import KINDS, sample_row, schema_of
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, request_error
 

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from rollbus.bus.client.weights.draft import Draft
-from rollbus.bus.protocol.weights.tensor_delta import Encoded, apply_delta
+from rollbus.bus.protocol.weights.tensors import Encoded, apply_delta
+from rollbus.bus.publish.draft import Draft
 from rollbus.schemas.manifest import TensorEntry, delta_name
-
-__all__ = ["draw", "from_anchor", "from_delta"]
 
 Contents = dict[str, bytes]
 

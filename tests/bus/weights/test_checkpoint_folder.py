@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollbus.bus.client.weights.checkpoint import folder_tensors, read_checkpoint_folder
+from rollbus.bus.publish.tensors import folder_tensors, read_checkpoint_folder
 from rollbus.schemas.errors import InvalidRequest
 
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbus.bus.client.weights import packing
-from rollbus.bus.client.weights.draft import Draft, DraftPlan
-from rollbus.bus.client.weights.snapshot import Snapshot
-from rollbus.bus.client.weights.tensors import RawTensor, TensorKind
+from rollbus.bus.publish import draft as packing
+from rollbus.bus.publish.draft import Draft, DraftPlan
+from rollbus.bus.publish.tensors import RawTensor, Snapshot, TensorKind
 from rollbus.schemas.errors import InvalidRequest
 from tests.bus.weights.rebuild import draw, from_anchor, from_delta
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollbus.bus.client.weights.tensors import RawTensor, TensorKind, read_tensor
+from rollbus.bus.publish.tensors import RawTensor, TensorKind, read_tensor
 from rollbus.schemas.errors import InvalidRequest
 
 

@@ -14,11 +14,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rollbus import Generation, InvalidRequest, SamplingParams
 from rollbus.bus.protocol.fleet.command_result import CommandResult
+from rollbus.integrations.publisher import behind, merged_state
 from rollbus.integrations.trl import Rollouts, RolloutWorker
-from rollbus.integrations.trl.adapters import merged_state
 from rollbus.integrations.trl.async_grpo import _advantages
-from rollbus.integrations.trl.prompts import sampling_of, seeded, token_ids_of
-from rollbus.integrations.trl.publisher import behind
+from rollbus.integrations.trl.grpo import sampling_of, seeded, token_ids_of
 from rollbus.schemas.chunk import FinishReason
 from rollbus.trainer.checkpoint import checkpoint_tensors
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.placement.group_leaders import GroupLeaders
+from rollbus.bus.protocol.queue.placement import GroupLeaders
 
 
 def led(*followers: str) -> GroupLeaders[str]:

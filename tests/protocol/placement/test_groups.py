@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementPolicy, PlacementReason
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS
+from rollbus.bus.protocol.queue.placement import SIBLINGS_PER_PIECE, Placement, PlacementPolicy, PlacementReason
 from tests.protocol.placement.worlds import fleet, loads, placement_needs, presence, prompt
 
 QUEUED = Placement(None, PlacementReason.QUEUED)

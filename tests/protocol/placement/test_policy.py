@@ -1,4 +1,4 @@
-"""Which single requests are placed on which worker, and which requests are queued."""
+"""Where a request goes: to one worker or to the queue. Each model has its own policy."""
 
 from collections import Counter
 
@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.placement.policy import (
+from rollbus.bus.protocol.queue.load import MAX_REQUESTS, PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
+from rollbus.bus.protocol.queue.placement import (
     RUNNING_TOKENS,
+    ModelPolicies,
     Placement,
     PlacementNeeds,
     PlacementPolicy,
     PlacementReason,
+    rendezvous,
 )
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
-from rollbus.bus.protocol.placement.worker_load import MAX_REQUESTS, WorkerLoad
 from rollbus.schemas.presence import EngineStats
 from tests.protocol.placement.worlds import fleet, loads, placement_needs, presence, prompt
 
@@ -233,8 +234,8 @@ def test_a_request_that_only_some_workers_can_serve_is_placed() -> None:
 def test_hash_collisions_do_not_prevent_placement_or_queueing() -> None:
     """If all pieces have the same hash, requests are still placed or queued."""
     policy, able = idle_fleet(*WORKERS)
-    policy.admitted(PlacementNeeds(1024, (7, 7, 7, 7)), "a", 1, was_placed=False)
-    placement = policy.place(PlacementNeeds(512, (7, 7)), able, 60)
+    policy.admitted(PlacementNeeds(1024, (7, 7, 7, 7), PrefixScope()), "a", 1, was_placed=False)
+    placement = policy.place(PlacementNeeds(512, (7, 7), PrefixScope()), able, 60)
 
     assert placement == ("a", PlacementReason.PLACED_PREFIX, 512)
 
@@ -366,3 +367,60 @@ def test_an_announced_number_of_any_size_does_not_prevent_placement(fields: dict
 
     assert None not in {placement.worker for placement in placements}
     assert policy.loads.free_slots("liar", 1) <= MAX_REQUESTS
+
+
+events = st.lists(st.tuples(st.sampled_from("vw"), st.sampled_from(["a", "b", "c", None])), max_size=20)
+
+
+@given(events)
+def test_a_model_has_a_policy_while_a_worker_has_the_model(events: list[tuple[str, str | None]]) -> None:
+    """After any presence and losses, exactly the models of live workers have policies, each with its own workers."""
+    policies, live = ModelPolicies(), dict[str, str]()
+    for worker, model in events:
+        if model is None:
+            policies.remove(worker)
+            live.pop(worker, None)
+        else:
+            policies.update(presence(worker, model=model), 0.0)
+            live[worker] = model
+
+    assert len(policies) == len(set(live.values()))
+    for model in "abc":
+        loads = policies.of(model).loads
+        assert {worker for worker in "vw" if loads.get(worker) is not None} == {w for w in live if live[w] == model}
+
+
+def test_a_worker_with_ever_new_models_leaves_one_policy() -> None:
+    """A worker that publishes a new model name in each presence message occupies the memory of one model."""
+    policies = ModelPolicies()
+    for i in range(1000):
+        policies.update(presence("w", model=f"m{i}"), float(i))
+
+    assert len(policies) == 1
+
+
+TEN_WORKERS = [f"worker-{i}" for i in range(16)]
+KEYS = [f"session-{i}" for i in range(16_000)]
+
+
+def test_the_choice_depends_only_on_the_names() -> None:
+    """The choice depends only on the names, not on the order of the workers or on the process."""
+    assert [rendezvous(key, TEN_WORKERS) for key in KEYS] == [rendezvous(key, TEN_WORKERS[::-1]) for key in KEYS]
+    assert [rendezvous(key, TEN_WORKERS) for key in ("a", "b", "c")] == ["worker-14", "worker-2", "worker-3"]
+
+
+def test_each_worker_gets_about_an_equal_share_of_the_keys() -> None:
+    """Each worker gets an equal share of the keys, within a tenth."""
+    counts = Counter(rendezvous(key, TEN_WORKERS) for key in KEYS)
+    assert set(counts) == set(TEN_WORKERS)
+    assert all(900 <= count <= 1100 for count in counts.values())
+
+
+@pytest.mark.parametrize("gone", TEN_WORKERS[::5])
+def test_if_a_worker_is_removed_only_its_keys_move(gone: str) -> None:
+    """If a worker is removed, only its keys move, and they are spread over all other workers."""
+    left = [worker for worker in TEN_WORKERS if worker != gone]
+    before = {key: rendezvous(key, TEN_WORKERS) for key in KEYS}
+    after = {key: rendezvous(key, left) for key in KEYS}
+    assert all(after[key] == before[key] for key in KEYS if before[key] != gone)
+    assert {after[key] for key in KEYS if before[key] == gone} == set(left)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rollbus.bus.protocol.fleet.presence_table import MAX_WORKERS
-from rollbus.bus.protocol.placement.prefix_index import (
+from rollbus.bus.protocol.fleet.presence import MAX_WORKERS
+from rollbus.bus.protocol.queue.load import (
     MAX_AGE_S,
     PIECE_TOKENS,
     CacheId,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.fleet.presence_table import MAX_WORKERS
-from rollbus.bus.protocol.placement.worker_load import FULL_KV, FULL_S, SILENT_S, SLOW, SLOWEST, LoadTable, WorkerLoad
+from rollbus.bus.protocol.fleet.presence import MAX_WORKERS
+from rollbus.bus.protocol.queue.load import FULL_KV, FULL_S, SILENT_S, SLOW, SLOWEST, LoadTable, WorkerLoad
 from rollbus.schemas.presence import EngineStats
 from tests.protocol.placement.worlds import presence
 

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollbus.bus.protocol.placement.policy import PlacementNeeds, PlacementPolicy
-from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, piece_hashes
-from rollbus.bus.protocol.placement.worker_load import WorkerLoad
+from rollbus.bus.protocol.queue.load import PIECE_TOKENS, PrefixScope, WorkerLoad, piece_hashes
+from rollbus.bus.protocol.queue.placement import PlacementNeeds, PlacementPolicy
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 
 SCOPE = PrefixScope()
@@ -36,7 +35,7 @@ def placement_needs(
     is_for_able_only: bool = False,
 ) -> PlacementNeeds:
     """Return what placement needs to know of a request with this prompt."""
-    return PlacementNeeds.of(
+    return PlacementNeeds(
         len(token_ids),
         piece_hashes(token_ids, scope),
         scope,

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.telemetry.expert_book import INTERVAL_S, KEPT_INTERVALS, ExpertBook, Plane, is_countable
-from rollbus.bus.protocol.telemetry.expert_window import decode_counts, merge_loads
+from rollbus.bus.protocol.telemetry.experts import (
+    INTERVAL_S,
+    KEPT_INTERVALS,
+    ExpertBook,
+    Plane,
+    decode_counts,
+    is_countable,
+    merge_loads,
+)
 from rollbus.schemas.limits import MAX_EXPERT_CELLS, MAX_EXPERT_VERSIONS
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, Rows, dtype_for

@@ -1,4 +1,4 @@
-"""Received expert counts: their validation, their sums and their imbalance."""
+"""The load of experts over workers: which are asked, what their answers add up to, and its imbalance."""
 
 import math
 import zlib
@@ -8,16 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.telemetry.expert_window import (
-    add_windows,
+from rollbus.bus.protocol.fleet.command_result import CommandResult
+from rollbus.bus.protocol.telemetry.experts import (
+    MAX_ASKED,
+    choose_workers,
     decode_counts,
     encode_counts,
     imbalance,
+    loads_of,
+    merge_answers,
     merge_loads,
 )
-from rollbus.schemas.errors import RemoteProtocolError
+from rollbus.schemas.acks import Ack, AckError, AckStatus
+from rollbus.schemas.errors import ControlCode, InvalidRequest, RemoteProtocolError
 from rollbus.schemas.limits import MAX_EXPERT_VERSIONS
+from rollbus.schemas.presence import RoutedExpertsInfo, WorkerPresence
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally
+from tests.support.presences import capabilities, presence
 
 tables = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
     lambda shape: st.lists(st.integers(0, 1000), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]).map(
@@ -140,26 +147,6 @@ def test_versions_are_bounded_over_all_workers() -> None:
     assert [version.weight_version for version in window.versions] == list(range(119, 119 - MAX_EXPERT_VERSIONS, -1))
 
 
-def test_windows_are_added_until_the_shape_of_the_model_changes() -> None:
-    """Windows are added until the model's shape changes. After a change, only windows of the last shape count."""
-    first, _ = merge_loads({"a": load_of((1, ONES))})
-    second, _ = merge_loads({"b": load_of((2, ONES), (1, ONES))})
-    other, _ = merge_loads({"a": load_of((3, np.ones((2, 6), np.int64)), num_experts=6)})
-    assert first is not None
-    assert second is not None
-    assert other is not None
-    both, last = add_windows([first, second]), add_windows([first, second, other])
-
-    assert both is not None
-    assert last is not None
-    assert [version.weight_version for version in both.versions] == [2, 1]
-    assert (both.generated.counts == 3 * ONES).all()
-    assert both.workers == ("a", "b")
-    assert both.seconds == 10.0
-    assert last.generated.counts.shape == (2, 6)
-    assert add_windows([]) is None
-
-
 @given(tables)
 def test_the_imbalance_is_computed_for_each_layer(table: np.ndarray) -> None:
     """The imbalance equals the values computed layer by layer for a model with top 1."""
@@ -208,3 +195,78 @@ def test_the_imbalance_is_correct_for_the_largest_counts() -> None:
     counts = np.zeros((1, 4096), np.int64)
     counts[0, :2] = 2**53
     assert imbalance(counts, 2).max_over_mean[0] == pytest.approx(2048)
+
+
+ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=4, dtype="u1")
+LOAD = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, top_k=2)
+
+
+def worker(name: str, **fields: object) -> WorkerPresence:
+    """Return a worker that can answer, unless `fields` of its capabilities prevent that."""
+    able = capabilities(**{"telemetry_reads": True, "routed_experts": ROUTING, **fields})
+    return presence(worker=name, capabilities=able)
+
+
+def ack(name: str, status: AckStatus = AckStatus.APPLIED, **fields: object) -> Ack:
+    """Return a command ack."""
+    return Ack(id="c", command="read_experts", worker=name, incarnation="1", model="m", status=status, **fields)  # type: ignore[arg-type]
+
+
+def test_a_sample_of_workers_changes_only_when_a_worker_ends() -> None:
+    """A reader queries a fixed sample of 64 workers. Other workers replace those that end, and the rest stays."""
+    fleet = [worker(f"w{number}") for number in range(1000)]
+    asked, unable = choose_workers(fleet, None)
+    ended = set(asked[:10])
+    again, _ = choose_workers([one for one in fleet if one.worker not in ended], None)
+
+    assert len(asked) == len(again) == MAX_ASKED
+    assert list(asked) == sorted(asked)
+    assert not unable
+    assert set(asked) - ended < set(again)
+
+
+def test_workers_that_cannot_answer_are_listed_with_their_reason() -> None:
+    """Workers that cannot answer are listed with their reason and take no place in the sample."""
+    fleet = [
+        worker("good"),
+        worker("old", telemetry_reads=False),
+        worker("dense", routed_experts=None),
+        worker("refuses", routed_experts=None, routing_refusal="it was told not to"),
+        presence(worker="starts", capabilities=None),
+    ]
+    asked, unable = choose_workers(fleet, None)
+
+    assert asked == ("good",)
+    assert unable == {
+        "old": "the worker runs an earlier release, which does not answer this command",
+        "dense": "its engine returns no routed experts",
+        "refuses": "its engine returns no routed experts: it was told not to",
+        "starts": "it is serving",
+    }
+    assert choose_workers(fleet, ["old"]) == ((), {"old": unable["old"]})
+    with pytest.raises(InvalidRequest, match="workers names 65; allowed: up to 64"):
+        choose_workers([worker(f"w{number}") for number in range(65)], [f"w{number}" for number in range(65)])
+
+
+def test_every_worker_is_in_the_sum_or_listed_with_a_reason() -> None:
+    """Each worker is part of the sum or listed with a reason, for every status and answer."""
+    error = AckError(code=ControlCode.UNSUPPORTED, message="too many experts")
+    bad = ExpertCounts(weight_version=1, prompt=b"?")
+    broken = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, top_k=2, counts=(bad,))
+    result = CommandResult(
+        command="read_experts",
+        id="c",
+        applied={"a": ack("a", experts=LOAD), "b": ack("b", experts=broken), "c": ack("c")},
+        unsupported={"d": ack("d", AckStatus.UNSUPPORTED, error=error)},
+        late={"e": ack("e", AckStatus.ACCEPTED)},
+        missing={"f": "it did not answer within 5.0 s"},
+    )
+    loads, silent = loads_of(result)
+    answers = merge_answers("m", loads, {"old": "old"} | silent, tuple("abcdef"), 7)
+
+    assert answers.window is not None
+    assert answers.window.workers == ("a",)
+    assert answers.left_out.keys() == {"b", "c", "d", "e", "f", "old"}
+    assert answers.left_out["d"] == "too many experts"
+    assert "prompt of version 1" in answers.left_out["b"]
+    assert merge_answers("m", {}, silent, (), 1).window is None

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollbus.bus.protocol.fleet.command_result import CommandResult
-from rollbus.bus.protocol.telemetry.request_trace import (
+from rollbus.bus.protocol.telemetry.requests import (
     RequestPause,
     WorkerTimeline,
     clock_skews,

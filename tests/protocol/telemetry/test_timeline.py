@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.protocol.telemetry.timeline import MAX_ENDED, RETURNED, OpenTimeline, TimelineBook
+from rollbus.bus.protocol.telemetry.requests import MAX_ENDED, RETURNED, OpenTimeline, TimelineBook
 from rollbus.schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
-from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.telemetry import LostAttempt, RequestKind, RequestProgress, RequestTimeline, TimelineEvent
 
 WALL = 1_700_000_000.0
@@ -40,9 +39,10 @@ def book(clock: Clock) -> TimelineBook:
     return TimelineBook(clock.monotonic, clock.wall)
 
 
-def offered(book: TimelineBook, request_id: str, *, attempt: int = 0, child: int = 0) -> OpenTimeline:
+def offered(book: TimelineBook, request_id: str, **fields: Any) -> OpenTimeline:
     """Begin the timeline of an accepted request."""
-    timeline = book.begin("alice", RequestKey(request_id, attempt, child), lane="normal", published_at=WALL - 2)
+    request = RequestTimeline(request_id=request_id, client="alice", lane="normal", **fields)
+    timeline = book.begin(request, published_at=WALL - 2)
     timeline.offer(3, 10, "00-trace")
     return timeline
 
@@ -148,13 +148,13 @@ def test_a_request_that_is_returned_repeatedly_has_one_timeline(book: TimelineBo
     book.end(offered(book, "served"), "stop", 1)
     for _ in range(3):
         for number in range(MAX_ENDED):
-            book.end(book.begin("alice", RequestKey(f"r{number}"), lane="normal"), RETURNED, 0)
+            book.end(book.begin(RequestTimeline(request_id=f"r{number}", client="alice")), RETURNED, 0)
 
     assert len(book.find("served")[0]) == 1
     [told], _ = book.find("r0")
     assert names(told) == ["ended"]
 
-    book.end(book.begin("alice", RequestKey("one more")), "queue_full", 0)
+    book.end(book.begin(RequestTimeline(request_id="one more", client="alice")), "queue_full", 0)
 
     assert book.find("r0") == ([], 0)
 
@@ -163,7 +163,7 @@ def test_attempts_samples_and_clients_have_separate_timelines(book: TimelineBook
     """The timelines of one request id are returned in their order of arrival, also those of other clients."""
     for attempt, child in ((0, 1), (0, 0), (1, 1)):
         offered(book, "r", attempt=attempt, child=child)
-    book.begin("bob", RequestKey("r"))
+    book.begin(RequestTimeline(request_id="r", client="bob"))
 
     found, _ = book.find("r")
 
@@ -190,7 +190,7 @@ def test_the_callback_is_called_once_for_each_end(book: TimelineBook) -> None:
     timeline = offered(book, "r")
     book.end(timeline, "stop", 1)
     book.end(timeline, "abort", 1)
-    book.end(book.begin("alice", RequestKey("refused")), "queue_full", 0)
+    book.end(book.begin(RequestTimeline(request_id="refused", client="alice")), "queue_full", 0)
 
     assert heard == [("r", "stop"), ("refused", "queue_full")]
 
@@ -209,7 +209,7 @@ def progress(timeline: OpenTimeline) -> RequestProgress | None:
     last = timeline.events[-1]
     if last.event == "ended":
         return None
-    return RequestProgress(seconds=timeline.seconds, idle_s=float(timeline.request_id[1:]), tokens=1)
+    return RequestProgress(seconds=timeline.seconds, idle_s=float(timeline.request.request_id[1:]), tokens=1)
 
 
 def listed(book: TimelineBook, show: RequestKind, **fields: Any) -> tuple[list[str], int]:
@@ -224,13 +224,12 @@ def test_lists_have_their_requests_in_order(book: TimelineBook, clock: Clock) ->
         clock.now += 1
         offered(book, name)
     for name, reason in (("e1", "stop"), ("e2", "invalid_request"), ("e3", "worker_fenced"), ("e4", "expired")):
-        ended = offered(book, name)
-        ended.lost = (LostAttempt(worker="gone"),) if name == "e1" else ()
+        ended = offered(book, name, lost=(LostAttempt(worker="gone"),) if name == "e1" else ())
         clock.now += 10 if name == "e3" else 1
         book.end(ended, reason, 1)
     for name, reason in (("e5", RETURNED), ("e6", "queue_full"), ("e7", "unsupported")):
         clock.now += 1
-        book.end(book.begin("bob", RequestKey(name, 0, 0)), reason, 0)
+        book.end(book.begin(RequestTimeline(request_id=name, client="bob")), reason, 0)
 
     assert listed(book, "running") == (["r5", "r6", "r7"], 0)
     assert listed(book, "running", limit=1) == (["r7"], 2)

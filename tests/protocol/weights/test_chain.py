@@ -1,4 +1,4 @@
-"""The chain of published versions: the publisher's lease, anchors and deltas, and which versions are kept."""
+"""The chain of published versions: lease, anchors and deltas, and the versions that a worker fetches."""
 
 import math
 
@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rollbus.bus.protocol.weights import chain
-from rollbus.bus.protocol.weights.chain import AnchorReason, Contents
-from rollbus.bus.protocol.weights.fetch_plan import fetch_plans
-from rollbus.schemas.chain import MAX_HISTORY, ChainRecord, Holder, decode_chain
+from rollbus.bus.protocol.weights.chain import SIGN_S, AnchorReason, Contents, FetchPlan, Silence, fetch_plans
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError, RemoteProtocolError
-from rollbus.schemas.manifest import MAX_LINKS, Link, Manifest, TensorEntry, content_digest
+from rollbus.schemas.manifest import (
+    MAX_HISTORY,
+    MAX_LINKS,
+    ChainRecord,
+    Holder,
+    Link,
+    Manifest,
+    TensorEntry,
+    content_digest,
+    decode_chain,
+)
 
 ALICE = Holder(publisher="alice", incarnation="1")
 BOB = Holder(publisher="bob", incarnation="2")
@@ -313,3 +321,85 @@ def test_cleaning_keeps_all_objects_that_a_recorded_version_needs(
                 needed = {one.objects for one in (*plan.deltas, *([plan.anchor] if plan.anchor else []))}
                 assert needed <= stored.keys(), plan
         assert len(chain.kept(record.links, set(), dict.fromkeys(stored, math.inf))) <= len(manifests[own.objects])
+
+
+def test_a_new_sign_resets_the_silence() -> None:
+    """A new sign resets the silence, and silence lasts as long as the observer has read the same sign."""
+    silence = Silence()
+    signs = ((7, 100.0), (7, 101.0), (7, 103.0), (8, 104.0), (8, 105.0))
+
+    assert [silence.record(sign, now) for sign, now in signs] == [0.0, 1.0, 3.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("outage_s", [60.0, 3600.0])
+def test_an_outage_counts_as_one_period_of_silence(outage_s: float) -> None:
+    """An outage counts as one period of silence, because the observer could not read the peer's sign."""
+    silence = Silence()
+    silence.record(7, 0.0)
+    assert silence.record(7, outage_s) == SIGN_S
+
+
+def chain_link(number: int, *, delta: int | None = 1, anchor: int | None = None) -> Link:
+    """Return a version of a chain whose digest is its number."""
+    return Link(objects=f"b/{number}", version=number, digest=f"{number:064d}", delta_bytes=delta, anchor_bytes=anchor)
+
+
+def digests(*numbers: int) -> set[str]:
+    """Return the digests of folders in the worker's cache."""
+    return {f"{number:064d}" for number in numbers}
+
+
+CHAIN = [chain_link(0, delta=None, anchor=100), chain_link(1), chain_link(2, anchor=100), chain_link(3)]
+
+
+def test_plans_are_in_the_order_of_their_bytes() -> None:
+    """Plans start from a cached folder, then the newer anchor, then the older one in case the newer is damaged."""
+    assert fetch_plans(CHAIN, digests(1)) == [
+        FetchPlan(digests(1).pop(), None, (CHAIN[2], CHAIN[3])),
+        FetchPlan(None, CHAIN[2], (CHAIN[3],)),
+        FetchPlan(None, CHAIN[0], (CHAIN[1], CHAIN[2], CHAIN[3])),
+    ]
+
+
+def test_if_the_newest_version_is_cached_the_first_plan_fetches_nothing() -> None:
+    """If the newest version is cached, the first plan fetches nothing."""
+    first = fetch_plans(CHAIN, digests(0, 3))[0]
+
+    assert (first.base, first.deltas, first.fetched_bytes) == (digests(3).pop(), (), 0)
+
+
+def test_an_anchor_is_fetched_before_deltas_that_are_larger() -> None:
+    """If the deltas are larger than an anchor, as after large training steps, the anchor is fetched instead."""
+    chain = [chain_link(0, delta=None, anchor=100), chain_link(1, delta=80), chain_link(2, delta=80, anchor=100)]
+
+    assert fetch_plans(chain, digests(0))[0] == FetchPlan(None, chain[2], ())
+
+
+def test_a_chain_without_an_anchor_and_a_cached_version_has_no_plan() -> None:
+    """A chain without an anchor and without a cached version has no plan."""
+    assert fetch_plans([chain_link(1), chain_link(2)], set()) == []
+    assert fetch_plans([], digests(1)) == []
+
+
+def test_no_plan_crosses_a_version_without_a_delta() -> None:
+    """No plan crosses a version without a delta, because earlier versions belong to another chain."""
+    chain = [chain_link(0, delta=None, anchor=10), chain_link(1, delta=None, anchor=100), chain_link(2)]
+
+    assert [plan.anchor for plan in fetch_plans(chain, digests(0))] == [chain[1]]
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)), max_size=6),
+    st.sets(st.integers(0, 5)),
+)
+def test_every_plan_leads_to_the_newest_version(sizes: list[tuple[int | None, int | None]], at_hand: set[int]) -> None:
+    """Each plan starts from a cached folder or an anchor, and applies each later delta once and in order."""
+    chain = [chain_link(number, delta=delta, anchor=anchor) for number, (delta, anchor) in enumerate(sizes)]
+    plans = fetch_plans(chain, digests(*at_hand))
+
+    for plan in plans:
+        begin = next(one for one in chain if one.digest == plan.base or one == plan.anchor)
+        assert (plan.base is None) != (plan.anchor is None)
+        assert list(plan.deltas) == chain[chain.index(begin) + 1 :]
+        assert all(delta.delta_bytes is not None for delta in plan.deltas)
+    assert [plan.fetched_bytes for plan in plans] == sorted(plan.fetched_bytes for plan in plans)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rollbus.bus.protocol.weights.safetensors_layout import index_of, layouts, ordered
+from rollbus.bus.protocol.weights.tensors import index_of, layouts, ordered
 from rollbus.schemas.manifest import TensorEntry
 
 safetensors = pytest.importorskip("safetensors.numpy")

@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.weights import tensor_delta
-from rollbus.bus.protocol.weights.tensor_delta import (
+from rollbus.bus.protocol.weights import tensors
+from rollbus.bus.protocol.weights.tensors import (
     DeltaError,
     Encoded,
     apply_delta,
@@ -66,8 +66,8 @@ def test_gaps_are_encoded_correctly_at_the_bounds_of_bytes_and_blocks(
     gap: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gaps are encoded correctly around each length that needs another byte, wherever a block ends."""
-    monkeypatch.setattr(tensor_delta, "BLOCK", block)
-    monkeypatch.setattr(tensor_delta, "COMPARED", block)
+    monkeypatch.setattr(tensors, "BLOCK", block)
+    monkeypatch.setattr(tensors, "COMPARED", block)
     old = np.zeros(2 * (3 * gap + 4 + 300), np.uint8)
     new = old.copy()
     for number in range(3):
@@ -130,7 +130,7 @@ def test_a_delta_with_more_than_half_of_the_elements_is_dense() -> None:
     item_bytes=st.sampled_from(ITEM_BYTES),
 )
 def test_any_bytes_are_applied_within_the_content_or_refused(
-    encoding: tensor_delta.Encoding,
+    encoding: tensors.Encoding,
     count: int,
     body: bytes,
     body_bytes: int | None,

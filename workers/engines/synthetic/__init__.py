@@ -5,8 +5,3 @@ every split of a request into attempts and every change of weights. Seeded sampl
 that this attempt has generated, like the state of a real random generator. Penalties also depend on the tokens of this
 attempt. A resumed request therefore differs exactly where a request of a real engine would differ.
 """
-
-from .config import SyntheticConfig, SyntheticFaults
-from .engine import SyntheticEngine
-
-__all__ = ["SyntheticConfig", "SyntheticEngine", "SyntheticFaults"]

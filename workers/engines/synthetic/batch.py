@@ -13,13 +13,16 @@ import numpy.typing as npt
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.presence import EngineStats
-from ..token_rates import TokenRates
-from .hashing import MULTIPLIER, mix
-from .kv import SyntheticKv
-from .model import Prefilled, Running, SyntheticModel
-from .weights import SyntheticWeights
-
-__all__ = ["SyntheticBatch", "ending_step"]
+from ..rates import TokenRates
+from .model import (
+    MULTIPLIER,
+    Prefilled,
+    Running,
+    SyntheticKv,
+    SyntheticModel,
+    SyntheticWeights,
+    mix,
+)
 
 Column = npt.NDArray[np.uint64]
 

@@ -9,8 +9,6 @@ from ....schemas.errors import InvalidRequest
 from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo
 from ....schemas.rows import dtype_for
 
-__all__ = ["SyntheticConfig", "SyntheticFaults"]
-
 LoadFault = Literal["refused", "half_written", "wrong_experts", "hangs"]
 """Fault of a load of weights.
 

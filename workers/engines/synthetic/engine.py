@@ -13,19 +13,25 @@ from msgspec.structs import replace
 
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
+from ....schemas.decoding import MALFORMED
 from ....schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode, InvalidRequest
 from ....schemas.limits import MAX_PRIORITY
 from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, EngineStats
 from ....schemas.request import GenerateRequest
-from ....schemas.wire_version import MALFORMED
 from .batch import SyntheticBatch, ending_step
 from .config import SyntheticConfig
-from .kv import PrefixCache, SyntheticKv
-from .model import Running, SyntheticModel
-from .weights import DROPPED, ReceivedWeights, SyntheticAdapter, SyntheticWeights, checksum_of
-
-__all__ = ["SyntheticEngine"]
+from .model import (
+    DROPPED,
+    PrefixCache,
+    ReceivedWeights,
+    Running,
+    SyntheticAdapter,
+    SyntheticKv,
+    SyntheticModel,
+    SyntheticWeights,
+    checksum_of,
+)
 
 
 class SyntheticEngine:

@@ -1,23 +1,236 @@
-"""The synthetic model: computes its output from prompts and from hashes of all earlier tokens."""
+"""The synthetic model: computes its output from prompts and from hashes of all earlier tokens.
 
+No computed data is stored, not even as KV: the KV transfer parameters contain everything that a real connector would
+fetch. So the engines of the two phases of a request may run in one process or in two. The weights are numbers that are
+mixed into the output.
+"""
+
+import base64
+import binascii
+import hashlib
+import itertools
+import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ....bus.protocol.stream.engine_step import RequestStep
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
-from ....schemas.errors import InvalidRequest
+from ....schemas.errors import ControlCode, ControlError, InvalidRequest
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import DTYPES, Rows, dtype_for
 from ....schemas.sampling import SamplingParams
 from .config import SyntheticConfig
-from .hashing import MASK, MULTIPLIER, mix, mix_one
-from .kv import PrefixCache, SyntheticKv
-from .weights import SyntheticWeights
 
-__all__ = ["Prefilled", "Running", "SyntheticModel"]
+MULTIPLIER = 0x9E3779B97F4A7C15
+"""An odd number, so that its powers are never 0 modulo 2**64."""
+MASK = 2**64 - 1
+BLOCK_TOKENS = 16
+"""Number of tokens in a block. The cache finds whole blocks only."""
+READ_BYTES = 1024**2
+
+
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the finalizer of splitmix64 for each value: every input bit affects every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def mix_one(value: int) -> int:
+    """Return `mix` of one number modulo 2**64."""
+    return int(mix(np.array([value & MASK], np.uint64))[0])
+
+
+class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV of one prompt, which is also the content of its KV transfer parameters."""
+
+    num_tokens: int
+    """Number of tokens of the prompt."""
+    context: int
+    """Hash of these tokens, in order."""
+    weights: int
+    """Weights of the model, with its adapter, that computed the KV."""
+
+    def num_loaded(self, prompt_len: int) -> int:
+        """Return the number of tokens that a prompt loads from this KV: whole blocks, but never its last token.
+
+        Args:
+            prompt_len: length of a prompt that begins with the prompt of this KV.
+        """
+        return min(self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS, prompt_len - 1)
+
+    def encode(self) -> bytes:
+        """Encode this as KV transfer parameters."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, params: bytes) -> "SyntheticKv":
+        """Decode KV transfer parameters.
+
+        Raises:
+            DecodeError, UnicodeDecodeError, RecursionError: the parameters belong to another connector; see
+                `MALFORMED`.
+        """
+        return msgspec.msgpack.decode(params, type=cls)
+
+
+class PrefixCache:
+    """The cached prefixes of prompts, by salt.
+
+    The least recently used blocks are evicted first. Of one prompt, the last blocks are evicted first.
+
+    Args:
+        max_tokens: number of tokens that fit into the cache.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_blocks = max_tokens // BLOCK_TOKENS
+        # For each block, the time of its last use on the monotonic clock; the oldest block first.
+        self._blocks: dict[tuple[str, int], float] = {}
+        self._has_forgotten = False
+        self.num_queried = self.num_hits = 0
+        """Number of prompt tokens that were looked up, and the number of these that were found."""
+
+    def __len__(self) -> int:
+        """Return the number of cached blocks."""
+        return len(self._blocks)
+
+    def add_prompt(self, salt: str, contexts: npt.NDArray[np.uint64]) -> int:
+        """Add a prompt. Return the number of its tokens that were cached before; the last token never counts.
+
+        Args:
+            contexts: u8[Lp], the hash of the prompt up to each position.
+        """
+        blocks = [(salt, int(context)) for context in contexts[BLOCK_TOKENS - 1 : -1 : BLOCK_TOKENS]]
+        num_known = next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+        now = time.monotonic()
+        for block in reversed(blocks):
+            self._blocks.pop(block, None)
+            self._blocks[block] = now
+        self._has_forgotten |= len(self._blocks) > self._max_blocks
+        for block in list(itertools.islice(self._blocks, max(len(self._blocks) - self._max_blocks, 0))):
+            del self._blocks[block]
+        return num_known * BLOCK_TOKENS
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters under their names in `EngineStats`."""
+        return {"prefix_cache_queries": self.num_queried, "prefix_cache_hits": self.num_hits}
+
+    def oldest_s(self, now: float) -> float | None:
+        """Return the seconds since the last use of the oldest cached prefix; None: none was evicted since `clear`."""
+        return now - next(iter(self._blocks.values()), now) if self._has_forgotten else None
+
+    def clear(self) -> None:
+        """Remove all prefixes."""
+        self._blocks.clear()
+        self._has_forgotten = False
+
+
+class SyntheticWeights(NamedTuple):
+    """The numbers on which the output of a model depends besides the tokens."""
+
+    tokens: int
+    """Number that is mixed into tokens and logprobs."""
+    experts: int
+    """Number that is mixed into the routed experts. It differs from `tokens` only in an engine with a fault."""
+
+    @classmethod
+    def of(cls, checksum: int) -> "SyntheticWeights":
+        """Return the weights of a checkpoint with this checksum, or of a seed."""
+        return cls(mix_one(checksum), mix_one(checksum))
+
+    def with_wrong_experts(self) -> "SyntheticWeights":
+        """Return weights with the same tokens and other routed experts."""
+        return SyntheticWeights(self.tokens, mix_one(self.experts))
+
+    def with_adapter(self, checksum: int) -> "SyntheticWeights":
+        """Return the weights after the change by the LoRA adapter with this checksum."""
+        delta = mix_one(checksum)
+        return SyntheticWeights((self.tokens + delta) & MASK, (self.experts + delta) & MASK)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticAdapter:
+    """A loaded LoRA adapter."""
+
+    version: int
+    checksum: int
+    salt: int
+    """Salt of the prefix cache. Each load has another salt, so requests do not find older entries."""
+
+
+DROPPED = SyntheticWeights.of(-1)
+"""Weights that are missing or incomplete. No checkpoint gives the same output."""
+
+
+def checksum_of(folder: Path) -> int:
+    """Return a checksum of the bytes of all `*.safetensors` files in `folder`, in the order of their names.
+
+    Raises:
+        ControlError: `engine_error`: there are no files, or a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ControlError(ControlCode.ENGINE_ERROR, f"folder {folder} has no *.safetensors files")
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                while data := file.read(READ_BYTES):
+                    digest.update(data)
+    except OSError as exc:
+        raise ControlError(ControlCode.ENGINE_ERROR, f"{exc}") from exc
+    return int.from_bytes(digest.digest(), "little")
+
+
+class ReceivedWeights:
+    """Weights that arrive in chunks: `{"data": base64}` appends bytes, `{"seed": n}` names a model.
+
+    The bytes of a checkpoint's files, in the order of their names, give the same weights as the checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=7)
+        self._has_bytes = False
+        self._seed: int | None = None
+
+    def add(self, info: Mapping[str, Any]) -> None:
+        """Add one chunk.
+
+        Raises:
+            ControlError: `engine_error`: the chunk has neither data nor seed, or its data is not base64. Nothing was
+                added.
+        """
+        data, seed = info.get("data"), info.get("seed")
+        if isinstance(data, str):
+            try:
+                self._digest.update(base64.b64decode(data, validate=True))
+            except binascii.Error as exc:
+                raise ControlError(ControlCode.ENGINE_ERROR, f"info.data is not base64: {exc}") from None
+            self._has_bytes = True
+        elif isinstance(seed, int):
+            self._seed = seed
+        else:
+            raise ControlError(ControlCode.ENGINE_ERROR, "info has neither data (base64) nor seed (an integer)")
+
+    def weights(self) -> SyntheticWeights:
+        """Return the received weights.
+
+        Raises:
+            ControlError: `half_written`: no weights were received.
+        """
+        if self._seed is not None:
+            return SyntheticWeights.of(self._seed)
+        if not self._has_bytes:
+            raise ControlError(ControlCode.HALF_WRITTEN, "the weight update received no weights")
+        return SyntheticWeights.of(int.from_bytes(self._digest.digest(), "little"))
 
 
 @dataclass(slots=True)

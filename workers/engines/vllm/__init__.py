@@ -1,5 +1,1 @@
 """vLLM as a worker's engine. Importing this imports neither vllm nor torch; starting the engine does."""
-
-from .engine import VllmEngine
-
-__all__ = ["VllmEngine"]

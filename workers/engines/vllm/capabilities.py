@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING
 from ....schemas.limits import MAX_LOGPROBS
 from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo, SamplingLimits
 from ....schemas.rows import dtype_for
-from ..prefix_age import PrefixAge
+from ..rates import PrefixAge
 from .kv.config import describe_connector
-from .launch import CPU_UNUSED_LORAS, OWN_SLOTS
+from .launch import CPU_UNUSED_LORAS, OWN_SLOTS, returns_routing, routing_refusal
 from .params import extra_names
-from .routing import returns_routing, routing_refusal
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
-
-__all__ = [
-    "Refusals",
-    "describe_engine",
-    "describe_routing",
-    "find_refusals",
-    "kv_cache_tokens_of",
-    "prefix_age_of",
-]
 
 
 @dataclass(slots=True)

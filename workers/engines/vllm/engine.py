@@ -4,49 +4,50 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from msgspec.structs import replace
+
+from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.errors import ControlCode, ControlError, EngineDead, InvalidRequest
 from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
+from ....schemas.sampling import SamplingParams
 from ....schemas.weights import Verified
-from ..engine import RequestStep, TokenBatch
-from .calls import Calls, check_supported
-from .capabilities import describe_engine, kv_cache_tokens_of, prefix_age_of
-from .controls import Controls
-from .feeds import CoreFeed, Feed, RequestMaker
-from .generate_feed import GenerateFeed
+from .calls import Calls, KvWatch, check_supported
+from .capabilities import describe_engine, find_refusals, kv_cache_tokens_of, prefix_age_of
+from .feed import CoreFeed, RequestMaker
 from .kv.config import FIELD as KV_FIELD
-from .kv.config import connector_config
-from .kv.params import decode_params
-from .launch import Launch
-from .loaded import LoadSerials
+from .kv.config import connector_config, decode_params
+from .launch import Launch, preempts_only_paused
+from .loads import Adapters, LoadSerials, VllmWeightLoader
 from .outputs import OpenRequests
 from .params import to_vllm
-from .routing import preempts_only_paused
-from .threads import to_the_end
-from .warm_up import warm_up_rounds
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["VllmEngine"]
-
 logger = logging.getLogger(__name__)
 
-Reading = Literal["auto", "core", "generate"]
+CANCEL_AGAIN_S = 0.5
+"""Seconds between two calls of `on_cancel`. A cancelled start kills the new processes of vLLM at each call."""
 SHUTDOWN_S = 30.0
 """Seconds in which the engine's processes may exit by themselves before they are killed."""
-
-
-class _Unfit(EngineDead):
-    """The engine runs, but this feed cannot read its output."""
+WARM_UP_PROMPT_TOKENS = 32
+WARM_UP_TOKENS = 4
+GREEDY = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=WARM_UP_TOKENS, top_p=0.9, top_k=5, min_p=0.01, seed=0, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=WARM_UP_TOKENS, repetition_penalty=1.1, logit_bias={0: -1.0}, ignore_eos=True)
+WARM_UP_ROUNDS = ((GREEDY,), (SEEDED,), (RANDOM,), (RANDOM, RANDOM), (GREEDY, SEEDED, RANDOM))
+"""Sampling parameters of the requests that run together in each round. vLLM compiles code at its first use. It compiles
+separately for one row and for several rows, and for random sampling without seeds
+(v1/sample/ops/topk_topp_sampler.py: compiled_random_sample)."""
 
 
 class VllmEngine:
@@ -55,8 +56,6 @@ class VllmEngine:
     Args:
         model: folder of a checkpoint, or any other value that vLLM accepts as `model`.
         engine_args: fields of vLLM's `AsyncEngineArgs`; an unknown field makes `start` fail.
-        read: `core` reads the engine core's step outputs, `generate` uses `AsyncLLM.generate`; `auto` selects `core`
-            if this release of vLLM allows it.
         log_level: level of vLLM's own logs, which go to stderr; None: the environment variable `VLLM_LOGGING_LEVEL`,
             or WARNING if it is not set.
         role: every role except `both` needs `kv_transfer_config` in `engine_args`.
@@ -70,7 +69,6 @@ class VllmEngine:
         model: str | Path,
         *,
         engine_args: Mapping[str, Any] | None = None,
-        read: Reading = "auto",
         log_level: str | None = None,
         role: Role = "both",
     ) -> None:
@@ -80,10 +78,8 @@ class VllmEngine:
             chosen[KV_FIELD] = connector
         self._launch = Launch(str(model), chosen, log_level)
         self._role: Role = role
-        self._read: Reading = read
-        self._feed: Feed | None = None
-        self._feeds = AsyncExitStack()
-        self._requests = OpenRequests(None, rows_with_tokens=False)
+        self._feed: CoreFeed | None = None
+        self._requests = OpenRequests(None)
         self._capabilities: Capabilities | None = None
         self._loaded = LoadSerials()
         self._controls: Controls | None = None
@@ -92,7 +88,7 @@ class VllmEngine:
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "starting" if self._capabilities is None else "running"
-        return f"<VllmEngine {state} feed={type(self._feed).__name__} open={len(self._requests)}>"
+        return f"<VllmEngine {state} open={len(self._requests)}>"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,7 +100,7 @@ class VllmEngine:
     @property
     def reports_recomputed_kv(self) -> bool:
         """True if each step states whether its KV was recomputed; valid after `start` has returned."""
-        return isinstance(self._feed, CoreFeed) and self._running().kv_watch.is_on
+        return self._feed is not None and self._running().kv_watch.is_on
 
     @property
     def stats(self) -> EngineStats:
@@ -154,7 +150,7 @@ class VllmEngine:
         await self._submit(feed, engine_id, request, transfer)
 
     async def _submit(
-        self, feed: Feed, engine_id: str, request: GenerateRequest, transfer: dict[str, Any] | None = None
+        self, feed: CoreFeed, engine_id: str, request: GenerateRequest, transfer: dict[str, Any] | None = None
     ) -> None:
         """Submit a request that was opened under `engine_id` to the engine."""
         capabilities = self.capabilities
@@ -317,26 +313,9 @@ class VllmEngine:
             raise EngineDead(f"vLLM {self.capabilities.engine_version} is not usable: {exc.message}") from exc
 
     async def _open(self, llm: "AsyncLLM") -> None:
-        """Select the feed that reads the engine's output: try `CoreFeed` first."""
-        maker = RequestMaker(llm, self._loaded, await llm.get_supported_tasks())
-        if self._read != "generate":
-            try:
-                if not CoreFeed.fits(llm):
-                    raise _Unfit(f"vLLM {self.capabilities.engine_version} does not expose its step outputs")
-                await self._use(CoreFeed(llm, maker))
-            except _Unfit as exc:
-                # Only step outputs have the sampling mask together with its tokens.
-                if self._read == "core" or self.capabilities.sampling_mask:
-                    raise
-                logger.warning("engine.generate_fallback_used reason=%s", exc)
-            else:
-                return
-        await self._use(GenerateFeed(llm, maker))
-
-    async def _use(self, feed: Feed) -> None:
-        """Read from `feed` and warm up, which compiles the kernels and verifies the row rule."""
-        self._feed = await self._feeds.enter_async_context(feed)
-        self._requests = OpenRequests.of(self.capabilities, rows_with_tokens=feed.rows_with_tokens)
+        """Read the engine's output and warm up, which compiles the kernels and verifies the row rule."""
+        feed = CoreFeed(llm, RequestMaker(llm, self._loaded, await llm.get_supported_tasks()))
+        self._feed, self._requests = feed, OpenRequests.of(self.capabilities)
         has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
         for together in warm_up_rounds(self.capabilities, has_prompt_logprobs=has_prompt_logprobs):
             for number, request in enumerate(together):
@@ -344,22 +323,19 @@ class VllmEngine:
             while len(self._requests):
                 for step in await self._next_steps():
                     if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
-                        raise _Unfit(f"a warm-up request failed: {step.error}")
+                        raise EngineDead(f"a warm-up request failed: {step.error}")
         config = self._launch.llm.vllm_config
         feed.meter.restart(prefix_age_of(config), kv_cache_tokens_of(config))
 
     async def _shut_down(self) -> None:
         llm = self._launch.pop_llm()
-        try:
-            await self._feeds.aclose()
-        finally:
-            self._feed = None
-            if llm is not None:
-                reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
-                await to_the_end(partial(llm.shutdown, timeout=SHUTDOWN_S))
-                if reader is not None:
-                    # The shutdown cancels this vLLM task. Wait here for its end.
-                    await asyncio.wait({reader})
+        self._feed = None
+        if llm is not None:
+            reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
+            await to_the_end(partial(llm.shutdown, timeout=SHUTDOWN_S))
+            if reader is not None:
+                # The shutdown cancels this vLLM task. Wait here for its end.
+                await asyncio.wait({reader})
 
     async def _next_steps(self) -> list[RequestStep | TokenBatch]:
         feed = self._running_feed()
@@ -382,7 +358,7 @@ class VllmEngine:
             await self._running().calls.on_workers("rollbus_clear_nan")
             self._requests.has_seen_nan = False
 
-    def _running_feed(self) -> Feed:
+    def _running_feed(self) -> CoreFeed:
         if self._feed is None or self._is_closed:
             raise EngineDead("the engine is not running")
         return self._feed
@@ -391,3 +367,62 @@ class VllmEngine:
         if self._controls is None or self._is_closed:
             raise EngineDead("the engine is not running")
         return self._controls
+
+
+class Controls:
+    """The calls to a started engine, and the objects that use them for weights, adapters and KV.
+
+    Args:
+        loaded: serials of the loaded weights and adapters.
+    """
+
+    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, capabilities: Capabilities) -> None:
+        self.refusals = find_refusals(llm.vllm_config)
+        self.calls = Calls(llm)
+        self.kv_watch = KvWatch(self.calls)
+        self.weights = VllmWeightLoader(
+            llm,
+            self.calls,
+            loaded,
+            load_refusal=self.refusals.weight_updates,
+            transfer_refusal=self.refusals.weight_transfer,
+        )
+        self.adapters = Adapters(self.calls, loaded, max_loras=capabilities.max_loras, refusal=self.refusals.loras)
+
+
+def warm_up_rounds(capabilities: Capabilities, *, has_prompt_logprobs: bool) -> Iterator[list[GenerateRequest]]:
+    """Yield the requests of each round, which run together.
+
+    Args:
+        has_prompt_logprobs: True if this engine returns prompt logprobs.
+    """
+    room = capabilities.max_model_len - WARM_UP_TOKENS
+    prompt = np.arange(min(WARM_UP_PROMPT_TOKENS, room)) % capabilities.vocab_size
+    for together in WARM_UP_ROUNDS:
+        chosen = together if has_prompt_logprobs else [replace(one, prompt_logprobs=None) for one in together]
+        if capabilities.sampling_mask:
+            # This engine rejects other requests (v1/engine/input_processor.py: "sampling distribution replay").
+            chosen = [replace(one, temperature=one.temperature or 1.0, top_k=one.top_k or 1) for one in chosen]
+        # The salt keeps other requests from finding this prompt in the prefix cache.
+        yield [GenerateRequest(prompt_token_ids=prompt, sampling=sampling, cache_salt="warm-up") for sampling in chosen]
+
+
+async def to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None) -> None:
+    """Run `work` in a thread and wait until it has ended.
+
+    Cancellation: call `on_cancel` repeatedly until `work` has ended, because a thread cannot be stopped.
+    """
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            if on_cancel is not None:
+                on_cancel()
+            try:
+                await asyncio.wait({future}, timeout=CANCEL_AGAIN_S)
+            except asyncio.CancelledError:
+                continue
+        # Retrieve the exception, so that asyncio does not log it as never retrieved.
+        future.exception()
+        raise

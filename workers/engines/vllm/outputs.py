@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
 from ....schemas.errors import ErrorCode
 from ....schemas.messages import KvTransfer
@@ -14,14 +15,36 @@ from ....schemas.presence import Capabilities, RoutedExpertsInfo
 from ....schemas.request import GenerateRequest
 from ....schemas.rows import Rows, expected_rows, no_rows, rows_as_wire
 from ....schemas.sampling import SamplingParams
-from ..engine import RequestStep, TokenBatch
-from .kv.params import encode_params
-from .masks import VllmMask, mask_of
+from .kv.config import encode_params
 from .params import no_token_left
 
-__all__ = ["LogprobTable", "OpenRequests", "Restarted", "StepOutput"]
-
+VllmMask = tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]] | None, Any]
+"""vLLM's `SamplingMaskLists` (v1/outputs.py): all ids, the offset of each token's ids, and an unused field.
+Without offsets, all ids belong to one token, as in every step of 0.30."""
 KV_NOT_LOADED = "the KV of the prompt could not be loaded; the engine's log gives the reason"
+
+
+def mask_of(mask: VllmMask | None, token_ids: Sequence[int], vocab_size: int) -> SamplingMask:
+    """Return the mask for the tokens of one step.
+
+    Raises:
+        ValueError: the mask is missing, belongs to other tokens, or has ids outside of the vocabulary.
+    """
+    if mask is None:
+        raise ValueError(f"no mask for {len(token_ids)} tokens")
+    ids, offsets = np.asarray(mask[0]), mask[1]
+    offsets = np.array([0, len(ids)]) if offsets is None else np.asarray(offsets)
+    if len(offsets) != len(token_ids) + 1 or not 0 <= offsets[0] <= offsets[-1] <= len(ids):
+        raise ValueError(f"mask of {len(offsets) - 1} tokens with {len(ids)} ids, for {len(token_ids)} tokens")
+    ids = ids[offsets[0] : offsets[-1]]
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(f"ids from {ids.min()} to {ids.max()}; allowed: 0 to below {vocab_size}")
+    counts = np.diff(offsets)
+    found = SamplingMask(counts.astype("<i4").tobytes(), ids.astype("<i4").tobytes())
+    for token_id, own in zip(token_ids, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+        if token_id not in own:
+            raise ValueError(f"token {token_id} is not among the {len(own)} ids of its mask")
+    return found
 
 
 class LogprobTable(NamedTuple):
@@ -121,21 +144,17 @@ class _Open:
 class OpenRequests:
     """Table of the requests that the engine has accepted and not ended.
 
-    Invariant: the rows returned for a request start at its `start`, have no gap, and match the number of the row rule.
-    The number matches after each step if `rows_with_tokens`, else at the end of the request.
+    Invariant: the rows returned for a request start at its `start`, have no gap, and match the number of the row rule
+    after each step.
 
     Args:
         routing: layout of the routed experts; None: the engine returns no routed experts.
-        rows_with_tokens: True if rows come in the step of their tokens; False if all rows come in the last step.
         vocab_size: vocabulary size if the engine creates sampling masks, else None.
     """
 
-    def __init__(
-        self, routing: RoutedExpertsInfo | None, *, rows_with_tokens: bool, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, routing: RoutedExpertsInfo | None, *, vocab_size: int | None = None) -> None:
         self._routing = routing
         self._mask_vocab_size = vocab_size
-        self._rows_with_tokens = rows_with_tokens
         self._open: dict[str, _Open] = {}
         self._engine_ids: dict[str, str] = {}
         self._num_opened = 0
@@ -145,10 +164,10 @@ class OpenRequests:
         """
 
     @classmethod
-    def of(cls, capabilities: Capabilities, *, rows_with_tokens: bool) -> "OpenRequests":
+    def of(cls, capabilities: Capabilities) -> "OpenRequests":
         """Create the table for an engine with these capabilities."""
         vocab_size = capabilities.vocab_size if capabilities.sampling_mask else None
-        return cls(capabilities.routed_experts, rows_with_tokens=rows_with_tokens, vocab_size=vocab_size)
+        return cls(capabilities.routed_experts, vocab_size=vocab_size)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -210,7 +229,7 @@ class OpenRequests:
             request = self._open.get(output.engine_id)
             if request is None:
                 continue
-            if self._rows_with_tokens and request.is_plain and output.is_plain:
+            if request.is_plain and output.is_plain:
                 plain.setdefault(request.kind, []).append((request, output))
             else:
                 steps.append(self._read_one(request, output, broken))
@@ -337,8 +356,7 @@ class OpenRequests:
         num_rows = request.num_rows + len(rows)
         num_tokens = request.num_tokens + len(output.token_ids)
         expected = expected_rows(request.prompt_len, request.start, num_tokens)
-        is_complete = self._rows_with_tokens or output.finish_reason is not None
-        if num_rows > expected or (is_complete and num_rows != expected):
+        if num_rows != expected:
             raise _UnusableOutput(
                 f"the engine returned {num_rows} rows of routed experts for {num_tokens} tokens after a prompt of "
                 f"{request.prompt_len} tokens, from position {request.start}; expected {expected} rows"

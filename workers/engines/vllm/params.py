@@ -7,12 +7,11 @@ import msgspec
 from ....schemas.errors import InvalidRequest
 from ....schemas.request import GenerateRequest
 from ....schemas.sampling import SamplingParams
-from .kv.params import EXTRA_ARG
+from .kv.config import EXTRA_ARG
 
 if TYPE_CHECKING:
     import vllm
 
-__all__ = ["extra_names", "no_token_left", "refusal", "to_vllm"]
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this value (sampling_params.py: __post_init__)."""

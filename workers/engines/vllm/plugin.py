@@ -13,10 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .extension import is_ours
-from .kv.config import routing_refusal
-from .kv.params import TAKES_KV
-
-__all__ = ["install", "keep_external_hits"]
+from .kv.config import TAKES_KV, connector_refusal
 
 CHECK = "_verify_aux_output_compatibility"
 """Method of `VllmConfig` that rejects the combination since 0.31; in 0.30 it is `__post_init__`."""
@@ -126,4 +123,4 @@ def _may_lift(config: Any) -> bool:
     The checks of other engines stay unchanged.
     """
     is_worker = is_ours(getattr(config.parallel_config, "worker_extension_cls", None))
-    return is_worker and routing_refusal(config.kv_transfer_config) is None
+    return is_worker and connector_refusal(config.kv_transfer_config) is None

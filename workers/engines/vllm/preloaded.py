@@ -15,7 +15,7 @@ try:
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    from . import ownership  # noqa: F401
+    from . import processes  # noqa: F401
 finally:
     gc.freeze()
     gc.enable()

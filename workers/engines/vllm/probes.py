@@ -1,11 +1,7 @@
-"""Computes the expected output of a module from its weights, and the tolerance for rounding. Uses torch, not vLLM.
+"""The expected output of a module, computed from its weights, and the tolerance for rounding. Uses torch, not vLLM.
 
 A probe has a fixed input of a few rows, the output that the weights of a checkpoint give for it, and a tolerance for
 each number of that output. The reference is computed in float32, or in float64 if the weights are float32.
-
-If an input row of a linear module has a single 1, the module returns one column of its weight. No rounding occurs, so
-these rows are compared exactly. They detect even weights of the previous optimizer step. The other rows use every
-weight. Their tolerance follows from the roundings of a kernel, which are treated as independent of each other.
 """
 
 import dataclasses
@@ -14,18 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "ACTIVATIONS",
-    "Experts",
-    "ModuleProbe",
-    "embedding_probe",
-    "experts_probe",
-    "experts_routing",
-    "head_probes",
-    "linear_probe",
-    "plain_difference",
-]
 
 SEED = 20_260
 NUM_COLUMNS = 6
@@ -42,6 +26,8 @@ CHUNK_ELEMENTS = 1 << 24
 """Number of elements of a weight that are converted at a time: at most 128 MiB."""
 CPU_CHUNK_ELEMENTS = 1 << 20
 """The same on a CPU. About as many elements fit into its cache, which halves the time."""
+STEEPEST = 1.2
+"""Upper limit for the slope of all these activations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +59,10 @@ class ModuleProbe:
 
 def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
     """Return the probe of a module that computes `x @ weight.T + bias`.
+
+    If an input row has a single 1, the module returns one column of its weight. No rounding occurs, so these rows are
+    compared exactly. They detect even weights of the previous optimizer step. The other rows use every weight. Their
+    tolerance follows from the roundings of a kernel, which are treated as independent of each other.
 
     Args:
         weight: `[out, in]`.
@@ -119,14 +109,6 @@ def head_probes(maps: Tensor, dtype: torch.dtype) -> ModuleProbe:
     return ModuleProbe(inputs, expected, tolerance)
 
 
-def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return expert ids and weights `[rows, top_k]` that use each expert."""
-    num_rows = math.ceil(num_experts / top_k)
-    ids = torch.arange(num_rows * top_k).reshape(num_rows, top_k) % num_experts
-    weights = torch.arange(1, top_k + 1, dtype=torch.float32) / (top_k * (top_k + 1) / 2)
-    return ids, weights.expand(num_rows, top_k).contiguous()
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activation:
     """The operations of an expert between its two matrix products."""
@@ -154,8 +136,6 @@ ACTIVATIONS = {
     ),
 }
 """Supported activations, by vLLM's names."""
-STEEPEST = 1.2
-"""Upper limit for the slope of all these activations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +149,14 @@ class Experts:
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     activation: Activation
+
+
+def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return expert ids and weights `[rows, top_k]` that use each expert."""
+    num_rows = math.ceil(num_experts / top_k)
+    ids = torch.arange(num_rows * top_k).reshape(num_rows, top_k) % num_experts
+    weights = torch.arange(1, top_k + 1, dtype=torch.float32) / (top_k * (top_k + 1) / 2)
+    return ids, weights.expand(num_rows, top_k).contiguous()
 
 
 def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["VOCAB_SIZE", "Dtype", "make_tiny_moe", "make_tokenizer"]
 
 Dtype = Literal["bfloat16", "float32"]
 

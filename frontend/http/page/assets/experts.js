@@ -1,10 +1,8 @@
 // The view of the experts: how often each expert was chosen in the last minute, or before it, layer by layer.
 
-import { TimeChart } from "./chart.js";
 import { el, keyed, setAttr, setText } from "./dom.js";
 import { layerTables } from "./expert_tables.js";
-import { versionsPanel } from "./expert_versions.js";
-import { clock, compareNames, count, decimals, duration, percent, plural, ratio, version } from "./format.js";
+import { clock, compareNames, count, decimals, duration, percent, plural, ratio } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { watchExperts } from "./live.js";
 import { route, setParams } from "./router.js";
@@ -14,10 +12,6 @@ import { onTheme } from "./theme.js";
 import { nameChoice } from "./throughput.js";
 
 const PLANES = { generated: "generated tokens", prompt: "prompt tokens" };
-/** Length of the charts over time: the service stores this much. */
-const OVER_TIME_S = 3600;
-/** While there are viewers, a point arrives every 5 s. A longer silence is shown as a gap. */
-const GAP_S = 20;
 
 /** Decode counts: base64 of little-endian 32-bit numbers, which is also the byte order of common machines. */
 export function countsOf(text, length) {
@@ -38,38 +32,6 @@ function legend() {
   queueMicrotask(paint);
   const most = 2 ** MAX_DOUBLINGS;
   return el("div", { class: "scale" }, el("span", { text: `Share: 1/${most} of even` }), bar, el("span", { text: `${most}× even` }), unused, el("span", { text: "never chosen" }));
-}
-
-/** Return the points of one plane, with null where there were no viewers or no token was counted. */
-function withGaps(all, plane) {
-  const points = [];
-  for (const { at, weight_version, [plane]: load } of all) {
-    const last = points.at(-1);
-    if (last && at - last.at > GAP_S) points.push({ at: last.at + 1, weight_version: last.weight_version });
-    points.push({ at, weight_version, ...load });
-  }
-  for (const point of points) for (const name of ["worst", "max_over_mean", "entropy", "unused"]) point[name] ??= null;
-  return points;
-}
-
-function overTime() {
-  const options = { seconds: OVER_TIME_S, sync: "experts" };
-  const worst = new TimeChart({ ...options, title: "Maximum over mean", hint: "Load of a layer's busiest expert divided by the mean load: mean of all layers, and the worst layer", testid: "experts-over-time", format: ratio });
-  const entropy = new TimeChart({ ...options, title: "Entropy", hint: "Entropy of the shares of a layer's experts divided by that of even shares: 1 is even; 0 means that one expert has all the load", testid: "entropy-over-time", format: (value) => decimals(value, 3) });
-  const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts of all layers that no token chose", testid: "unused-over-time", format: count, isWhole: true });
-  return {
-    nodes: [worst.root, entropy.root, unused.root],
-    update(all, plane) {
-      const points = withGaps(all, plane);
-      const times = points.map(({ at }) => at);
-      const marks = points.flatMap(({ at, weight_version: to }, index) => (index && to !== points[index - 1].weight_version ? [{ at, text: version(to) }] : []));
-      const first = times.length ? [Math.max(600, times.at(-1) - times[0])] : [600];
-      for (const chart of [worst, entropy, unused]) [chart.seconds] = first;
-      worst.setData(times, [points.map((point) => point.worst), points.map((point) => point.max_over_mean)], ["worst layer", "mean of layers"], marks);
-      entropy.setData(times, [points.map((point) => point.entropy)], ["mean of layers"], marks);
-      unused.setData(times, [points.map((point) => point.unused)], ["experts"], marks);
-    },
-  };
 }
 
 /** Return of when the counts are, and the share of computed tokens that were counted. */
@@ -93,12 +55,11 @@ export function expertsView() {
   const map = new HeatMap({ onPick: pick });
   const none = el("p", { class: "empty", data: { testid: "experts-empty" } });
   const tables = layerTables((layer) => pick({ layer, expert: 0 }, "pick"));
-  const [time, versions] = [overTime(), versionsPanel()];
   const help = el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below show the numbers." });
   const picture = el("section", { class: "panel", "aria-labelledby": "heat-title" },
     el("div", { class: "panel-head" }, el("h2", { id: "heat-title", text: "Load of experts" }), seen, source),
     el("div", { class: "panel-body" }, legend(), none, map.root, readout, summary, help));
-  const root = el("div", { class: "view" }, el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Model" }), model), worker.root, planes), problem, picture, versions.root, el("div", { class: "charts two" }, ...time.nodes), tables.root);
+  const root = el("div", { class: "view" }, el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Model" }), model), worker.root, planes), problem, picture, tables.root);
   let shown = null;
   empty("Waiting for the first counts.");
   map.canvas.addEventListener("focus", () => setAttr(readout, "aria-live", "polite"));
@@ -114,7 +75,7 @@ export function expertsView() {
     if (words) shown = null;
     setText(none, words);
     none.hidden = !words;
-    for (const node of [map.root, readout, summary, help, seen, source, versions.root, tables.root, ...time.nodes]) node.hidden = Boolean(words);
+    for (const node of [map.root, readout, summary, help, seen, source, tables.root]) node.hidden = Boolean(words);
   }
 
   function pick(cell, how) {
@@ -146,8 +107,6 @@ export function expertsView() {
     const unused = data.unused.reduce((sum, each) => sum + each, 0);
     setText(summary, data.seen ? `Worst layer ${worst}: its busiest expert has ${ratio(data.max_over_mean[worst])} the mean. Mean entropy ${decimals(data.entropy.reduce((sum, each) => sum + each, 0) / layers, 3)} of 1. ${count(unused)} of ${count(layers * experts)} experts were never chosen.` : "");
     tables.update(shown, map);
-    versions.update(event, plane);
-    time.update(event.over_time ?? [], plane);
     const cell = { layer: Number(params.get("layer") ?? 0) || 0, expert: Number(params.get("expert") ?? 0) || 0 };
     if (!readout.matches(":empty") && map.canvas.matches(":hover")) return;
     map.pick(cell);

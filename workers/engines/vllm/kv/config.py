@@ -1,22 +1,25 @@
-"""Selects the KV connector of an engine for its role, and checks that it is compatible with routed experts."""
+"""Selects the KV connector of an engine for its role, and converts a `KvTransfer` to that connector's parameters."""
 
+import logging
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from .....schemas.decoding import MALFORMED
 from .....schemas.errors import InvalidRequest
+from .....schemas.limits import MAX_KV_PARAMS_BYTES
+from .....schemas.messages import KvTransfer
 from .....schemas.presence import Role
+from .....schemas.request import GenerateRequest
 
-__all__ = [
-    "FIELD",
-    "STORAGE",
-    "TTL",
-    "connector_config",
-    "connector_names",
-    "describe_connector",
-    "routing_refusal",
-]
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSamplingParams
+
+logger = logging.getLogger(__name__)
+
 
 FIELD = "kv_transfer_config"
 EXAMPLE = "ExampleConnector"
@@ -49,6 +52,19 @@ TRANSFERS = frozenset(
     }
 )
 """vLLM's connectors that transfer KV only for requests whose `kv_transfer_params` request it."""
+EXTRA_ARG = "kv_transfer_params"
+"""Key of the KV transfer parameters in a request's `extra_args` (v1/request.py: Request.__init__)."""
+TAKES_KV = "do_remote_prefill"
+"""Key by which vLLM and its connectors mark a decode phase in the KV transfer parameters."""
+PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    TAKES_KV: False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""KV transfer parameters of a prefill phase for every connector; vLLM's own proxies send the same."""
 
 
 def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -142,7 +158,7 @@ def describe_connector(config: Any) -> str | None:
     return " ".join([*parts, str(model.dtype).removeprefix("torch."), f"kv-{config.cache_config.cache_dtype}"])
 
 
-def routing_refusal(config: Any) -> str | None:
+def connector_refusal(config: Any) -> str | None:
     """Return why the connectors of this `KVTransferConfig` prevent routed experts; None: they are compatible.
 
     If this engine did not compute the KV of a prompt token, its experts are unknown, and vLLM returns a row that
@@ -162,3 +178,53 @@ def routing_refusal(config: Any) -> str | None:
         f"whose KV this engine did not compute; allowed with routed experts: {allowed} alone, or the engine argument "
         "'enable_return_routed_experts': false"
     )
+
+
+def decode_params(kv: KvTransfer | None, request: GenerateRequest, config: Any) -> dict[str, Any] | None:
+    """Return the KV transfer parameters for an engine with this `KVTransferConfig`.
+
+    None: the request has no separate phases, or the engine cannot produce or use its KV.
+
+    Raises:
+        InvalidRequest: `kv.params` cannot be decoded, or the request needs rows that only the prefill worker has.
+    """
+    if kv is None or config is None:
+        return None
+    if kv.is_prefill:
+        return dict(PREFILL_PARAMS) if config.is_kv_producer else None
+    if not config.is_kv_consumer:
+        return None
+    if request.routed_experts_prompt_start < request.prompt_len - 1 and request.return_routed_experts is not False:
+        raise InvalidRequest(
+            field="routed_experts_prompt_start",
+            problem=f"is {request.routed_experts_prompt_start} in a request whose KV another worker computed",
+            allowed=f"{request.prompt_len - 1} or more: only the worker that computed the KV has the earlier rows",
+        )
+    try:
+        return msgspec.msgpack.decode(kv.params, type=dict[str, Any])
+    except MALFORMED as exc:
+        raise InvalidRequest(field="kv.params", problem=f"cannot be decoded: {exc}", allowed="a msgpack map") from exc
+
+
+def encode_params(params: Mapping[str, Any] | None) -> bytes | None:
+    """Return the encoded KV transfer parameters of a prefill phase.
+
+    None: there are no parameters, or they are too large or cannot be encoded; the prompt is then computed again.
+    """
+    if params is None:
+        return None
+    try:
+        data = msgspec.msgpack.encode(dict(params))
+    except (TypeError, ValueError):
+        logger.exception("kv.params_encode_failed names=%s", sorted(params))
+        return None
+    if len(data) > MAX_KV_PARAMS_BYTES:
+        logger.error("kv.params_rejected bytes=%d allowed=%d", len(data), MAX_KV_PARAMS_BYTES)
+        return None
+    return data
+
+
+def is_decode_phase(params: "VllmSamplingParams") -> bool:
+    """Return True if a request with these parameters may load the KV of its prompt from another worker."""
+    handover = (getattr(params, "extra_args", None) or {}).get(EXTRA_ARG) or {}
+    return bool(handover.get(TAKES_KV))

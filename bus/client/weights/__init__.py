@@ -1,1 +1,0 @@
-"""The publisher of weights: it reads a trainer's tensors, finds the changes, and stores them for the workers."""

@@ -1,0 +1,507 @@
+"""The live workers, by their presence: their leases, the models that they serve, and the requests that wait for one.
+
+The caller passes in the time; nothing here waits.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Final, NamedTuple
+
+from ....schemas.errors import InvalidRequest, NoWorkers
+from ....schemas.presence import Role, WorkerPresence, WorkerState
+from .leases import MAX_LEASE_S
+
+MAX_LISTED: Final = 16
+"""Largest number of models or workers that an error lists, because workers choose the names."""
+MAX_CAUSE_CHARS: Final = 256
+"""Characters of a worker's own text that an error repeats: a worker may write any text."""
+LEASE_MARGIN_S: Final = 1.0
+"""Seconds after the end of its lease at which a worker counts as lost. By then it has fenced itself by any clock."""
+MAX_ENDED: Final = 8
+"""Ended incarnations of one worker that are remembered: a worker starts rarely."""
+MAX_NAMESAKES: Final = 4
+"""Further workers with one id that are followed. More than one worker with an id is a mistake in their setup."""
+MAX_WORKERS: Final = 16_384
+"""Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
+MAX_GIVEN_UP: Final = 64
+"""Models without workers whose last cause is remembered: workers choose the names."""
+
+
+@dataclass(frozen=True)
+class FleetSnapshot:
+    """The live workers: states, versions, adapters. Each change makes a new snapshot; any thread may read it."""
+
+    workers: tuple[WorkerPresence, ...]
+    """The workers by id. Load, counters and times of their presence may be older than the snapshot."""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """By worker that starts: how many of its incarnations have started since it last accepted requests."""
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    """By model whose last worker is not started again: the name of that worker and the reason."""
+
+    @cached_property
+    def served(self) -> tuple[str, ...]:
+        """The sorted models for which a worker accepts requests now or soon: the worker may be paused or updating."""
+        present = (worker for worker in self.workers if worker.state.is_present)
+        return tuple(sorted({worker.model for worker in present if accepts_whole_requests(worker)}))
+
+    @cached_property
+    def awaited(self) -> frozenset[str]:
+        """The models for which a worker accepts requests now or soon: it may also be starting."""
+        starting = (worker for worker in self.workers if worker.state is WorkerState.STARTING and worker.start_left_s)
+        return frozenset((*self.served, *(worker.model for worker in starting)))
+
+    @cached_property
+    def serving(self) -> frozenset[str]:
+        """The models for which a worker accepts requests and runs them now."""
+        able = (worker for worker in self.workers if accepts_whole_requests(worker))
+        return frozenset(worker.model for worker in able if worker.state is WorkerState.SERVING)
+
+    @cached_property
+    def prefillers(self) -> Mapping[str, tuple[str, ...]]:
+        """By model with serving decode workers: the serving prefill workers whose KV the decode workers can read."""
+        readable: dict[str, set[str | None]] = {}
+        for worker in self.workers:
+            if _serves_as(worker, "decode"):
+                readable.setdefault(worker.model, set()).add(connector_of(worker))
+        return {
+            model: tuple(
+                worker.worker
+                for worker in self.workers
+                if worker.model == model and _serves_as(worker, "prefill") and connector_of(worker) in connectors
+            )
+            for model, connectors in readable.items()
+        }
+
+    @cached_property
+    def context_lens(self) -> Mapping[str, int]:
+        """By model with serving workers: the shortest context length of any of them."""
+        lens: dict[str, int] = {}
+        for worker in self.workers:
+            if worker.state is WorkerState.SERVING and worker.capabilities is not None:
+                length = worker.capabilities.max_model_len
+                lens[worker.model] = min(lens.get(worker.model, length), length)
+        return lens
+
+    def newest_version(self, model: str | None, lora: str | None) -> int | None:
+        """Return the newest version of the weights or adapter at any live worker of `model`; None: unknown."""
+        workers = [worker for worker in self.workers if worker.model == model]
+        if lora is None:
+            return max((worker.served_version for worker in workers), default=None)
+        return max((info.version for worker in workers for info in worker.loras if info.name == lora), default=None)
+
+    def choose_model(self, known: Collection[str] = ()) -> str:
+        """Return the model of requests that name none: the only one of the live workers' models and `known`.
+
+        Raises:
+            NoWorkers: there is no model.
+            InvalidRequest: there are several.
+        """
+        names = self._names(known)
+        if len(names) > 1:
+            raise InvalidRequest(field="model", problem="is missing", allowed=self._one_of(names))
+        if not names:
+            raise NoWorkers(message="no live worker serves any model")
+        return names[0]
+
+    def resolve_model(self, model: str | None, known: Collection[str] = ()) -> str:
+        """Return the model for a request with `model`; None means the only model.
+
+        Args:
+            known: models that count although no live worker may have them.
+
+        Raises:
+            NoWorkers: no worker serves it, and none starts.
+            InvalidRequest: no model was named and there are several, or there are only other models.
+        """
+        model = self.choose_model(known) if model is None else model
+        if model in self.awaited:
+            return model
+        names = self._names(known)
+        if names and model not in names:
+            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=self._one_of(names))
+        raise NoWorkers(message=f"no live worker serves {model}{self.describe_others(model)}")
+
+    def _names(self, known: Collection[str]) -> list[str]:
+        return sorted({worker.model for worker in self.workers}.union(known))
+
+    def _one_of(self, names: Sequence[str]) -> str:
+        """Return the allowed names for people, with the command that forgets a name without workers."""
+        live = {worker.model for worker in self.workers}
+        idle = [name for name in names if name not in live]
+        text = f"one of {list_names(names)}"
+        if idle:
+            text += f" (without workers: {list_names(idle)}; `rollbus forget-model {idle[0]}` forgets a model)"
+        return text
+
+    def describe_others(self, model: str | None) -> str:
+        """Return the workers of `model`, or of all, that do not serve, with states and causes, in brackets.
+
+        The text may be empty.
+        """
+        others = [
+            self._describe(worker)
+            for worker in self.workers
+            if not (worker.state is WorkerState.SERVING and accepts_whole_requests(worker))
+            and model in (None, worker.model)
+        ]
+        others += [why for name, why in self.given_up.items() if model in (None, name)]
+        return f" ({list_names(others, '; ')})" if others else ""
+
+    def _describe(self, worker: WorkerPresence) -> str:
+        """Return the state of a worker that does not serve. A start has its number and its cause."""
+        if not accepts_whole_requests(worker):
+            return f"{worker.worker} is serving prefill phases only"
+        if worker.state is not WorkerState.STARTING:
+            return f"{worker.worker} is {worker.state}"
+        count = self.starts.get(worker.worker, 1)
+        again = f", start {count} since it served" if count > 1 else ""
+        why = f": {cause_of(worker)}" if worker.last_error else ""
+        return f"{worker.worker} is starting{again}{why}"
+
+
+def list_names(names: Sequence[str], separator: str = ", ") -> str:
+    """Return names for an error message, the first `MAX_LISTED` of them."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{separator.join(names[:MAX_LISTED])}{more}"
+
+
+def cause_of(worker: WorkerPresence) -> str:
+    """Return the printable beginning of the last error of a worker."""
+    return "".join(filter(str.isprintable, (worker.last_error or "")[:MAX_CAUSE_CHARS]))
+
+
+def accepts_whole_requests(worker: WorkerPresence) -> bool:
+    """Return True if the worker pulls requests from the queue when it serves, and not only prefill phases."""
+    return worker.capabilities is None or worker.capabilities.role != "prefill"
+
+
+def _serves_as(worker: WorkerPresence, role: Role) -> bool:
+    capabilities = worker.capabilities
+    return worker.state is WorkerState.SERVING and capabilities is not None and capabilities.role == role
+
+
+def connector_of(worker: WorkerPresence) -> str | None:
+    """Return the connector by which a worker shares KV; None: it shares none, or is starting."""
+    return None if worker.capabilities is None else worker.capabilities.kv_connector
+
+
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """A worker, or one of its incarnations, that is lost."""
+
+    worker: str
+    incarnation: str
+    model: str
+    reason: str
+    is_final: bool = True
+    """True if the worker itself is lost. False: it continues, or comes back, as another incarnation."""
+    is_death: bool = False
+    """True if its engine died or its process was killed, as far as is known. A request in the engine may be the cause.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A worker whose lease had expired but whose process had not ended. Its presence arrives again."""
+
+    worker: str
+    incarnation: str
+    """The incarnation that counted as lost."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """The latest presence of one incarnation, and its lease."""
+
+    presence: WorkerPresence
+    received_at: float
+    expires: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Start the lease."""
+        self.restart_lease(self.received_at)
+
+    def restart_lease(self, now: float) -> None:
+        """Restart the lease at `now`."""
+        self.expires = now + min(self.presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
+
+
+class PresenceTable:
+    """The latest presence of each live worker.
+
+    Two workers may have one id by mistake. A new incarnation replaces the previous one, because a restarted worker
+    cannot report its restart in another way. If presence of the replaced incarnation arrives again, both are live. From
+    then on, the table keeps the worker that has held the id longer, and the client's requests at both workers continue.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Tracked] = {}
+        # The incarnation of each worker whose lease expired, and the time of its last presence; bounded.
+        self._silent: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        # By worker: incarnations that were replaced, and those that are live beside the one in `_workers`.
+        self._ended: dict[str, deque[str]] = {}
+        self._namesakes: dict[str, dict[str, _Tracked]] = {}
+        # By worker: the incarnation that started last, and how many started since it accepted requests; bounded.
+        self._starts: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._given_up: OrderedDict[str, str] = OrderedDict()
+        self._snapshot: FleetSnapshot | None = None
+
+    def update(self, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
+        """Handle presence. Return the incarnation or worker that it ended, or the worker that has survived."""
+        previous = self.get(presence.worker)
+        if previous is not None and self._is_namesake(previous, presence):
+            return self._update_namesake(previous, presence, now)
+        silent = self._silent.pop(presence.worker, None)
+        if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
+            lost = self._end(presence, f"it is {presence.state}", is_death=presence.state is WorkerState.FAILED)
+            if presence.start_left_s == 0:
+                self._give_up(presence)
+            return lost
+        if previous is None and len(self._workers) >= MAX_WORKERS:
+            return None
+        self._workers[presence.worker] = _Tracked(presence, now)
+        self._count_start(presence)
+        if previous is None or _in_snapshot(previous) != _in_snapshot(presence):
+            self._given_up.pop(presence.model, None)
+            self._snapshot = None
+        if previous is not None and previous.incarnation != presence.incarnation:
+            self._ended.setdefault(presence.worker, deque(maxlen=MAX_ENDED)).append(previous.incarnation)
+            reason = "it came back as a new incarnation"
+            # A worker that has fenced itself is the same process. A restarted worker has a shorter uptime.
+            is_death = presence.uptime_s < previous.uptime_s and previous.state is not WorkerState.FENCED
+            return LostWorker(
+                previous.worker, previous.incarnation, previous.model, reason, is_final=False, is_death=is_death
+            )
+        if silent is not None and now - presence.uptime_s < silent[1]:
+            return Survivor(presence.worker, silent[0])
+        if presence.state is WorkerState.FENCED:
+            reason = "it has fenced itself"
+            return LostWorker(presence.worker, presence.incarnation, presence.model, reason, is_final=False)
+        return None
+
+    def _count_start(self, presence: WorkerPresence) -> None:
+        """Count the starts of a worker until it accepts requests."""
+        worker, incarnation = presence.worker, presence.incarnation
+        if presence.state is WorkerState.STARTING:
+            last, count = self._starts.pop(worker, ("", 0))
+            self._starts[worker] = incarnation, count + (last != incarnation)
+            if len(self._starts) > MAX_WORKERS:
+                self._starts.popitem(last=False)
+        elif presence.state.is_present:
+            self._starts.pop(worker, None)
+
+    def _give_up(self, presence: WorkerPresence) -> None:
+        """Remember why the last worker of its model is not started again, for the requests that wait for one."""
+        if presence.model in self.snapshot.awaited:
+            return
+        self._snapshot = None
+        self._given_up[presence.model] = f"{presence.worker} is not started again: {cause_of(presence)}"
+        if len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+
+    def expire(self, now: float) -> list[LostWorker]:
+        """Remove and return the workers whose lease has expired."""
+        gone = []
+        for worker, namesakes in list(self._namesakes.items()):
+            expired = [name for name, other in namesakes.items() if other.expires <= now]
+            gone += [self._end_namesake(worker, name, "its lease expired", is_death=True) for name in expired]
+        for tracked in [tracked for tracked in self._workers.values() if tracked.expires <= now]:
+            self._silent[tracked.presence.worker] = tracked.presence.incarnation, tracked.received_at
+            gone.append(self._end(tracked.presence, "its lease expired", is_death=True))
+        while len(self._silent) > MAX_WORKERS:
+            self._silent.popitem(last=False)
+        return gone
+
+    def remove_all(self, reason: str) -> list[LostWorker]:
+        """Remove and return all workers: no presence could arrive for longer than requests wait for a worker."""
+        gone = [LostWorker(p.worker, p.incarnation, p.model, reason) for p in self.workers()]
+        for lost in gone:
+            self._remove(lost.worker)
+        return gone
+
+    def _is_namesake(self, previous: WorkerPresence, presence: WorkerPresence) -> bool:
+        """Return True if `presence` is of another worker than `previous`, and both are or were live until now."""
+        if presence.incarnation == previous.incarnation:
+            return False
+        worker, incarnation = presence.worker, presence.incarnation
+        return incarnation in self._ended.get(worker, ()) or incarnation in self._namesakes.get(worker, {})
+
+    def _update_namesake(
+        self, previous: WorkerPresence, presence: WorkerPresence, now: float
+    ) -> LostWorker | Survivor | None:
+        """Handle presence of another worker with the id of `previous`."""
+        worker, incarnation = presence.worker, presence.incarnation
+        others = self._namesakes.setdefault(worker, {})
+        if presence.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.FENCED):
+            if incarnation not in others:
+                return None
+            is_death = presence.state is WorkerState.FAILED
+            return self._end_namesake(worker, incarnation, f"it is {presence.state}", is_death=is_death)
+        if incarnation not in others and len(others) >= MAX_NAMESAKES:
+            return None
+        others[incarnation] = _Tracked(presence, now)
+        ended = self._ended.get(worker, deque())
+        if incarnation not in ended:
+            return None
+        ended.remove(incarnation)
+        if _held_s(presence) > _held_s(previous):
+            others[previous.incarnation] = self._workers[worker]
+            self._workers[worker] = others.pop(incarnation)
+            self._snapshot = None
+        # It counted as lost when presence of the other one arrived.
+        return Survivor(worker, incarnation)
+
+    def _end_namesake(self, worker: str, incarnation: str, reason: str, *, is_death: bool) -> LostWorker:
+        model = self._namesakes[worker].pop(incarnation).presence.model
+        return LostWorker(worker, incarnation, model, reason, is_final=False, is_death=is_death)
+
+    def _end(self, presence: WorkerPresence, reason: str, *, is_death: bool) -> LostWorker:
+        """End a worker, or one of several with its id."""
+        worker = presence.worker
+        others = self._namesakes.get(worker, {})
+        followed = self.get(worker) if others else None
+        ended = (followed or presence).incarnation
+        self._remove(worker)
+        if others:
+            longest = max(others.values(), key=lambda other: _held_s(other.presence))
+            del others[longest.presence.incarnation]
+            self._namesakes[worker] = others
+            self._workers[worker] = longest
+        return LostWorker(
+            worker, ended, presence.model, reason, is_final=worker not in self._workers, is_death=is_death
+        )
+
+    def restart_leases(self, now: float) -> None:
+        """Restart every lease: no presence could arrive while this process was disconnected."""
+        for tracked in chain(self._workers.values(), *(others.values() for others in self._namesakes.values())):
+            tracked.restart_lease(now)
+
+    def incarnations_of(self, worker: str) -> frozenset[str]:
+        """Return all live incarnations of `worker`: more than one if several workers have its id."""
+        seen = self.get(worker)
+        own = () if seen is None else (seen.incarnation,)
+        return frozenset((*own, *self._namesakes.get(worker, ())))
+
+    def incarnations(self) -> frozenset[tuple[str, str]]:
+        """Return worker and incarnation of all live workers that have not fenced themselves."""
+        own = ((p.worker, p.incarnation) for p in self.workers() if p.state is not WorkerState.FENCED)
+        others = ((worker, name) for worker, others in self._namesakes.items() for name in others)
+        return frozenset((*own, *others))
+
+    @property
+    def snapshot(self) -> FleetSnapshot:
+        """The live workers; the same object until a worker joins, leaves or applies a change."""
+        if self._snapshot is None:
+            starts = {worker: self._starts[worker][1] for worker in self._workers if worker in self._starts}
+            self._snapshot = FleetSnapshot(self.workers(), starts, dict(self._given_up))
+        return self._snapshot
+
+    def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
+        """Return the live workers by id, of one model or of all."""
+        return tuple(t.presence for _, t in sorted(self._workers.items()) if model in (None, t.presence.model))
+
+    def heard(self) -> tuple[tuple[WorkerPresence, float], ...]:
+        """Return the live workers by id, each with the time of its last presence."""
+        return tuple((t.presence, t.received_at) for _, t in sorted(self._workers.items()))
+
+    def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
+        """Return the serving workers that accept whole requests."""
+        return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING and accepts_whole_requests(p))
+
+    def target_version(self, model: str) -> int | None:
+        """Return the newest version that any live worker of `model` should have; None: no presence has one.
+
+        Of an adapter that answers under the model's name, presence has the loaded version.
+        """
+        workers = [p for p in self.workers(model) if p.target_version is not None]
+        return max((max(p.target_version or 0, p.base_adapter_version or 0) for p in workers), default=None)
+
+    def get(self, worker: str) -> WorkerPresence | None:
+        """Return the latest presence of a live worker."""
+        tracked = self._workers.get(worker)
+        return None if tracked is None else tracked.presence
+
+    def _remove(self, worker: str) -> None:
+        self._snapshot = None
+        self._workers.pop(worker, None)
+        self._ended.pop(worker, None)
+        self._namesakes.pop(worker, None)
+
+
+def _in_snapshot(presence: WorkerPresence) -> tuple[object, ...]:
+    """Return the values of which each change makes a new snapshot."""
+    p = presence
+    start = (bool(p.start_left_s), p.last_error) if p.state is WorkerState.STARTING else ()
+    return p.state, p.model, p.incarnation, p.epoch, p.weight_version, p.loras, start
+
+
+def _held_s(presence: WorkerPresence) -> float:
+    """Return how long a worker has held its id, by its presence."""
+    return presence.uptime_s if presence.held_s is None else presence.held_s
+
+
+def slots_of(worker: WorkerPresence) -> int:
+    """Return how many requests a worker runs at once, by its presence."""
+    known = worker.capabilities
+    return worker.in_flight + worker.free_slots if known is None else known.max_num_seqs
+
+
+class WaitLimit(NamedTuple):
+    """How long a request of an HTTP client waits while no worker serves its model."""
+
+    since: float
+    """Time at which the request arrived, on `time.monotonic()`."""
+    seconds: float
+    waited_s: float = 0.0
+    """Seconds of the limit that had passed before: the model had no worker that had started."""
+
+
+class UnservedModels:
+    """The models with waiting requests that no worker serves, and since when.
+
+    A request waits for a worker that is paused, updates its weights or starts. If there is no such worker, it waits for
+    the grace time, in which a supervisor may start one.
+
+    Args:
+        grace_s: seconds that requests wait for a worker of a model that no worker serves and none starts.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._fleet = FleetSnapshot(())
+        # By model with waiting requests: the time since which no worker runs requests, and since which none is awaited.
+        self._idle: dict[str, float] = {}
+        self._abandoned: dict[str, float] = {}
+
+    def update(self, models: Iterable[str], fleet: FleetSnapshot, now: float) -> None:
+        """Follow the workers of `models`, the models with waiting requests."""
+        self._fleet = fleet
+        idle = {model for model in models if model not in fleet.serving}
+        self._idle = {model: self._idle.get(model, now) for model in idle}
+        self._abandoned = {model: self._abandoned.get(model, now) for model in idle if model not in fleet.awaited}
+
+    def restart_timers(self) -> None:
+        """Restart all times: no presence could arrive while this process was disconnected."""
+        self._idle.clear()
+        self._abandoned.clear()
+
+    def why_not_wait(self, model: str, limit: WaitLimit | None, now: float, *, has_grace: bool = True) -> str | None:
+        """Return the reason why a request that no worker has must fail now; None: it waits.
+
+        Args:
+            limit: limit of this request; None: it waits until its deadline.
+            has_grace: False: the grace time has passed in another way.
+        """
+        others = self._fleet.describe_others(model)
+        since = self._abandoned.get(model)
+        if since is not None and model in self._fleet.given_up:
+            return f"no worker serves {model}, and none starts{others}"
+        if since is not None and (not has_grace or now - since >= self._grace_s):
+            return f"no worker has served {model} for {self._grace_s:g} s{others}"
+        since = self._idle.get(model)
+        if since is not None and limit is not None and now - max(since, limit.since) + limit.waited_s >= limit.seconds:
+            return f"no worker has served {model} for {limit.seconds:g} s{others}"
+        return None

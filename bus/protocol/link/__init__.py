@@ -1,1 +1,0 @@
-"""The numbered frames from one worker to one client: acknowledgements, credit and resends."""

@@ -1,1 +1,0 @@
-"""Decides which worker gets a request directly, and which requests go to the queue."""

@@ -1,0 +1,301 @@
+"""The messages in the bucket of a model's published weights through which its publishers agree.
+
+The chain record is written by compare-and-set. Ranks other than 0 store objects, failure reports and signs of life for
+rank 0. Because of the signs, no rank waits long for a dead rank.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError
+from ...schemas.manifest import (
+    CHAIN,
+    CHAIN_OBJECT,
+    MAX_REASON_CHARS,
+    ChainRecord,
+    Link,
+    OpenedVersion,
+    RankObject,
+    decode_chain,
+)
+from ..nats.connection import Connection
+from ..nats.jetstream import NO_STREAM, TRY_S, WRONG_LAST_SEQUENCE, ApiError, Unanswered, put, storage_errors
+from ..objects.catalog import BucketState, bucket_state, find_object, list_subjects
+from ..objects.layout import ObjectInfo, ObjectOptions, info_subject, stream_of
+from ..protocol.weights.chain import SIGN_S, SILENT_S, Silence
+from ..subjects import published_bucket
+
+logger = logging.getLogger(__name__)
+
+REASON: Final = "rollbus-reason"
+"""Metadata field of an object without content: the reason why a rank failed."""
+POLL_S: Final = 0.25
+"""Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
+
+
+class StoredChain(NamedTuple):
+    """The chain record as stored by the server."""
+
+    record: ChainRecord
+    """The record; empty if no valid record exists."""
+    sequence: int
+    """Sequence number of the record's message; 0: there is no message."""
+    age_s: float
+    """Seconds since the record was stored, by the server's clock."""
+
+
+class ChainKey:
+    """The chain record of one model. Methods raise `BusBroken` if JetStream does not answer."""
+
+    def __init__(self, nats: Connection, fleet: str, model: str) -> None:
+        self._nats = nats
+        self._model = model
+        self.bucket: Final = published_bucket(fleet, model)
+
+    async def bucket_state(self) -> BucketState:
+        """Return the state of the bucket.
+
+        Raises:
+            ControlError: `storage`: the bucket does not exist.
+        """
+        try:
+            return await bucket_state(self._nats, self.bucket)
+        except ApiError as error:
+            raise self._refused("read", error) from error
+
+    async def read(self) -> StoredChain:
+        """Return the record. A record that does not decode, or lacks a required signature, counts as empty.
+
+        Raises:
+            ControlError: `storage`: the bucket does not exist.
+        """
+        try:
+            found = await find_object(self._nats, self.bucket, CHAIN_OBJECT, is_signed=True)
+        except ApiError as error:
+            raise self._refused("read", error) from error
+        if found is None:
+            return StoredChain(ChainRecord(model=self._model), 0, math.inf)
+        try:
+            if found.info is None:
+                raise RemoteProtocolError("the record is deleted or not signed")
+            record = decode_chain(found.info.metadata.get(CHAIN, ""))
+        except RemoteProtocolError as error:
+            logger.warning("chain.decode_failed bucket=%s error=%s", self.bucket, error)
+            # Each epoch was written in its own message, so no epoch exceeds the sequence number of this message.
+            return StoredChain(ChainRecord(model=self._model, epoch=found.sequence), found.sequence, math.inf)
+        now = (await self.bucket_state()).now
+        return StoredChain(record, found.sequence, (now - found.stored_at).total_seconds())
+
+    async def write(self, record: ChainRecord, sequence: int) -> int | None:
+        """Store the record if its last message still has number `sequence`. Return the new number, or None if not.
+
+        Raises:
+            ControlError: `storage`: the bucket is full or does not exist.
+            Unanswered: the server may or may not have stored the record.
+        """
+        info = ObjectInfo(
+            name=CHAIN_OBJECT, bucket=self.bucket, nuid="chain", metadata={CHAIN: msgspec.json.encode(record).decode()}
+        )
+        subject, data = info_subject(self.bucket, CHAIN_OBJECT), msgspec.json.encode(info)
+        headers = {
+            "Nats-Rollup": "sub",
+            "Nats-Expected-Stream": stream_of(self.bucket),
+            "Nats-Expected-Last-Subject-Sequence": str(sequence),
+            **self._nats.signatures.headers(subject, data),
+        }
+        try:
+            return await put(self._nats, subject, data, headers, timeout_s=TRY_S)
+        except ApiError as error:
+            if error.code in WRONG_LAST_SEQUENCE:
+                return None
+            if error.code == NO_STREAM:
+                raise Unanswered(f"no server stores the chain record of {self._model!r}") from error
+            raise self._refused("written", error) from error
+
+    def _refused(self, what: str, error: ApiError) -> ControlError:
+        if error.code == NO_STREAM:
+            return ControlError(
+                ControlCode.STORAGE,
+                f"the bucket {self.bucket!r} of {self._model!r} does not exist; an admin creates it: rollbus "
+                "make-queue MODEL --upload-bytes N",
+            )
+        return ControlError(ControlCode.STORAGE, f"the bucket {self.bucket!r} cannot be {what}: {error}")
+
+
+async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | None:
+    """Return the chain record of a model without taking its lease. Return None if nothing was ever published.
+
+    Raises:
+        ControlError: `storage`: JetStream refuses.
+        BusBroken: JetStream does not answer.
+    """
+    key = ChainKey(nats, fleet, model)
+    with storage_errors(f"the bucket {key.bucket!r} cannot be read"):
+        if not await list_subjects(nats, key.bucket, info_subject(key.bucket, CHAIN_OBJECT)):
+            return None
+    return (await key.read()).record
+
+
+def as_rank_object(info: ObjectInfo) -> RankObject:
+    """Convert an object's description in the folder to its entry in a rank's list."""
+    return RankObject(
+        name=info.name,
+        nuid=info.nuid,
+        size=info.size,
+        chunks=info.chunks,
+        digest=info.digest,
+        mtime=info.mtime,
+        part_bytes=0 if info.options is None else info.options.max_chunk_size,
+    )
+
+
+def as_info(bucket: str, given: RankObject) -> ObjectInfo:
+    """Convert an object's entry in a rank's list to its description in the folder."""
+    return ObjectInfo(
+        name=given.name,
+        bucket=bucket,
+        nuid=given.nuid,
+        size=given.size,
+        chunks=given.chunks,
+        digest=given.digest,
+        mtime=given.mtime,
+        options=ObjectOptions(max_chunk_size=given.part_bytes),
+    )
+
+
+async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -> None:
+    """Store the reason why a rank failed.
+
+    Raises:
+        ApiError: the server refuses.
+        BusBroken: JetStream does not answer.
+    """
+    info = ObjectInfo(name=name, bucket=bucket, nuid="failed", metadata={REASON: reason[:MAX_REASON_CHARS]})
+    subject, data = info_subject(bucket, name), msgspec.json.encode(info)
+    await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+
+
+async def find_failure(nats: Connection, bucket: str, name: str) -> str | None:
+    """Return the reason why a rank failed; None if the rank stored no reason, or did not sign it.
+
+    Raises:
+        ApiError: the server refuses.
+        ControlError: `bad_source`: the stored message is no valid description.
+        BusBroken: JetStream does not answer.
+    """
+    found = await find_object(nats, bucket, name, is_signed=True)
+    if found is None or found.info is None:
+        return None
+    return found.info.metadata.get(REASON, "")[:MAX_REASON_CHARS]
+
+
+async def silence_of(nats: Connection, bucket: str, prefix: str, rank: int, silences: dict[int, Silence]) -> str | None:
+    """Check for a new sign of life of a rank without a list. Return the problem if the rank was silent for too long.
+
+    Args:
+        prefix: prefix of the lists of the ranks.
+        silences: the silences of all ranks that have sent a sign of life.
+
+    Raises:
+        ApiError: the server refuses.
+        BusBroken: JetStream does not answer.
+    """
+    found = await find_object(nats, bucket, _sign(prefix, rank), is_signed=True)
+    if found is None:
+        return None
+    silent_s = silences.setdefault(rank, Silence()).record(found.sequence, time.monotonic())
+    return None if silent_s < SILENT_S else f"rank {rank} joined, but {_has_been_silent()}"
+
+
+@contextlib.asynccontextmanager
+async def sending_signs(nats: Connection, bucket: str, prefix: str, rank: int) -> AsyncIterator[None]:
+    """Send signs of life of a rank to rank 0 during the block."""
+    name = _sign(prefix, rank)
+    info = ObjectInfo(name=name, bucket=bucket, nuid="alive")
+    subject, data = info_subject(bucket, name), msgspec.json.encode(info)
+
+    async def give() -> None:
+        try:
+            await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+        except (RollbusError, ApiError) as error:
+            logger.warning("publication.sign_publish_failed prefix=%s rank=%s error=%s", prefix, rank, error)
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(SIGN_S)
+            await give()
+
+    await give()
+    giving = asyncio.get_running_loop().create_task(go_on(), name="publication.signs")
+    try:
+        yield
+    finally:
+        giving.cancel()
+        await asyncio.wait([giving])
+
+
+async def until_opened(key: ChainKey, version: int, timeout_s: float) -> tuple[ChainRecord, OpenedVersion]:
+    """Wait until rank 0 has announced a version of the weights.
+
+    Raises:
+        ControlError: `timeout`: rank 0 did not announce this version.
+        BusBroken: JetStream or the connection failed.
+    """
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        record = (await key.read()).record
+        if record.opened is not None and _is_open(record.opened, record, version):
+            return record, record.opened
+        if time.monotonic() >= ends_at:
+            raise ControlError(
+                ControlCode.TIMEOUT, f"rank 0 did not begin to publish version {version} within {timeout_s:g} s"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def until_committed(key: ChainKey, objects: str, timeout_s: float) -> tuple[ChainRecord, Link]:
+    """Wait until rank 0 has committed a publication.
+
+    Raises:
+        ControlError: `not_found`: rank 0 discarded it, or another publisher took over; `timeout`: neither happened in
+            time, or rank 0 did not renew its lease for too long.
+        BusBroken: JetStream or the connection failed.
+    """
+    ends_at, silence = time.monotonic() + timeout_s, Silence()
+    while True:
+        stored = await key.read()
+        record = stored.record
+        for link in record.links:
+            if link.objects == objects:
+                return record, link
+        if record.opened is None or record.opened.objects != objects:
+            withdrawn, reason = record.withdrawn, "it failed, or another publisher took over"
+            if withdrawn is not None and withdrawn.objects == objects:
+                reason = withdrawn.reason
+            raise ControlError(ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: {reason}")
+        if silence.record(stored.sequence, time.monotonic()) >= SILENT_S:
+            raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects}: rank 0 {_has_been_silent()}")
+        if time.monotonic() >= ends_at:
+            raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)
+
+
+def _has_been_silent() -> str:
+    return f"has sent no sign of life for {SILENT_S:g} s"
+
+
+def _sign(prefix: str, rank: int) -> str:
+    return f"{prefix}/alive/{rank}"
+
+
+def _is_open(opened: OpenedVersion, record: ChainRecord, version: int) -> bool:
+    """Return True if rank 0 waits for lists of this version."""
+    is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, None, record.epoch)
+    return is_wanted and record.holder is not None

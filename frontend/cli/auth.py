@@ -1,0 +1,167 @@
+"""`rollbus auth`: the users of a NATS server, their files and certificates."""
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from ...bus.auth.credentials import DEFAULT_FLEET, Role, Tls
+from ...bus.auth.users import (
+    CONFIG_FILE,
+    SERVER_FILE,
+    UserFile,
+    WantedUser,
+    certify,
+    ensure_users,
+    remove_user,
+    write_server_config,
+)
+from .commands.machine import DEFAULT_LISTEN, ROLES, SINGLE
+from .console import print_json, program, write
+from .exits import CommandFailed, ExitCode
+from .options import refuse_options
+from .tables import print_table
+
+SETTINGS = {"listen": "listen", "server_cert": "cert_file", "server_key": "key_file", "client_ca": "ca_file"}
+"""The name in the server's configuration, by option."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Change the folder, and print the result."""
+    if bool(args.files) != (args.action == "certify"):
+        raise CommandFailed("only the action certify has FILE arguments, and it requires at least one", ExitCode.USAGE)
+    if args.action != "init":
+        roles = (*ROLES, "publisher") if args.action == "certify" else ()
+        options = (*SETTINGS, *roles, *(["fleet"] if args.action == "certify" else []))
+        refuse_options(args, options, f"for the action {args.action}")
+    refuse_options(args, ["nats"], "here: this command does not connect to a server")
+    if args.action == "certify":
+        return _certify(args)
+    models = _models_of(args)
+    users = (*_users_of(args), *models)
+    return _init(args, users, models) if args.action == "init" else _remove(args, users)
+
+
+def _users_of(args: argparse.Namespace) -> Iterator[WantedUser]:
+
+    fleet = args.fleet or DEFAULT_FLEET
+    for role in ROLES:
+        names = getattr(args, role)
+        if role in SINGLE and args.action == "init":
+            names = [role, *names]
+        yield from ((fleet, Role(role), name) for name in names)
+
+
+def _models_of(args: argparse.Namespace) -> dict[WantedUser, tuple[str, ...]]:
+    """Return the publishers, each with its models."""
+    found: dict[WantedUser, tuple[str, ...]] = {}
+    for text in args.publisher:
+        name, _, model = text.partition(":")
+        one = (args.fleet or DEFAULT_FLEET, Role.PUBLISHER, name)
+        found[one] = (*found.get(one, ()), *filter(None, [model]))
+    return found
+
+
+def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[WantedUser, tuple[str, ...]]) -> int:
+
+    if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
+        raise CommandFailed(
+            "TLS requires --server-cert and --server-key; --client-ca is allowed only with both", ExitCode.USAGE
+        )
+    has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
+    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
+    if has_cluster and given:
+        raise CommandFailed(
+            f"{_options(given)}: {args.dir} has the servers of a cluster; their configuration is that of "
+            "`rollbus nats init`",
+            ExitCode.USAGE,
+        )
+    server = args.dir / SERVER_FILE
+    if server.exists():
+        _check_settings(server, given)
+    # An existing publisher may be named without its models.
+    entries = ensure_users(args.dir, users, {one: names for one, names in models.items() if names})
+    tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
+    if has_cluster:
+        server = args.dir / CONFIG_FILE
+    else:
+        write_server_config(args.dir, args.listen or DEFAULT_LISTEN, tls)
+    if args.json:
+        print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
+    else:
+        _show(server, entries, has_cluster=has_cluster)
+    return ExitCode.OK
+
+
+def _check_settings(server: Path, given: Mapping[str, str]) -> None:
+    """Check that an existing configuration has the settings of the options: it is the operator's, and never changed.
+
+    Raises:
+        CommandFailed: it lacks one.
+    """
+    lines = [line for line in server.read_text().splitlines() if not line.lstrip().startswith(("#", "//"))]
+    values = {name: value if name == "listen" else str(Path(value).absolute()) for name, value in given.items()}
+    for name, value in values.items():
+        either = "|".join(re.escape(each) for each in (value, given[name]))
+        if not re.search(rf"""\b{SETTINGS[name]}\s*[:=]?\s*["']?({either})["']?(?=[\s,;}}]|$)""", "\n".join(lines)):
+            files = ", ".join(f'{SETTINGS[each]}: "{path}"' for each, path in values.items() if each != "listen")
+            verified = ", verify: true" if "client_ca" in given else ""
+            line = f'listen: "{value}"' if name == "listen" else f"tls {{ {files}{verified} }}"
+            raise CommandFailed(
+                f"{_options([name])} {given[name]}: {server} exists without it; nothing was changed. Write `{line}` "
+                "into this file and restart the server"
+            )
+
+
+def _options(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _certify(args: argparse.Namespace) -> int:
+
+    users = [certify(args.dir, path) for path in args.files]
+    if args.json:
+        found = [{"role": user.role, "name": user.name, "fleet": user.fleet} for user in users]
+        print_json({"certified": found})
+    else:
+        for user in users:
+            write(f"certified {user}")
+    return ExitCode.OK
+
+
+def _remove(args: argparse.Namespace, users: tuple[WantedUser, ...]) -> int:
+
+    if not users:
+        raise CommandFailed("remove requires users, for example --trainer NAME", ExitCode.USAGE)
+    removed = [one for one in users if remove_user(args.dir, one)]
+    if args.json:
+        print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})
+    for fleet, role, name in users:
+        if (fleet, role, name) not in removed:
+            raise CommandFailed(f"{args.dir} has no {role} {name} of fleet {fleet}")
+        if not args.json:
+            write(f"removed {role} {name} of fleet {fleet}; after its next reload, the server rejects this user")
+    return ExitCode.OK
+
+
+def _as_json(entry: UserFile) -> dict[str, object]:
+    user = entry.user
+    return {"role": user.role, "name": user.name, "fleet": user.fleet, "creds": str(entry.path), "new": entry.is_new}
+
+
+def _show(server: Path, entries: tuple[UserFile, ...], *, has_cluster: bool) -> None:
+
+    rows = [
+        (entry.user.role, entry.user.name, entry.user.fleet, "new" if entry.is_new else "as before", str(entry.path))
+        for entry in entries
+    ]
+    print_table(("role", "name", "fleet", "key", "credentials"), rows)
+    admin = next(entry for entry in entries if entry.user.role == "admin")
+    if has_cluster:
+        write(f"\nServers: copy {CONFIG_FILE} to each server. Running servers reload it on SIGHUP; send SIGHUP twice.")
+    else:
+        write(f"\nServer: nats-server -c {server}. A running server reloads it on SIGHUP; send SIGHUP twice.")
+    write(f"Keep {admin.path.parent / 'root.seed'} secret: no running program needs it.")
+    write(
+        f"Then create the queue of each model, since workers may not: {program()} make-queue MODEL --creds {admin.path}"
+    )

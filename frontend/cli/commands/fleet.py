@@ -1,0 +1,402 @@
+"""Subcommands that change a fleet: commands to its workers, weights, queues and stored states."""
+
+import argparse
+from collections.abc import Awaitable, Coroutine
+from typing import TYPE_CHECKING, Final, cast, get_args
+
+from ....schemas.control import PauseMode
+from ....schemas.options import non_negative_int
+from ..arguments import Declared, Option, Run, arg, command, flag, group, one_of
+
+if TYPE_CHECKING:
+    from ....bus import CommandResult, Fleet
+    from ....bus.client.fleet import DrainOptions, SendOptions
+
+SWITCH: Final = (
+    arg(
+        "--mode",
+        get_args(PauseMode),
+        "treatment of requests in flight during the switch (default: keep)",
+        default="keep",
+    ),
+    flag("--allow-rollback", "allow N to be lower than the current version"),
+    arg(
+        "--min-staged",
+        "N",
+        "number of workers that must have the weights on their machines before the switch; the command does not wait "
+        "for the others, which serve no requests until they have the weights (default: all)",
+    ),
+)
+"""Options that state how workers switch to new weights."""
+
+
+def send_options(*, has_worker: bool = True) -> Option:
+    """Return the options that select the workers of a command and its timeout.
+
+    Args:
+        has_worker: with --worker; False if the workers are positional arguments.
+    """
+    worker = arg(
+        "--worker",
+        "ID",
+        "only this worker; may be repeated (default: all workers, including those that start later)",
+        dest="only_workers",
+        action="append",
+    )
+    return group(
+        "workers of the command",
+        arg("--model", "NAME", "only workers that serve this model (default: all models)"),
+        *([worker] if has_worker else []),
+        arg(
+            "--expect",
+            "N",
+            "expected number of workers of the model or fleet; with fewer live workers, the command is not sent "
+            "(default: no check)",
+        ),
+        arg("--timeout-s", "TIME", "seconds for each worker (default: 60, or 600 for weights and adapters)"),
+    )
+
+
+def source_options(what: str) -> tuple[Option, Option]:
+    """Return PATH and the options that state where PATH is.
+
+    Args:
+        what: content of the folder, for the help.
+    """
+    return (
+        arg("path", "PATH", f"folder of the {what} on the workers' machines, below one of their --weight-root"),
+        one_of(
+            flag("--upload", "PATH is on this machine: upload it through NATS for the workers"),
+            flag("--objects", "PATH is BUCKET/PREFIX of an upload in the NATS object store"),
+        ),
+    )
+
+
+def sent(send: Declared) -> Run:
+    """Return a function that sends the command that `send` gives to the fleet, waits for all acks and prints them."""
+
+    def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
+        from ..control import Send, send_command
+
+        return send_command(cast(Send, send), args)
+
+    return run
+
+
+@command(
+    "abort requests in flight",
+    sent,
+    arg("request_ids", "ID", "id of a request, as set by its client", nargs="+"),
+    send_options(),
+    examples=("rollbus abort req-1", "rollbus abort req-1 req-2 --worker w0"),
+)
+def abort(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Abort requests in flight of any client. Their response streams end with the finish reason `abort`.
+
+    Requests that still wait in the queue are not aborted. The command reports each id that no worker has. A request may
+    have ended by itself, so the command fails only if no worker has any of the ids.
+    """
+    return fleet.abort(args.request_ids, **options)
+
+
+@command(
+    "end an open transfer of weights",
+    sent,
+    arg("--transfer", "ID", "only the transfer with this id (default: whichever is open)"),
+    send_options(),
+    examples=("rollbus cancel-transfer", "rollbus cancel-transfer --worker w0"),
+)
+def cancel_transfer(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """End an open transfer of weights, whoever opened it. The workers load the desired weights again.
+
+    `rollbus status` lists open transfers with their owners. A transfer whose owner is gone ends by itself.
+    """
+    return fleet.cancel_weight_update(transfer=args.transfer, **options)
+
+
+@command(
+    "move all requests away from workers",
+    sent,
+    arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="+"),
+    send_options(has_worker=False),
+    examples=(
+        "rollbus drain w0",
+        "rollbus drain w0 w1 --timeout-s 120",
+        "rollbus resume --worker w0    # put w0 back into service",
+    ),
+)
+def drain(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Drain workers: their requests in flight move to other workers, and they accept no requests until `rollbus
+    resume`.
+
+    The other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without
+    loss.
+    """  # noqa: D205 - one long sentence
+    return fleet.drain(args.workers, **cast("DrainOptions", options))
+
+
+@command(
+    "reset prefix caches",
+    sent,
+    flag("--preempt", "also reset cached tokens of requests in flight"),
+    send_options(),
+    examples=("rollbus flush-cache", "rollbus flush-cache --preempt --worker w0"),
+)
+def flush_cache(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Reset the prefix caches of workers.
+
+    If an engine cannot reset its cache while requests are in flight, the worker reports a failure. With --preempt,
+    requests in flight lose their cached tokens, and the engine computes them again. After an update of the weights, a
+    reset is not necessary: new requests never use the cache of older weights.
+    """
+    return fleet.flush_cache(preempt=args.preempt, **options)
+
+
+@command(
+    "load or replace a LoRA adapter",
+    "control:load_lora",
+    arg("name", "NAME", "name of the adapter in requests"),
+    *source_options("adapter"),
+    arg("--version", "N", "version of the adapter (default: last version plus 1)", type=non_negative_int),
+    send_options(),
+    examples=("rollbus load-lora sql loras/sql --upload", "rollbus load-lora sql /models/loras/sql --version 7"),
+)
+def load_lora() -> None:
+    """Load a LoRA adapter under a name for requests, or replace the adapter with that name.
+
+    PATH is the folder of the adapter, with adapter_config.json and adapter_model.safetensors. Each worker looks for it
+    on its own machine, below one of its --weight-root folders. With --upload the adapter goes to the workers through
+    NATS.
+
+    If a load fails, the previous adapter stays loaded. Workers that start later load the new adapter too.
+    """
+
+
+@command(
+    "pause workers; new requests wait in the queue",
+    sent,
+    arg("--mode", get_args(PauseMode), "treatment of requests in flight (default: keep)", default="keep"),
+    flag("--clear-cache", "also reset the prefix cache"),
+    send_options(),
+    examples=("rollbus pause", "rollbus pause --mode wait --timeout-s 600", "rollbus pause --worker w0 --clear-cache"),
+)
+def pause(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Pause workers: they pull no requests until `rollbus resume`, and new requests wait in the queue.
+
+    With --mode keep, requests in flight stop and continue after the resume; no token is lost or repeated. With wait,
+    requests in flight finish first. If that takes longer than --timeout-s, the command fails and the workers stay
+    paused. With abort, requests in flight end immediately with the tokens that they have.
+
+    Workers that start later are paused too, unless --worker is set.
+    """
+    return fleet.pause(mode=args.mode, clear_cache=args.clear_cache, **options)
+
+
+@command(
+    "undo pause and drain",
+    sent,
+    send_options(),
+    examples=("rollbus resume", "rollbus resume --worker w0"),
+)
+def resume(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Undo `rollbus pause` and `rollbus drain`: workers accept requests again, and paused requests continue.
+
+    A worker whose weight update failed does not resume. `rollbus status` shows its error.
+    """
+    return fleet.resume(**options)
+
+
+@command(
+    "release the memory of engines",
+    sent,
+    arg(
+        "--level",
+        None,
+        "1: keep the weights in the memory of the machine; 2: discard and reload them on wake (default: 1)",
+        type=int,
+        choices=(1, 2),
+        default=1,
+    ),
+    send_options(),
+    examples=("rollbus sleep", "rollbus sleep --level 2 --worker w0"),
+)
+def sleep(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Release the memory of engines until `rollbus wake`. Requests wait in the queue or go to other workers."""
+    return fleet.sleep(level=args.level, **options)
+
+
+@command(
+    "unload a LoRA adapter",
+    sent,
+    arg("name", "NAME", "name of the adapter in requests"),
+    send_options(),
+    examples=("rollbus unload-lora sql", "rollbus unload-lora sql --worker w0"),
+)
+def unload_lora(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Unload a LoRA adapter and abort the requests in flight that use it.
+
+    The command fails if no worker has the adapter or should have it.
+    """
+    return fleet.unload_lora(args.name, **options)
+
+
+@command(
+    "replace the weights of workers",
+    "control:update_weights",
+    *source_options("checkpoint"),
+    arg("--version", "N", "version of the new weights (required unless --check)", type=non_negative_int),
+    *SWITCH,
+    arg(
+        "--expected-canary",
+        "FILE",
+        "JSON with the expected canary of the new weights, from an earlier --json or from the trainer (default: no "
+        "comparison)",
+    ),
+    flag("--check", "dry run: check that the workers can load these weights, change nothing"),
+    send_options(),
+    examples=(
+        "rollbus update-weights /models/step-7 --version 7 --check",
+        "rollbus update-weights /models/step-7 --version 7",
+        "rollbus update-weights out/step-7 --version 7 --upload --mode wait",
+    ),
+)
+def update_weights() -> None:
+    """Replace the weights of all workers of a model while requests are in flight.
+
+    PATH is the folder of a whole checkpoint: config.json and safetensors files. Each worker looks for it on its own
+    machine and rejects it unless its real path is below one of the worker's --weight-root folders. With --upload, the
+    folder is on this machine and goes to the workers through NATS.
+
+    All workers first stage the weights while they serve: they fetch files from NATS and check every file, shape and
+    dtype. If one worker rejects the weights, nothing changes. Then each worker pauses (--mode, as in `rollbus pause`),
+    loads the weights, verifies them with a fixed prompt (the canary) and resumes. Every token has the version of its
+    weights. A worker whose update failed serves no requests until a successful update or a restart; `rollbus status`
+    shows the reason. A worker that starts later loads these weights before it serves.
+
+    An update continues if this command is interrupted; `rollbus status` shows its progress.
+    """
+
+
+@command(
+    "undo sleep",
+    sent,
+    send_options(),
+    examples=("rollbus wake", "rollbus wake --worker w0"),
+)
+def wake(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+    """Undo `rollbus sleep`."""
+    return fleet.wake(**options)
+
+
+@command(
+    "store a checkpoint for the fleet, and load it",
+    "weights:publish",
+    arg("folder", "DIR", "folder of a whole checkpoint on this machine"),
+    arg("--version", "N", "version of the weights", type=non_negative_int, required=True),
+    arg("--model", "NAME", "name of the model (default: the only model of the fleet)"),
+    arg("--base", "DIR", "folder of the last published version (default: store the whole checkpoint)"),
+    flag("--store-only", "store the version without loading it on workers"),
+    *SWITCH,
+    arg("--timeout-s", "TIME", "seconds within which each worker must load the version (default: 600)"),
+    examples=(
+        "rollbus publish-weights out/step-7 --version 7",
+        "rollbus publish-weights out/step-8 --version 8 --base out/step-7",
+        "rollbus publish-weights out/step-9 --version 9 --base out/step-8 --store-only",
+    ),
+)
+def publish_weights() -> None:
+    """Publish a checkpoint through NATS, without a shared disk. All workers of the model then load it.
+
+    DIR is the folder of a whole checkpoint on this machine. The command stores it in the bucket of the model as an
+    anchor, a whole checkpoint. With --base, the folder of the last published version, it stores only the changes.
+    Workers with that version then fetch only the changes. The content of --base must equal the published version; the
+    command compares hashes.
+
+    Only one program at a time may publish weights of a model. `rollbus weights` shows the published versions. A trainer
+    publishes from its memory with rollbus.WeightPublisher.
+    """
+
+
+@command(
+    "create the queue of a model, or set its limits",
+    "admin:make_queue",
+    arg("models", "MODEL", "name of a model", nargs="+"),
+    arg("--max-requests", "N", "maximum number of waiting requests of all clients (default of a new queue: 65,536)"),
+    arg("--max-bytes", "SIZE", "maximum size of waiting requests (default of a new queue: 1 GiB)"),
+    arg(
+        "--max-per-client",
+        "N",
+        "maximum number of waiting requests of one client in one lane (default of a new queue: 1,024)",
+    ),
+    arg(
+        "--upload-bytes",
+        "SIZE",
+        "maximum size of the bucket for uploads of publishers, which is created if missing (for example 32GiB; "
+        "default: unchanged)",
+    ),
+    examples=(
+        "rollbus make-queue my-model",
+        "rollbus make-queue my-model --max-requests 100000 --upload-bytes 34359738368",
+    ),
+)
+def make_queue() -> None:
+    """Create the queues of models and the bucket of desired states, and set limits.
+
+    Use this on a server with `rollbus auth`, where only admins may create queues. On other servers the workers create
+    them. Existing queues stay unchanged. A limit changes only if an option sets it. It cannot be lower than the present
+    content of the queue.
+    """
+
+
+@command(
+    "clear the desired state of workers",
+    "admin:reset",
+    arg("--model", "NAME", "name of the model (default: every live model)"),
+    examples=("rollbus reset", "rollbus reset --model my-model"),
+)
+def reset() -> None:
+    """Clear the desired state of workers: pause, weights and adapters. Use this if the state no longer fits the model.
+
+    Running workers keep their weights, undo a pause and unload adapters. Workers that start later use the weights of
+    their options.
+    """
+
+
+@command(
+    "forget a model without workers",
+    "admin:forget_model",
+    arg("model", "MODEL", "name of the model"),
+    examples=("rollbus status", "rollbus forget-model old-model"),
+)
+def forget_model() -> None:
+    """Forget a model that the fleet no longer serves: delete its queue and its desired state.
+
+    A client that names no model needs a fleet with exactly one known model. A model is known from its first worker, or
+    from `make-queue`, until this command. The command fails if a worker of the model lives, or if its queue has
+    requests. On a server with `rollbus auth` it needs the credentials of an admin. Published weights stay.
+    """
+
+
+@command(
+    "sign data that was stored without a root key",
+    "admin:sign",
+    arg("--model", "NAME", "name of the model (default: every model)"),
+    arg(
+        "--objects",
+        "BUCKET/PREFIX",
+        "also sign this folder in the object store; may be repeated",
+        action="append",
+        default=[],
+    ),
+    examples=(
+        "rollbus sign --creds auth/default/admin-admin.creds",
+        "rollbus sign --model my-model --objects BUCKET/PREFIX",
+    ),
+)
+def sign() -> None:
+    """Sign stored desired states and uploads from before the fleet had its root key, or from before a new root key.
+
+    Programs whose credentials contain a root key ignore unsigned data. This command signs the present desired states
+    and the uploads that they name. It does not check who wrote them, so check them first with `rollbus status`. It
+    requires the credentials of an admin.
+    """

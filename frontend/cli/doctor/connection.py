@@ -1,0 +1,246 @@
+"""Checks of the connection to the NATS server: what answers at the address, TLS, and whether it accepts this user."""
+
+import asyncio
+import contextlib
+import ssl
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from nats import errors as nats_errors
+
+from ....bus.nats.connection import Connection, connected
+from ....bus.nats.server import Server, parse_url, redact
+from ....bus.nats.transport import NatsTransport, Peer
+from ....schemas.errors import BusBroken, TlsFailed
+from ..tables import printable
+from .host import Finding, Status, fail, ok, warn
+
+WAIT_S: Final = 2.0
+"""Seconds for each answer. A NATS server sends immediately, an HTTP server after a request."""
+MAX_SHOWN_CHARS: Final = 60
+_HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
+_NO_CHECK_TIME: Final = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name. With it, expired certificates are shown too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """The answers of a server."""
+
+    is_connected: bool = False
+    """True if a server accepts connections."""
+    greeting: str = ""
+    """Beginning of the first line that the server sent without a request."""
+    http: str = ""
+    """Status line of the answer to an HTTP request."""
+    peer: Peer | None = None
+    """TLS protocol and certificate, which are not verified."""
+
+    @property
+    def is_nats(self) -> bool:
+        """True if the first line is that of a NATS server."""
+        return self.greeting.startswith("INFO ")
+
+
+async def probe_server(url: str) -> ProbeResult:
+    """Connect without sending anything about this user, and return the answers. Each wait lasts at most `WAIT_S`."""
+    address = urlsplit(parse_url(url))
+    host, port = address.hostname or "", address.port or 0
+    first = await _answer(host, port, b"")
+    if first is None:
+        return ProbeResult()
+    greeting = first
+    http = "" if greeting else await _answer(host, port, _HTTP_QUESTION) or ""
+    if http and not http.startswith("HTTP/"):
+        greeting, http = http, ""
+    # Try no handshake with a server without TLS. A silent server may wait for the handshake.
+    is_tls_possible = '"tls_' in greeting if greeting else not http
+    peer = await _unverified_peer(url, is_greeted=bool(greeting)) if is_tls_possible else None
+    return ProbeResult(is_connected=True, greeting=_shown(greeting), http=_shown(http), peer=peer)
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL."""
+    return urlsplit(parse_url(url)).hostname or ""
+
+
+def describe_peer(peer: Peer) -> str:
+    """Return one line with the protocol and the certificate's subject, names, issuer and expiry."""
+    certificate = peer.certificate
+    names = ", ".join(value for _, value in certificate.get("subjectAltName", ()))
+    return printable(
+        f"{peer.protocol}, certificate of {_name(certificate.get('subject'))} for {names or 'no names'}, "
+        f"issued by {_name(certificate.get('issuer'))}, valid until {certificate.get('notAfter', '?')}"
+    )
+
+
+def _name(parts: Any) -> str:
+    """Return the text of a distinguished name, which `ssl` decodes to a tuple of tuples of pairs."""
+    short = {"commonName": "CN", "organizationName": "O", "organizationalUnitName": "OU", "countryName": "C"}
+    pairs = [pair for part in parts or () for pair in part]
+    return ", ".join(f"{short.get(key, key)}={value}" for key, value in pairs) or "unknown"
+
+
+def _shown(text: str) -> str:
+    return printable(text[:MAX_SHOWN_CHARS])
+
+
+async def _answer(host: str, port: int, question: bytes) -> str | None:
+    """Return the first line that a server sends; empty if it sends none, None if there is no server."""
+    writer = None
+    try:
+        async with asyncio.timeout(WAIT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(question)
+            said = await reader.readline()
+    except (OSError, ValueError):  # a TimeoutError is an OSError; a line without an end raises ValueError
+        return None if writer is None else ""
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return said.decode(errors="replace").strip()
+
+
+async def _unverified_peer(url: str, *, is_greeted: bool) -> Peer | None:
+    """Do two handshakes: the first gets the certificate, and the second trusts it.
+
+    Python decodes only verified certificates.
+    """
+    unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    first = await _shake_hands(url, unverified, is_greeted=is_greeted)
+    if first is None or not first.der:
+        return None
+    itself = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    itself.check_hostname = False
+    itself.load_verify_locations(cadata=first.der)
+    itself.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    return await _shake_hands(url, itself, is_greeted=is_greeted)
+
+
+async def _shake_hands(url: str, context: ssl.SSLContext, *, is_greeted: bool) -> Peer | None:
+    wire = NatsTransport()
+    address = urlsplit(parse_url(url))
+    with contextlib.suppress(OSError, nats_errors.Error):
+        await wire.connect(address, 0, WAIT_S)  # type: ignore[arg-type]
+        if is_greeted:
+            async with asyncio.timeout(WAIT_S):
+                await wire.readline()
+        await wire.connect_tls(address.hostname or "", context, 0, WAIT_S)
+    try:
+        return wire.peer()
+    finally:
+        wire.abort()
+
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+ENDS_SOON_S: Final = 14 * 24 * 3600.0
+"""Remaining validity of a certificate below which it must be renewed."""
+
+
+async def enter(server: Server) -> list[Finding]:
+    """Connect to the server of each URL separately. If another server accepts, a rejection is only a warning."""
+    try:
+        urls = server.urls
+    except BusBroken as error:
+        return [fail("server", str(error), "name NATS servers as nats://HOST:PORT or tls://HOST:PORT with --nats")]
+    async with asyncio.TaskGroup() as tasks:
+        entering = [tasks.create_task(_enter_one(replace(server, url=url))) for url in urls]
+    found = [task.result() for task in entering]
+    is_open = any(findings[0].status is Status.OK for findings in found)
+    return [
+        replace(finding, status=Status.WARN) if is_open and finding.status is Status.FAIL else finding
+        for findings in found
+        for finding in findings
+    ]
+
+
+async def _enter_one(server: Server) -> list[Finding]:
+    try:
+        async with connected(server, name="rollbus doctor") as nats:
+            version = nats.connected_server_version
+            shown = f"{version.major}.{version.minor}.{version.patch}"
+            return [ok("server", f"nats-server {shown} at {redact(server.url)}"), _tls_finding(nats, server)]
+    except BusBroken as error:
+        return [await _explain(error, server)]
+
+
+def _tls_finding(nats: Connection, server: Server) -> Finding:
+    """Return the finding about the TLS of an open connection."""
+    peer = nats.peer()
+    if peer is None:
+        found = "the connection does not use TLS"
+        if host_of(server.url) in LOOPBACK:
+            return ok("tls", f"{found}; the server is on this machine")
+        return warn(
+            "tls",
+            f"{found}: others on the network can read all messages",
+            "fine in a trusted network; otherwise set up TLS (rollbus auth init --server-cert FILE) and a tls:// URL",
+        )
+    found = describe_peer(peer)
+    left_s = ssl.cert_time_to_seconds(peer.certificate["notAfter"]) - time.time()
+    if left_s < ENDS_SOON_S:
+        return warn("tls", f"{found}: {left_s / 86400:.0f} days left", "renew the server's certificate")
+    if not server.requires_tls:
+        return warn("tls", f"{found}; the URL does not require it", "tls:// in the URL; the server may be a wrong one")
+    return ok("tls", found)
+
+
+async def _explain(error: BusBroken, server: Server) -> Finding:
+    """Return why there is no connection, and a remedy."""
+    url = redact(server.url)
+    if isinstance(error, TlsFailed):
+        seen = await probe_server(server.url)
+        shown = f"; it showed {describe_peer(seen.peer)}" if seen.peer is not None and seen.peer.certificate else ""
+        return fail("tls", f"{error.problem}{shown}", error.advice)
+    if "refused" in str(error) and ("uthorization" in str(error) or "uthentication" in str(error)):
+        return _refused(str(error), server)
+    return await _without_connection(error, server, url)
+
+
+def _refused(problem: str, server: Server) -> Finding:
+    """Return a remedy for credentials that the server rejects."""
+    if server.credentials is not None:
+        advice = (
+            f"the server does not know this key of {server.credentials.user}: the file belongs to another server or is "
+            "old. An admin must run `rollbus auth init` with this name, reload the server's configuration "
+            "(nats-server --signal reload), and pass on the new file"
+        )
+    elif "@" in server.url:
+        advice = "check user and password in the URL with the administrator of the server"
+    else:
+        advice = "name your credentials with --creds FILE or $ROLLBUS_CREDS"
+    return fail("server", problem, advice)
+
+
+async def _without_connection(error: BusBroken, server: Server, url: str) -> Finding:
+    """Return what answers at the URL, if anything does."""
+    seen = await probe_server(server.url)
+    if seen.http:
+        return fail(
+            "server",
+            f"the server at {url} speaks HTTP, not NATS: {seen.http}",
+            "name the NATS port with --nats (default: 4222); port 8222 is NATS's monitoring page, port 8080 the HTTP "
+            "service of rollbus",
+        )
+    if seen.greeting and not seen.is_nats:
+        return fail("server", f"the server at {url} is not a NATS server: {seen.greeting!r}", "name one with --nats")
+    if not seen.greeting and seen.peer is not None and not server.requires_tls:
+        return fail(
+            "server",
+            f"the server at {url} sends nothing before a TLS handshake; there it shows {describe_peer(seen.peer)}",
+            "tls:// in the URL",
+        )
+    if seen.is_connected and not seen.greeting:
+        return fail(
+            "server",
+            f"the server at {url} accepts connections and sends nothing, but a NATS server sends first: {error}",
+            "if it is a NATS server, it hangs: look at its log; otherwise name a NATS server with --nats",
+        )
+    advice = (
+        "start a server (`rollbus up` with all other processes on this machine, or `nats-server -js` alone), or name "
+        "one with --nats"
+    )
+    return fail("server", str(error), advice)

@@ -1,0 +1,1 @@
+"""`rollbus generate`: rows of files and data sets, requests, and files of results."""

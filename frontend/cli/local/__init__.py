@@ -1,0 +1,1 @@
+"""The processes of `rollbus up` and `rollbus frontend` on this machine."""

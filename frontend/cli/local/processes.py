@@ -1,0 +1,545 @@
+"""Runs worker processes that end at the latest when the command that started them ends.
+
+A worker that exits unexpectedly may be started again (`Restarts`). At the end, every worker gets SIGTERM. After a time
+limit, the workers and all processes that they started are killed. If this process is killed, a pipe closes that every
+worker has (`--parent-pipe`), and each worker then stops by itself.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from ....bus.nats.connection import connected, publish
+from ....bus.nats.server import Server
+from ....bus.subjects import Subjects
+from ....schemas.errors import EXIT_DUPLICATE_WORKER, BusBroken
+from ....schemas.messages import encode_json
+from ....schemas.presence import WorkerPresence, WorkerState
+from ..exits import CommandFailed
+
+logger = logging.getLogger(__name__)
+
+
+FINAL_CODES: Final = frozenset({0, 2, EXIT_DUPLICATE_WORKER})
+"""Exit codes after which a restart cannot help: a requested stop, a wrong option, a worker id in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRule:
+    """Limits for the number of restarts of a process and for the delays before them."""
+
+    first_delay_s: float = 1.0
+    """Seconds before the first restart. Each restart doubles the delay, because the cause of a failed start often
+    lasts."""
+    max_delay_s: float = 60.0
+    max_restarts: int = 5
+    """Maximum number of restarts within `window_s`. A process that ends more often needs an operator."""
+    window_s: float = 600.0
+    """Seconds. After a process has run for this time, its next delay is `first_delay_s` again."""
+
+
+class Restarts:
+    """The restarts of one process. Callers pass the current time, and no method waits."""
+
+    def __init__(self, rule: RestartRule) -> None:
+        self._rule = rule
+        self._delay_s = rule.first_delay_s
+        self._at: deque[float] = deque(maxlen=rule.max_restarts)
+
+    def __str__(self) -> str:
+        """Return the number of restarts and the limit as text."""
+        rule = self._rule
+        return f"{len(self._at)} of {rule.max_restarts} restarts in {rule.window_s / 60:g} minutes"
+
+    @property
+    def current(self) -> str:
+        """The number of the last restart, as text."""
+        return f"restart {len(self._at)} of {self._rule.max_restarts}"
+
+    def delay_s(self, exit_code: int, *, lived_s: float, now: float) -> float | None:
+        """Return the seconds until the process is started again, or None if it is not started again.
+
+        Args:
+            exit_code: exit code of the process. A negative value is the number of the signal that killed it.
+            lived_s: seconds from the start of the process to its end.
+            now: time of the end of the process.
+        """
+        rule = self._rule
+        while self._at and now - self._at[0] >= rule.window_s:
+            self._at.popleft()
+        if exit_code in FINAL_CODES or len(self._at) >= rule.max_restarts:
+            return None
+        if lived_s >= rule.window_s:
+            self._delay_s = rule.first_delay_s
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, rule.max_delay_s)
+        self._at.append(now)
+        return delay_s
+
+
+ANNOUNCE_EVERY_S: Final = 0.2
+"""Seconds between two announcements. A client waits half a second for the workers before it gives up a request."""
+LEASE_S: Final = 5.0
+"""Seconds for which an announcement is valid, as for the presence of workers."""
+GIVE_UP_S: Final = 2.0
+"""Seconds for the last presence of a worker that is not started again. The server may have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A start of a worker's process."""
+
+    incarnation: str
+    why: str
+    at: float
+    """Time at which the process is started."""
+
+
+class StartAnnouncer:
+    """Publishes presence of workers whose processes cannot yet: they start, or wait for their restart.
+
+    Requests wait for a worker that is announced. Its process has the announced incarnation and publishes presence as
+    soon as it is connected. Then the announcement ends.
+
+    Args:
+        tasks: group in which the announcements run.
+        server_of: returns the server with the login of a worker, because only a worker may publish its presence.
+        model: served name of the model of all workers.
+        start_timeout_s: seconds for which requests wait for a process that starts.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        server_of: Callable[[str], Server],
+        *,
+        fleet: str,
+        model: str,
+        start_timeout_s: float,
+    ) -> None:
+        self._tasks = tasks
+        self._server_of = server_of
+        self._subjects = Subjects(fleet)
+        self._model = model
+        self._start_timeout_s = start_timeout_s
+        self._starts: dict[str, _Start] = {}
+        self._announcing: dict[str, asyncio.Task[None]] = {}
+
+    def incarnation(self, worker: str) -> str:
+        """Return the first incarnation of the process that is started now, and announce it."""
+        if worker not in self._starts:
+            self.begin(worker)
+        return self._starts[worker].incarnation
+
+    def begin(self, worker: str, why: str = "", delay_s: float = 0.0) -> None:
+        """Announce that a process of the worker is started in `delay_s` seconds, and why."""
+        self.end(worker)
+        start = self._starts[worker] = _Start(uuid.uuid4().hex[:8], why, time.monotonic() + delay_s)
+        self._announcing[worker] = self._tasks.create_task(self._announce(worker, start), name=f"announce {worker}")
+
+    def on_presence(self, workers: Sequence[WorkerPresence]) -> None:
+        """End the announcements of `workers` whose processes publish presence."""
+        for presence in workers:
+            start = self._starts.get(presence.worker)
+            if start is not None and start.incarnation == presence.incarnation and not is_announcement(presence):
+                self.end(presence.worker)
+
+    def end(self, worker: str) -> None:
+        """Announce the worker no longer."""
+        self._starts.pop(worker, None)
+        if (task := self._announcing.pop(worker, None)) is not None:
+            task.cancel()
+
+    def end_all(self) -> None:
+        """Announce no worker any longer."""
+        for worker in list(self._starts):
+            self.end(worker)
+
+    async def give_up(self, worker: str, why: str) -> None:
+        """Publish that the worker is not started again, so that requests for it fail."""
+        self.end(worker)
+        incarnation = uuid.uuid4().hex[:8]
+        try:
+            async with asyncio.timeout(GIVE_UP_S), connected(self._server_of(worker), name="rollbus up") as nats:
+                # The first of the two shows clients that the earlier incarnation died, and may have died of a request.
+                for state in (WorkerState.STARTING, WorkerState.FAILED):
+                    presence = self._presence(worker, incarnation, state, 0.0, why)
+                    await publish(nats, self._subjects.presence(worker), encode_json(presence))
+                await nats.flush()
+        except (BusBroken, TimeoutError) as exc:
+            logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
+
+    async def _announce(self, worker: str, start: _Start) -> None:
+        try:
+            async with connected(self._server_of(worker), name="rollbus up") as nats:
+                while True:
+                    left_s = start.at - time.monotonic()
+                    why = f"{start.why} in {left_s:.0f} s" if left_s > 0 else start.why or None
+                    awaited_s = max(self._start_timeout_s + left_s, 0.0)
+                    presence = self._presence(worker, start.incarnation, WorkerState.STARTING, awaited_s, why)
+                    await publish(nats, self._subjects.presence(worker), encode_json(presence))
+                    await asyncio.sleep(ANNOUNCE_EVERY_S)
+        except BusBroken as exc:
+            logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
+
+    def _presence(
+        self, worker: str, incarnation: str, state: WorkerState, start_left_s: float, last_error: str | None
+    ) -> WorkerPresence:
+        return WorkerPresence(
+            worker=worker,
+            incarnation=incarnation,
+            model=self._model,
+            state=state,
+            weight_version=0,
+            in_flight=0,
+            free_slots=0,
+            uptime_s=0.0,
+            lease_s=LEASE_S,
+            start_left_s=start_left_s,
+            last_error=last_error,
+        )
+
+
+def is_announcement(presence: WorkerPresence) -> bool:
+    """Return True if not the worker's own process has published this presence: the process adds its id."""
+    return presence.pid is None
+
+
+STOP_S: Final = 30.0
+"""Seconds from SIGTERM to SIGKILL. An engine takes a few seconds to end its own processes."""
+LOG_LINES: Final = 20
+"""Number of output lines that are shown when a process fails."""
+MAX_LOG_LINE_BYTES: Final = 64 * 1024
+"""Maximum bytes of a line of output. A longer line is shown in pieces, so that memory is bounded."""
+
+
+class WorkerDied(CommandFailed):
+    """A worker exited although this command did not stop it."""
+
+
+@dataclass(slots=True)
+class Workers:
+    """The workers of one command, with their rules and counts."""
+
+    can_lose_some: bool = False
+    """True if a worker that ended and is not restarted is only reported while other workers remain. Otherwise its end
+    stops all workers."""
+    rule: RestartRule | None = None
+    """Rule for restarts of workers that exit unexpectedly. None: no restarts."""
+    living: int = 0
+    """Number of running workers."""
+    remaining: int = 0
+    """Number of workers that run or will be started again."""
+    announcer: StartAnnouncer | None = None
+    """Announces workers whose processes start. None: the processes announce themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """Name, command line and environment of a process to start."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+
+
+@asynccontextmanager
+async def run_workers(
+    specs: Sequence[ProcessSpec],
+    on_line: Callable[[str, str], None],
+    on_end: Callable[[str, str], None] | None = None,
+    *,
+    announcer: StartAnnouncer | None = None,
+    stop_s: float = STOP_S,
+) -> AsyncIterator[Workers]:
+    """Run workers while the body runs. Stop all workers when the body ends.
+
+    If a worker exits unexpectedly, all workers are stopped too. The body can change this. After it has set `rule`, the
+    worker is started again. After it has set `can_lose_some`, the other workers continue without a worker that is not
+    started again. `on_end` is called in both cases.
+
+    Args:
+        specs: commands of the workers. `--parent-pipe FD` is added to each command.
+        on_line: called with the name of the worker and each line that it prints.
+        on_end: called with the name of a worker that ended, and a text that states whether it is started again.
+            None: `on_line` is called instead.
+        announcer: announces workers whose processes start. `--incarnation ID` is added to each command.
+        stop_s: seconds from SIGTERM to SIGKILL.
+
+    Raises:
+        ExceptionGroup: contains the errors of the body, and `WorkerDied` if a worker exited unexpectedly.
+    """
+    workers = Workers(remaining=len(specs), announcer=announcer)
+    watches: dict[asyncio.Task[None], _SupervisedWorker] = {}
+    read_end, write_end = os.pipe()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                for spec in specs:
+                    worker = _SupervisedWorker(spec, workers, on_line, on_end or on_line, read_end)
+                    await worker.start()
+                    watches[tasks.create_task(worker.run(), name=f"watch {spec.name}")] = worker
+                yield workers
+            finally:
+                await _stop(watches, stop_s)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+async def run_tool(spec: ProcessSpec) -> None:
+    """Run a command to its end.
+
+    Cancellation: kills the command.
+
+    Raises:
+        CommandFailed: the command failed. The message has the last line that it printed.
+    """
+    tool = await _ChildProcess.start(spec, lambda _name, _line: None)
+    exit_code = await tool.wait()
+    if exit_code != 0:
+        last = tool.tail[-1] if tool.tail else "it printed nothing"
+        raise CommandFailed(f"{spec.name} {end_text(exit_code)}: {last}")
+
+
+class _ChildProcess:
+    """A process in its own session, and its last lines of output.
+
+    Because of the session, Ctrl-C on the terminal reaches only this process, which then stops the child in order. The
+    child leads a process group, so that a kill of a worker also kills its engine.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, output: "_Output") -> None:
+        self._process = process
+        self._output = output
+
+    @classmethod
+    async def start(
+        cls, spec: ProcessSpec, on_line: Callable[[str, str], None], *arguments: str, pass_fds: Sequence[int] = ()
+    ) -> "_ChildProcess":
+        output = _Output(lambda line: on_line(spec.name, line))
+        with contextlib.ExitStack() as unless_started:
+            unless_started.callback(output.close)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    *arguments,
+                    env=spec.env,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output.write_end,
+                    stderr=output.write_end,
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(output.write_end)
+            unless_started.pop_all()
+        return cls(process, output)
+
+    @property
+    def tail(self) -> Sequence[str]:
+        """The last lines that the process printed."""
+        return self._output.tail
+
+    async def wait(self) -> int:
+        """Wait for the end of the process, kill the rest of its process group, and return its exit code.
+
+        Cancellation: kills the process.
+        """
+        try:
+            return await self._process.wait()
+        finally:
+            # Kill the group even after the process has ended: an engine that outlived its worker is still in the group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            self._output.close()
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+
+class _Output:
+    """Reads the output of a process line by line and stores its last lines.
+
+    The pipe does not belong to asyncio. With a pipe of asyncio, a process would not count as ended while another
+    process that it started still has the pipe open.
+    """
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self.tail: deque[str] = deque(maxlen=LOG_LINES)
+        self._on_line = on_line
+        self._rest = b""
+        self._loop = asyncio.get_running_loop()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._loop.add_reader(self._read_end, self._read)
+
+    def close(self) -> None:
+        """Read the remaining output and close the read end of the pipe."""
+        while self._read():
+            pass
+        if self._rest:
+            self._add_line(self._rest)
+        self._loop.remove_reader(self._read_end)
+        os.close(self._read_end)
+
+    def _read(self) -> bool:
+        """Read the available output. Return False if there is no output now, or the pipe has ended."""
+        try:
+            data = os.read(self._read_end, MAX_LOG_LINE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._read_end)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) >= MAX_LOG_LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._add_line(line)
+        return bool(data)
+
+    def _add_line(self, raw: bytes) -> None:
+        line = raw.decode(errors="replace").rstrip("\r")
+        self.tail.append(line)
+        self._on_line(line)
+
+
+class _SupervisedWorker:
+    """One of several workers: its current process and the processes that replace it.
+
+    Args:
+        pipe: read end of the pipe that closes when this process ends.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        workers: Workers,
+        on_line: Callable[[str, str], None],
+        on_end: Callable[[str, str], None],
+        pipe: int,
+    ) -> None:
+        self._spec = spec
+        self._workers = workers
+        self._on_line = on_line
+        self._on_end = on_end
+        self._pipe = pipe
+        self._restarts: Restarts | None = None
+        self._is_stopping = asyncio.Event()
+        self._process: _ChildProcess | None = None
+        self._started_at = 0.0
+
+    async def start(self) -> None:
+        """Start a process of the worker."""
+        self._started_at = time.monotonic()
+        arguments = ["--parent-pipe", str(self._pipe)]
+        if self._workers.announcer is not None:
+            arguments += ["--incarnation", self._workers.announcer.incarnation(self._spec.name)]
+        self._process = await _ChildProcess.start(self._spec, self._on_line, *arguments, pass_fds=(self._pipe,))
+        self._workers.living += 1
+
+    def stop(self) -> None:
+        """Send SIGTERM to the worker, and do not start it again."""
+        self._is_stopping.set()
+        if self._process is not None:
+            self._process.terminate()
+
+    async def run(self) -> None:
+        """Wait for the end of the worker's process and start it again, as long as the rule allows this.
+
+        Raises:
+            WorkerDied: the worker ended and is not started again, and it was the last worker or `can_lose_some` is not
+                set.
+        """
+        while self._process is not None:
+            process = self._process
+            exit_code = await process.wait()
+            self._process = None
+            self._workers.living -= 1
+            if self._is_stopping.is_set():
+                return
+            delay_s = self._delay_s(exit_code)
+            if delay_s is None:
+                await self._give_up(exit_code, process.tail)
+                return
+            if self._workers.announcer is not None and self._restarts is not None:
+                why = f"{end_text(exit_code)}; {self._restarts.current}"
+                self._workers.announcer.begin(self._spec.name, why, delay_s)
+            again = f"started again in {delay_s:g} s ({self._restarts})"
+            self._report(exit_code, f"{again}{_last(exit_code, process.tail)}")
+            if await self._is_stopped_within(delay_s):
+                return
+            await self.start()
+            if self._is_stopping.is_set():
+                self.stop()
+
+    def _delay_s(self, exit_code: int) -> float | None:
+        if self._workers.rule is None:
+            return None
+        if self._restarts is None:
+            self._restarts = Restarts(self._workers.rule)
+        now = time.monotonic()
+        return self._restarts.delay_s(exit_code, lived_s=now - self._started_at, now=now)
+
+    async def _is_stopped_within(self, delay_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._is_stopping.wait()
+        return self._is_stopping.is_set()
+
+    async def _give_up(self, exit_code: int, tail: Sequence[str]) -> None:
+        self._workers.remaining -= 1
+        announcer = self._workers.announcer
+        if announcer is not None and exit_code == EXIT_DUPLICATE_WORKER:
+            # Another live process publishes presence under this id.
+            announcer.end(self._spec.name)
+        elif announcer is not None:
+            limit = f" ({self._restarts})" if self._restarts else ""
+            await announcer.give_up(self._spec.name, f"{end_text(exit_code)}{limit}")
+        if self._workers.can_lose_some and self._workers.remaining:
+            why = "not started again" + (f" ({self._restarts})" if self._restarts else "")
+            self._report(exit_code, f"{why}{_last(exit_code, tail)}")
+            return
+        last = "".join(f"\n  {line}" for line in tail)
+        raise WorkerDied(f"worker {self._spec.name} {end_text(exit_code)}; its last lines:{last or ' none'}")
+
+    def _report(self, exit_code: int, more: str) -> None:
+        left = self._workers.living
+        self._on_end(self._spec.name, f"{end_text(exit_code)}; workers left: {left}; {more}")
+
+
+def end_text(exit_code: int) -> str:
+    """Return how a process ended. A negative exit code is the number of the signal that killed it."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    text = f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
+    # The kernel kills without a word in the log of the process.
+    return f"{text} (out of memory? `dmesg` shows it)" if -exit_code == signal.SIGKILL else text
+
+
+def _last(exit_code: int, tail: Sequence[str]) -> str:
+    """Return the last line of a process that ended by itself. That of a killed process is not the cause."""
+    return f"; its last line: {tail[-1]}" if tail and exit_code >= 0 else ""
+
+
+async def _stop(workers: Mapping[asyncio.Task[None], _SupervisedWorker], stop_s: float) -> None:
+    """Send SIGTERM to all workers, wait `stop_s` seconds for all of them, and kill the workers that still run."""
+    for worker in workers.values():
+        worker.stop()
+    if workers:
+        _, late = await asyncio.wait(workers, timeout=stop_s)
+        for watch in late:
+            watch.cancel()

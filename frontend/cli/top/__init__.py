@@ -1,1 +1,0 @@
-"""The fleet in a terminal, as `rollbus top` shows it."""

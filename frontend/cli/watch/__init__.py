@@ -1,0 +1,1 @@
+"""Screens and tables of the fleet: status, top, traces and experts."""

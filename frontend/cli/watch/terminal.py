@@ -1,0 +1,415 @@
+"""Shows text that changes on the whole terminal, until the user quits: `rollbus top`, and pages with keys that scroll.
+
+The terminal shows the alternate screen and gives keys without Enter. The end restores everything.
+"""
+
+import argparse
+import asyncio
+import logging
+import math
+import os
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from .... import bus
+from ....bus import BusBroken, Client, FleetState, QueueDepth
+from ....bus.client.client import FleetWatch, watch_fleet
+from ....bus.protocol.telemetry.rates import FleetRates
+from ....schemas.control import DesiredState
+from ....schemas.errors import RollbusError
+from ..console import print_json, write
+from ..exits import ExitCode
+from ..options import refuse_options
+from .top import Key, KeyReader, Screen, TopOptions, TopView, draw, folded, press, print_top, top_as_json
+
+FIRST_READ_S: Final = 0.5
+"""Seconds for NATS to answer before the first display. A healthy server answers in milliseconds."""
+READ_EVERY_S: Final = 1.0
+"""Seconds between two reads. Workers publish presence at the same interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedFleet:
+    """The last read of the fleet's state in NATS."""
+
+    queues: tuple[QueueDepth, ...] = ()
+    queue_problems: dict[str, str] = field(default_factory=dict)
+    desired: dict[str, DesiredState] = field(default_factory=dict)
+    problem: str | None = None
+
+
+class FleetFollower:
+    """The state of a fleet and its rates. It sends nothing to workers, which publish presence every second."""
+
+    def __init__(self, watch: FleetWatch) -> None:
+        self._watch = watch
+        self._rates = FleetRates()
+        self._recorded = _RecordedFleet()
+        self._has_read = asyncio.Event()
+        self._heard_at = time.time()
+
+    async def refresh(self) -> TopView:
+        """Return the known state immediately.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        heard = await self._watch.workers()
+        self._rates.update(heard)
+        recorded, problem = self._recorded, self._watch.problem
+        if problem is None:
+            self._heard_at = time.time()
+            problem = recorded.problem
+        else:
+            problem = f"{problem}; this is what was known {time.time() - self._heard_at:.0f} s ago"
+        state = FleetState(
+            fleet=self._watch.fleet,
+            workers=tuple(presence for presence, _ in heard),
+            queues=recorded.queues,
+            queue_problems=recorded.queue_problems,
+            desired=recorded.desired,
+        )
+        return TopView(state, self._rates, time.time(), problem)
+
+    async def read(self) -> None:
+        """Read the state from NATS periodically, until cancelled."""
+        while True:
+            try:
+                queues, problems = await self._watch.queues()
+                self._recorded = replace(self._recorded, queues=queues, queue_problems=problems, problem=None)
+                self._recorded = replace(self._recorded, desired=await self._watch.desired())
+            except RollbusError as exc:
+                # The presence of the workers is still valid.
+                self._recorded = replace(self._recorded, problem=f"cannot read the queues or the desired state: {exc}")
+            self._has_read.set()
+            await asyncio.sleep(READ_EVERY_S)
+
+    async def wait_until_read(self) -> None:
+        """Wait until NATS has answered once, at most half a second."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_READ_S):
+                await self._has_read.wait()
+
+
+@asynccontextmanager
+async def following(watch: FleetWatch) -> AsyncIterator[FleetFollower]:
+    """Follow a fleet while the block lasts."""
+    follower = FleetFollower(watch)
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(follower.read(), name="top.read")
+        await follower.wait_until_read()
+        yield follower
+        reading.cancel()
+
+
+MAX_HELD_LOGS: Final = 20
+"""Limit on log lines that are held until the screen is left. Older lines are discarded."""
+
+
+def is_capable() -> bool:
+    """Return True if stdout is a terminal on which lines can change in place."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
+class FullScreen:
+    """The terminal's alternate screen. Entering saves the settings of the terminal, and leaving restores them."""
+
+    def __init__(self) -> None:
+        self._console = Console(markup=False, highlight=False)
+        self._keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._before: list[Any] | None = None
+        self._live: Live | None = None
+
+    @property
+    def keys(self) -> int | None:
+        """File descriptor of the keys; None if stdin is not a terminal."""
+        return self._keys
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Current columns and lines."""
+        return self._console.size
+
+    def __enter__(self) -> Self:
+        """Enter the alternate screen."""
+        with ExitStack() as undo:
+            undo.callback(self._give_back)
+            self._take()
+            undo.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Restore the terminal."""
+        self._give_back()
+
+    def show(self, text: Text) -> None:
+        """Replace the text on the screen."""
+        if self._live is not None:
+            self._live.update(text, refresh=True)
+
+    def suspend(self) -> None:
+        """Restore the terminal and stop this process as Ctrl-Z does. Return when the process continues."""
+        self._give_back()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._take()
+
+    def _take(self) -> None:
+        if self._keys is not None:
+            self._before = termios.tcgetattr(self._keys)
+            tty.setcbreak(self._keys, termios.TCSANOW)
+        self._live = Live(
+            console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start()
+
+    def _give_back(self) -> None:
+        try:
+            if self._live is not None:
+                self._live.stop()
+        finally:
+            self._live = None
+            if self._keys is not None and self._before is not None:
+                # TCSANOW does not wait for pending output, which a stopped terminal would not accept.
+                termios.tcsetattr(self._keys, termios.TCSANOW, self._before)
+
+
+class _LogBuffer(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[logging.LogRecord] = deque(maxlen=MAX_HELD_LOGS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def held_logs() -> Iterator[None]:
+    """Hold the log while the block lasts, if stderr is a terminal. Otherwise the log would overwrite the screen."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    root, held = logging.getLogger(), _LogBuffer()
+    before = root.handlers[:]
+    root.handlers[:] = [held]
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+        for record in held.records:
+            root.handle(record)
+
+
+SAMPLE_S: Final = 2.5
+"""Seconds for one snapshot. Rates need two presence messages of each worker."""
+LOOK_EVERY_S: Final = 0.5
+MAX_KEYS: Final = 256
+"""Limit on unhandled keys. Only a paste sends more."""
+READ_BYTES: Final = 1024
+_ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def read_view(rb: Client) -> TopView:
+    """Follow the fleet for `SAMPLE_S` seconds and return the state at the end."""
+    async with following(watch_fleet(rb)) as follower:
+        ends = time.monotonic() + SAMPLE_S
+        while time.monotonic() < ends:
+            await follower.refresh()
+            await asyncio.sleep(LOOK_EVERY_S)
+        return await follower.refresh()
+
+
+async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
+    """Show the fleet on the terminal until a key or a signal ends it. If the server is down, show that and continue."""
+    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
+        async with following(watch_fleet(rb)) as follower:
+            began = time.monotonic()
+            while True:
+                looked_at = time.monotonic()
+                view = await follower.refresh()
+                # Update more often at first, to show workers that answer late and the first rates.
+                wait_s = interval_s if looked_at - began > SAMPLE_S else min(interval_s, LOOK_EVERY_S)
+                chosen = await _show_until(view, options, events, screen, looked_at + wait_s)
+                if chosen is None:
+                    return
+                options = chosen
+
+
+async def _show_until(
+    view: TopView, options: TopOptions, events: "Events", screen: FullScreen, ends: float
+) -> TopOptions | None:
+    """Show a view, and redraw it at each key and change of size. Return the choices, or None to end."""
+    while True:
+        shown = draw(view, options, *screen.size)
+        screen.show(shown.text)
+        options = shown.options
+        if not await events.wait_until(ends):
+            return options
+        chosen = _after_keys(view, shown, events)
+        if chosen is None:
+            return None
+        options = chosen
+
+
+def _after_keys(view: TopView, shown: Screen, events: "Events") -> TopOptions | None:
+    models = sorted({worker.model for worker in view.state.workers})
+    options: TopOptions | None = shown.options
+    for key in events.pop_keys():
+        if options is not None:
+            options = press(options, key, models, shown.rows)
+    return options
+
+
+class Events:
+    """Receives keys, signals and changes of the terminal's size on the event loop."""
+
+    def __init__(self, screen: FullScreen) -> None:
+        self._screen = screen
+        self._reader = KeyReader()
+        self._pressed: deque[Key] = deque(maxlen=MAX_KEYS)
+        self._changed = asyncio.Event()
+
+    def pop_keys(self) -> list[Key]:
+        """Return the keys that were pressed since the last call."""
+        pressed = [*self._pressed]
+        self._pressed.clear()
+        return pressed
+
+    def wake(self) -> None:
+        """End the current wait, because there is something new to show."""
+        self._changed.set()
+
+    async def wait_until(self, ends: float) -> bool:
+        """Return True as soon as there is an event, or False at `ends` on `time.monotonic()`."""
+        try:
+            async with asyncio.timeout(None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    @contextmanager
+    def listening(self) -> Iterator["Events"]:
+        """Receive events while the block lasts."""
+        loop = asyncio.get_running_loop()
+        for number in _ENDS:
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
+        loop.add_signal_handler(signal.SIGTSTP, self._suspend)
+        if self._screen.keys is not None:
+            loop.add_reader(self._screen.keys, self._read)
+            # uvloop makes stdin non-blocking, and with it stdout, which is the same terminal. A write to a slow
+            # terminal would then fail.
+            os.set_blocking(self._screen.keys, True)
+        try:
+            yield self
+        finally:
+            if self._screen.keys is not None:
+                loop.remove_reader(self._screen.keys)
+            for number in (*_ENDS, signal.SIGWINCH, signal.SIGTSTP):
+                loop.remove_signal_handler(number)
+
+    def _end(self) -> None:
+        self._pressed.append("quit")
+        self._changed.set()
+
+    def _suspend(self) -> None:
+        self._screen.suspend()
+        self._changed.set()
+
+    def _read(self) -> None:
+        keys = self._screen.keys
+        try:
+            data = b"" if keys is None else os.read(keys, READ_BYTES)
+        except OSError:  # Linux raises this if the terminal is closed
+            data = b""
+        if not data:
+            self._end()
+            return
+        self._pressed.extend(self._reader.read(data))
+        self._changed.set()
+
+
+async def show_pages(
+    states: AsyncIterator[FleetState | BusBroken], lines_of: Callable[[FleetState, int], Sequence[str]]
+) -> None:
+    """Show each state in the terminal until a key or a signal ends it. The last state stays on the terminal.
+
+    Args:
+        states: states, and errors that are shown above the last state.
+        lines_of: returns the lines of a state for a terminal of this width.
+    """
+    shown: FleetState | None = None
+    problem = ""
+
+    async def read() -> None:
+        nonlocal shown, problem
+        async for state in states:
+            if isinstance(state, BusBroken):
+                problem = str(state)
+            else:
+                shown, problem = state, ""
+            events.wake()
+
+    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(read(), name="status.read")
+            options: TopOptions | None = TopOptions()
+            while options is not None:
+                width, height = screen.size
+                lines = [problem] if problem else []
+                lines += lines_of(shown, width) if shown is not None else ["waiting for the state of the fleet"]
+                text, options, num_shown = draw_page(lines, options, width, height)
+                screen.show(text)
+                await events.wait_until(math.inf)
+                for key in events.pop_keys():
+                    options = None if options is None else press(options, key, [], num_shown)
+            reading.cancel()
+    if shown is not None:
+        write("\n".join(lines_of(shown, width)))
+
+
+def draw_page(lines: Sequence[str], options: TopOptions, width: int, height: int) -> tuple[Text, TopOptions, int]:
+    """Return the part of the lines that is scrolled to, the options with a limited `first`, and its number of lines."""
+    pieces = [piece for line in lines for piece in folded(Text(line), width)]
+    room = max(height - 1, 1)
+    first = max(min(options.first, len(pieces) - room), 0)
+    where = f"lines {first + 1} to {min(first + room, len(pieces))} of {len(pieces)}"
+    keys = Text(f"q quit  up, down, page: {where}"[:width], "dim")
+    page = pieces[first : first + room]
+    blank = [Text()] * (room - len(page))
+    return Text("\n").join([*page, *blank, keys][:height]), TopOptions(first=first), room
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Show the fleet until the user quits, or print it once."""
+    if args.once or args.json:
+        refuse_options(args, ["interval"], "with --once or --json")
+    options = TopOptions(sort=args.sort, model=args.model)
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        if is_capable() and not (args.once or args.json):
+            await run_top(rb, options, args.interval)
+            return ExitCode.OK
+        view = await read_view(rb)
+    if args.json:
+        print_json(top_as_json(view, options))
+    elif view.state.workers:
+        print_top(view, options)
+    if not view.state.workers:
+        raise bus.NoWorkers(message="no worker is live")
+    return ExitCode.OK

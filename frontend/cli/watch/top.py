@@ -1,0 +1,538 @@
+"""The screen of `rollbus top` as text, for a terminal of any size, and the keys that change it.
+
+This module reads no terminal.
+"""
+
+import dataclasses
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+from msgspec.structs import replace
+from rich.cells import cell_len
+from rich.text import Text
+
+from ....bus import FleetState
+from ....bus.protocol.fleet.desired import why_behind
+from ....bus.protocol.fleet.presence import slots_of
+from ....bus.protocol.telemetry.rates import FleetRates, Rates
+from ....schemas.control import (
+    AnyCommand,
+    DesiredState,
+    FinishWeightUpdate,
+    LoadLora,
+    Pause,
+    Sleep,
+    UnloadLora,
+    UpdateWeights,
+)
+from ....schemas.presence import WorkerPresence, WorkerState
+from ..console import write
+from ..tables import NONE, lay_out, print_table, printable, wrapped
+from .status import (
+    PROBLEM_COLUMNS,
+    QUEUE_COLUMNS,
+    in_flight_cell,
+    note_cell,
+    problem_rows,
+    queue_rows,
+    severity,
+    state_as_json,
+    state_cell,
+    told_cells,
+    version_cell,
+)
+
+Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
+"""Sort key of the workers. Names ascend, numbers descend, and the worst states come first."""
+SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
+"""Sort keys in the order in which the key `s` selects them."""
+Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end", "open", "back"]
+_SORT_KEYS: Final[dict[bytes, Key]] = {
+    b"q": "quit",
+    b"Q": "quit",
+    b"s": "sort",
+    b"p": "model",
+    b"k": "up",
+    b"j": "down",
+    b" ": "page_down",
+    b"\r": "open",
+    b"\n": "open",
+    b"b": "back",
+    b"\x7f": "back",
+    b"\x1b[D": "back",
+    b"\x1bOD": "back",
+    b"\x1b[A": "up",
+    b"\x1bOA": "up",
+    b"\x1b[B": "down",
+    b"\x1bOB": "down",
+    b"\x1b[5~": "page_up",
+    b"\x1b[6~": "page_down",
+    b"\x1b[H": "home",
+    b"\x1bOH": "home",
+    b"\x1b[1~": "home",
+    b"\x1b[F": "end",
+    b"\x1bOF": "end",
+    b"\x1b[4~": "end",
+}
+"""Bytes that terminals send, as xterm defines them, with and without application mode."""
+_SEQUENCE: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}[@-~]|O[@-~])|[^\x1b]|\x1b(?![\[O])", re.DOTALL)
+_PREFIX: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}|O)?\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class TopOptions:
+    """The displayed part of the fleet."""
+
+    sort: Sort = "state"
+    model: str | None = None
+    """None for workers of all models."""
+    first: int = 0
+    """Number of workers above the screen."""
+
+
+class KeyReader:
+    """Decodes keys from the bytes of a terminal, in pieces of any length. It discards unknown bytes."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def read(self, data: bytes) -> list[Key]:
+        """Return the keys that are complete with `data`."""
+        data = self._rest + data
+        partial = _PREFIX.search(data)
+        # The length of a prefix is bounded, so little is buffered.
+        self._rest = partial[0] if partial else b""
+        found = _SEQUENCE.findall(data[: len(data) - len(self._rest)])
+        return [_SORT_KEYS[sequence] for sequence in found if sequence in _SORT_KEYS]
+
+
+def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> TopOptions | None:
+    """Return the choices after a key; None if the key ends the display.
+
+    Args:
+        models: models of the fleet, in the order in which the key `p` selects them.
+        rows: number of workers on the screen.
+    """
+    match key:
+        case "quit":
+            return None
+        case "sort":
+            return dataclasses.replace(options, sort=SORTS[(SORTS.index(options.sort) + 1) % len(SORTS)], first=0)
+        case "model":
+            choices = [None, *models]
+            number = choices.index(options.model) if options.model in choices else 0
+            return dataclasses.replace(options, model=choices[(number + 1) % len(choices)], first=0)
+    steps = {"up": -1, "down": 1, "page_up": -rows, "page_down": rows, "home": -options.first, "end": _BEYOND}
+    return dataclasses.replace(options, first=max(options.first + steps.get(key, 0), 0))
+
+
+_BEYOND: Final = 1_000_000
+"""More rows than a fleet has. The screen stops at the last row."""
+
+
+def per_s(rate: float) -> str:
+    """Return a rate of tokens or requests as text. Rates below 100 have one decimal place."""
+    return f"{rate:,.0f}" if rate >= 100 or not rate else f"{rate:.1f}"
+
+
+def seconds(mean: float | None) -> str:
+    """Return a mean time as text with about three digits."""
+    if mean is None:
+        return NONE
+    if mean >= 10:
+        return f"{mean:,.0f} s"
+    return f"{mean:.1f} s" if mean >= 1 else f"{1000 * mean:.{0 if mean >= 0.01 else 1}f} ms"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage."""
+    return NONE if share is None else f"{100 * share:.0f} %"
+
+
+def _kv(worker: WorkerPresence) -> float | None:
+    return None if worker.engine_stats is None else worker.engine_stats.kv_cache_use
+
+
+COLUMNS: Final = (
+    *("state", "worker", "model", "version", "in flight", "KV", "tokens/s"),
+    *("first", "next", "hits", "note"),
+)
+"""`first` and `next` are the mean times to the first token and between tokens."""
+SPARE_COLUMNS: Final = ("hits", "next", "first", "model", "KV", "in flight", "version")
+"""Columns that a narrow screen leaves out, in this order."""
+
+
+def worker_cells(worker: WorkerPresence, rates: Rates) -> list[str]:
+    """Return the cells of `COLUMNS` for one worker."""
+    return [
+        state_cell(worker),
+        worker.worker,
+        worker.model,
+        version_cell(worker),
+        in_flight_cell(worker),
+        percent(_kv(worker)),
+        per_s(rates.tokens_per_s),
+        seconds(rates.first_token_s),
+        seconds(rates.between_tokens_s),
+        percent(rates.prefix_hit),
+        note_cell(worker),
+    ]
+
+
+_KEYS: Final[dict[Sort, Callable[[WorkerPresence, Rates], float]]] = {
+    "worker": lambda _worker, _rates: 0.0,
+    "in-flight": lambda worker, _: worker.in_flight,
+    "kv": lambda worker, _: _or_last(_kv(worker)),
+    "tokens": lambda _, rates: rates.tokens_per_s,
+    "first-token": lambda _, rates: _or_last(rates.first_token_s),
+    "next-token": lambda _, rates: _or_last(rates.between_tokens_s),
+    "hits": lambda _, rates: _or_last(rates.prefix_hit),
+}
+
+
+def _or_last(value: float | None) -> float:
+    return -1.0 if value is None else value
+
+
+def sorted_workers(
+    workers: Sequence[WorkerPresence], rates: FleetRates, sort: Sort, model: str | None
+) -> list[WorkerPresence]:
+    """Return the workers of one model, or of all models, highest value first. Equal workers are sorted by name.
+
+    With the sort key `state`, the worst state comes first.
+    """
+    shown = [worker for worker in workers if model in (None, worker.model)]
+    if sort == "state":
+        return sorted(shown, key=severity)
+    key = _KEYS[sort]
+    return sorted(shown, key=lambda worker: (-key(worker, rates.of(worker.worker)), worker.worker))
+
+
+MODEL_COLUMNS: Final = ("model", "workers", "tokens/s", "epoch", "version", "weights from", "state", "LoRAs", "behind")
+MODEL_SPARE_COLUMNS: Final = ("weights from", "LoRAs", "tokens/s")
+COMMAND_COLUMNS: Final = ("command", "of", "epoch", "for", "done")
+MAX_COMMANDS: Final = 5
+"""Limit on commands of each model: the latest of those that are still in the desired state."""
+MAX_BEHIND: Final = 3
+"""Limit on workers behind the desired state that are named with the reason. The others are counted."""
+
+
+class Section(NamedTuple):
+    """One table."""
+
+    columns: Sequence[str]
+    rows: list[list[str]]
+    spare: Sequence[str] = ()
+    """Columns that a narrow screen leaves out, in this order."""
+
+
+def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Section]:
+    """Return the tables that are not empty.
+
+    Args:
+        model: the model to show; None for all models.
+    """
+    depths = [depth for depth in state.queues if model in (None, depth.model)]
+    problems = {name: why for name, why in state.queue_problems.items() if model in (None, name)}
+    every = (
+        Section(PROBLEM_COLUMNS, problem_rows(problems)),
+        Section(QUEUE_COLUMNS, queue_rows(depths)),
+        Section(MODEL_COLUMNS, model_rows(state, rates, model), MODEL_SPARE_COLUMNS),
+        Section(COMMAND_COLUMNS, command_rows(state, model)),
+    )
+    return [section for section in every if section.rows]
+
+
+def model_rows(state: FleetState, rates: FleetRates, model: str | None = None) -> list[list[str]]:
+    """Return the rows of the models: totals of their workers, desired states, and workers that are behind."""
+    by_model = _by_model(state)
+    of_models = rates.of_models()
+    rows = []
+    for name, workers in sorted(by_model.items()):
+        if model not in (None, name):
+            continue
+        desired = state.desired.get(name)
+        rows.append(
+            [
+                name,
+                f"{len(workers):,}",
+                per_s(of_models[name].tokens_per_s) if name in of_models else NONE,
+                NONE if desired is None else str(desired.epoch),
+                *told_cells({} if desired is None else desired.registers),
+                _behind(workers, desired or DesiredState(model=name)),
+            ]
+        )
+    return rows
+
+
+def _by_model(state: FleetState) -> dict[str, list[WorkerPresence]]:
+    by_model: dict[str, list[WorkerPresence]] = {model: [] for model in state.desired}
+    for worker in state.workers:
+        by_model.setdefault(worker.model, []).append(worker)
+    return by_model
+
+
+def _behind(workers: Sequence[WorkerPresence], desired: DesiredState) -> str:
+    behind = [f"{worker.worker} {why}" for worker in workers if (why := why_behind(worker, desired)) is not None]
+    more = [f"and {len(behind) - MAX_BEHIND:,} more"] if len(behind) > MAX_BEHIND else []
+    return "; ".join([*behind[:MAX_BEHIND], *more]) or NONE
+
+
+def command_rows(state: FleetState, model: str | None = None) -> list[list[str]]:
+    """Return the latest commands that are still in the desired state, with the number of workers that handled each.
+
+    The sender of a command and the details of its result are only in the command result that the sender receives.
+    """
+    return [
+        row
+        for name, desired in sorted(state.desired.items())
+        if model in (None, name)
+        for row in _commands_of(desired, [worker for worker in state.workers if worker.model == name])
+    ]
+
+
+def _commands_of(desired: DesiredState, workers: Sequence[WorkerPresence]) -> Iterator[list[str]]:
+    # A command for single workers is recorded once for each of them.
+    named: dict[int, list[str]] = {}
+    commands: dict[int, AnyCommand] = {}
+    for recorded in desired.registers.values():
+        commands[recorded.epoch] = recorded.command
+    for worker, registers in desired.workers.items():
+        for recorded in registers.values():
+            commands[recorded.epoch] = recorded.command
+            named.setdefault(recorded.epoch, []).append(worker)
+    for epoch in sorted(commands, reverse=True)[:MAX_COMMANDS]:
+        meant = [worker for worker in workers if epoch not in named or worker.worker in named[epoch]]
+        done = sum(worker.epoch >= epoch for worker in meant)
+        whom = "all" if epoch not in named else _named(named[epoch])
+        yield [_describe(commands[epoch]), desired.model, str(epoch), whom, f"{done:,} of {len(meant):,}"]
+
+
+def _named(workers: Sequence[str]) -> str:
+    return workers[0] if len(workers) == 1 else f"{len(workers):,} workers"
+
+
+def _describe(command: AnyCommand) -> str:
+    """Return a command with its main parameter."""
+    match command:
+        case UpdateWeights() | FinishWeightUpdate():
+            detail = f"{command.version}" + (f" ({command.label})" if command.label else "")
+        case Pause():
+            detail = str(command.mode)
+        case Sleep():
+            detail = str(command.level)
+        case LoadLora():
+            detail = f"{command.name} {command.version}"
+        case UnloadLora():
+            detail = command.name
+        case _:
+            detail = ""
+    return f"{command.command} {detail}".rstrip()
+
+
+def states_text(workers: Sequence[WorkerPresence]) -> str:
+    """Return the states as text, for example `1,000 workers: 990 serving, 10 paused`."""
+    counts = Counter(str(worker.state) for worker in workers)
+    listed = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
+    return f"{len(workers):,} worker{'s' * (len(workers) != 1)}" + (f": {listed}" if listed else "")
+
+
+MIN_WORKERS: Final = 4
+"""Minimum number of lines of the table of workers, with its titles. With less room, the lowest table is left out."""
+_MODEL: Final = COLUMNS.index("model")
+_STYLES: Final = {
+    WorkerState.SERVING: "green",
+    WorkerState.STARTING: "yellow",
+    WorkerState.UPDATING: "yellow",
+    WorkerState.PAUSED: "cyan",
+    WorkerState.DRAINED: "cyan",
+    WorkerState.ASLEEP: "cyan",
+}
+"""Colours of states. Other states are red, because their workers do not serve although no command stopped them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopView:
+    """The known state of the fleet."""
+
+    state: FleetState
+    rates: FleetRates
+    at: float
+    """Unix time."""
+    problem: str | None = None
+    """Reason why the displayed state may be old; None if it is current."""
+
+
+class Screen(NamedTuple):
+    """Content of the screen."""
+
+    text: Text
+    options: TopOptions
+    """The user's choices, with `first` limited so that the last worker stays visible."""
+    rows: int
+    """Number of workers that fit on the screen."""
+
+
+def heading(view: TopView, options: TopOptions, width: int | None = None) -> list[str]:
+    """Return the two lines about the fleet, or about one model, with as many figures as fit."""
+    workers = [worker for worker in view.state.workers if options.model in (None, worker.model)]
+    rates = Rates.sum(view.rates.of(worker.worker) for worker in workers)
+    in_flight, room = sum(worker.in_flight for worker in workers), sum(map(slots_of, workers))
+    figures = (
+        f"{per_s(rates.tokens_per_s)} tokens/s",
+        f"in flight {in_flight:,}/{room:,}",
+        f"waiting {_waiting(view.state, options.model)}",
+        f"first {seconds(rates.first_token_s)}",
+        f"next {seconds(rates.between_tokens_s)}",
+        f"hits {percent(rates.prefix_hit)}",
+        f"{per_s(rates.requests_per_s)} requests/s",
+    )
+    whose = f"fleet {view.state.fleet}" + (f", model {printable(options.model)}" if options.model else "")
+    at = time.strftime("%H:%M:%S", time.localtime(view.at))
+    second = ""
+    for figure in figures:
+        longer = f"{second}  {figure}" if second else figure
+        if width is None or cell_len(longer) <= width:
+            second = longer
+    return [f"{whose} at {at}  {states_text(workers)}", second]
+
+
+def _waiting(state: FleetState, model: str | None) -> str:
+    lanes = [depth.waiting for depth in state.queues if model in (None, depth.model)]
+    return f"{sum(lanes):,}" if lanes else "-"
+
+
+def draw(view: TopView, options: TopOptions, width: int, height: int) -> Screen:
+    """Return the screen of a terminal of this size."""
+    above = [Text(line, "bold" if not number else "") for number, line in enumerate(heading(view, options, width))]
+    if view.problem is not None:
+        above.append(Text(printable(view.problem), "bold red"))
+    above = [part for line in above for part in folded(line, width)]
+    most, left = max(height // 8, 1), height - len(above) - 1
+    tables = _fitting([_table(each, width, most) for each in sections(view.state, view.rates, options.model)], left)
+    workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
+    num_keys = len(folded(_keys(options, len(workers), len(workers)), width))
+    room = max(height - len(above) - sum(map(len, tables)) - num_keys - 1, 1)
+    # The last page ends with the last worker.
+    last = _workers_table(view.rates, workers[-room:], width, options)
+    end = len(workers) - _num_fitting([*reversed(last[1:])], room)
+    options = dataclasses.replace(options, first=max(min(options.first, end), 0))
+    head, *blocks = _workers_table(view.rates, workers[options.first : options.first + room], width, options)
+    num_shown = _num_fitting(blocks, room)
+    keys = folded(_keys(options, num_shown, len(workers)), width)
+    below = [*(line for lines in tables for line in lines), *keys]
+    size = max(height - len(above) - len(below), 0)
+    table = [*head, *(line for block in blocks[: num_shown + 1] for line in block)][:size]
+    lines = [*above, *table, *[Text()] * (size - len(table)), *below]
+    return Screen(Text("\n").join(lines[:height]), options, num_shown)
+
+
+def _num_fitting(blocks: Sequence[Sequence[Text]], room: int) -> int:
+    """Return how many of the first blocks fit as a whole, at least one if there are any."""
+    ends = accumulate(map(len, blocks))
+    return min(max(sum(end <= room for end in ends), 1), len(blocks))
+
+
+def _fitting(tables: list[list[Text]], height: int) -> list[list[Text]]:
+    """Return the tables that leave room for workers."""
+    while tables and height - sum(map(len, tables)) < MIN_WORKERS:
+        tables = tables[:-1]
+    return tables
+
+
+def _table(section: Section, width: int, most: int) -> list[Text]:
+    titles = [*section.columns]
+    if most < len(section.rows):
+        titles[0] += f" ({most} of {len(section.rows):,})"
+    table = lay_out(titles, section.rows[:most], width, section.spare)
+    lines = [Text(table.head, "reverse"), *(Text(line) for row in table.rows for line in row)]
+    return [part for line in lines for part in folded(line, width)]
+
+
+def folded(line: Text, width: int) -> list[Text]:
+    """Return a line in pieces that fit, broken between words, and within a word that is longer than the screen."""
+    lines = [Text(part, line.style) for part in wrapped(line.plain, width)]
+    if len(lines) == 1:
+        lines = [line]
+    return [part for each in lines for part in (each.divide(_cuts(each.plain, width)) if len(each) else [each])]
+
+
+def _cuts(text: str, width: int) -> list[int]:
+    """Return the places at which a terminal breaks a line."""
+    cuts, used = [], 0
+    for number, char in enumerate(text):
+        used += cell_len(char)
+        if used > width and number:
+            cuts.append(number)
+            used = cell_len(char)
+    return cuts
+
+
+def _workers_table(
+    rates: FleetRates, workers: Sequence[WorkerPresence], width: int, options: TopOptions
+) -> list[list[Text]]:
+    """Return the lines of the titles, and of each worker."""
+    rows = [worker_cells(worker, rates.of(worker.worker)) for worker in workers]
+    if options.model is not None or len({worker.model for worker in workers}) < 2:
+        # The table below the workers has the model.
+        rows = [[NONE if i == _MODEL else cell for i, cell in enumerate(row)] for row in rows]
+    table = lay_out(COLUMNS, rows, width, SPARE_COLUMNS)
+    blocks = [folded(Text(table.head, "reverse"), width)]
+    for worker, lines in zip(workers, table.rows, strict=True):
+        texts = [Text(line) for line in lines]
+        texts[0].stylize(_STYLES.get(worker.state, "red"), 0, len(state_cell(worker)))
+        blocks.append([part for text in texts for part in folded(text, width)])
+    return blocks
+
+
+def _keys(options: TopOptions, num_shown: int, count: int) -> Text:
+    where = f"{options.first + 1:,} to {options.first + num_shown:,} of {count:,}" if num_shown else "no workers"
+    model = "all" if options.model is None else printable(options.model)
+    return Text(f"q quit  s sort: {options.sort}  p model: {model}  up, down, page: {where}", "dim")
+
+
+def print_top(view: TopView, options: TopOptions) -> None:
+    """Print all workers with all columns, and the other tables, on stdout."""
+    write("\n".join(heading(view, options)))
+    workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
+    workers_table = Section(COLUMNS, [worker_cells(worker, view.rates.of(worker.worker)) for worker in workers])
+    for columns, cells, _ in (workers_table, *sections(view.state, view.rates, options.model)):
+        write()
+        print_table(columns, cells)
+
+
+def top_as_json(view: TopView, options: TopOptions) -> dict[str, Any]:
+    """Return the JSON of `rollbus status --json` with the rates of the fleet, the models and the workers.
+
+    With `options.model`, all but the rates of the fleet is of this model.
+    """
+    rates, state = view.rates, view.state
+    workers = sorted_workers(state.workers, rates, options.sort, options.model)
+
+    def shows(model: str) -> bool:
+        return options.model in (None, model)
+
+    shown = replace(
+        state,
+        workers=tuple(workers),
+        queues=tuple(depth for depth in state.queues if shows(depth.model)),
+        queue_problems={model: problem for model, problem in state.queue_problems.items() if shows(model)},
+        desired={model: desired for model, desired in state.desired.items() if shows(model)},
+    )
+    return state_as_json(shown) | {
+        "rates": {
+            "fleet": _as_json(rates.of_fleet()),
+            "models": {model: _as_json(each) for model, each in rates.of_models().items() if shows(model)},
+            "workers": {worker.worker: _as_json(rates.of(worker.worker)) for worker in workers},
+        }
+    }
+
+
+def _as_json(rates: Rates) -> dict[str, float | None]:
+    names = ("tokens_per_s", "requests_per_s", "first_token_s", "between_tokens_s", "prefix_hit")
+    return {name: getattr(rates, name) for name in names}

@@ -1,0 +1,280 @@
+"""The `experts` event: how often the routers chose each expert in the last minute, and how uneven the load is.
+
+Workers are asked only while there are viewers. All viewers of a model share the answers.
+"""
+
+import asyncio
+import base64
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from .... import bus
+from ....bus.protocol.telemetry.experts import ExpertAnswers, PlaneLoad, imbalance
+from ....schemas.errors import RollbusError
+from .events import EXPERTS, encode_event
+from .viewers import Viewer, contained
+
+MAX_NAMED: Final = 5
+"""Limit on workers whose problem the event names. It counts the others."""
+MAX_COUNT: Final = 2**32 - 1
+"""Limit on the count of one expert in the event. No fleet reaches it within a minute."""
+
+
+class PlaneEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Load from prompt positions, or from generated tokens."""
+
+    counts: str
+    """Base64 of <u4[num_layers, num_experts]."""
+    computed: int
+    """Number of positions that engines computed."""
+    seen: int
+    """Number of these positions that were counted."""
+    max_over_mean: list[float]
+    """By layer: the load of the busiest expert divided by the mean load. 1 means even."""
+    entropy: list[float]
+    """Entropy by layer. 1 means even."""
+    unused: list[int]
+    """By layer: number of experts that were never chosen."""
+    kept: str | None = None
+    """The last minute has no tokens, so these are earlier counts: `minute`, of the minute until `counted_at`, or
+    `version`, all of the newest weight version since the workers started. Absent: the counts are of the last minute."""
+    counted_at: float | None = None
+    """With `kept`: Unix time of the last counted minute; absent if unknown."""
+
+
+class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of a model's experts, from sampled workers or from one worker."""
+
+    model: str
+    worker: str | None
+    """None if the event covers up to 64 sampled workers."""
+    at: float
+    """Unix time."""
+    seconds: float = 0.0
+    """Total length of the counted intervals."""
+    workers_asked: int = 0
+    workers_answered: int = 0
+    """Number of workers whose counts are in the sum."""
+    workers_total: int = 0
+    """Number of live workers of the model."""
+    problem: str | None = None
+    """Which workers are left out and why, or why there are no counts."""
+    num_layers: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    planes: dict[str, PlaneEvent] | None = None
+    """`prompt` and `generated`; None if no worker has ever answered."""
+
+
+def experts_event(answers: ExpertAnswers, *, worker: str | None, at: float) -> ExpertsEvent:
+    """Build the event from the counts of the last minute."""
+    window = answers.window
+    common = ExpertsEvent(
+        model=answers.model,
+        worker=worker,
+        at=at,
+        workers_asked=len(answers.asked),
+        workers_total=answers.num_workers,
+        problem=_problem(answers),
+    )
+    if window is None:
+        return common
+    shape = window.shape
+    return msgspec.structs.replace(
+        common,
+        seconds=round(window.seconds, 1),
+        workers_answered=len(window.workers),
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        planes={
+            "prompt": _plane(window.prompt, shape.top_k),
+            "generated": _plane(window.generated, shape.top_k),
+        },
+    )
+
+
+def with_last_counts(event: ExpertsEvent, versions: ExpertAnswers | None, before: ExpertsEvent | None) -> ExpertsEvent:
+    """Return the event with earlier counts for each plane without a token in the last minute.
+
+    Args:
+        versions: all counts by weight version; None if the workers were not asked yet.
+        before: the previous event, with the counts that it kept; None for the first one.
+    """
+    planes = dict(event.planes or {})
+    if before is not None and before.planes is not None:
+        if event.planes is None or _shape(event) == _shape(before):
+            for name, last in before.planes.items():
+                if last.seen and (name not in planes or not planes[name].seen):
+                    planes[name] = msgspec.structs.replace(
+                        last, kept=last.kept or "minute", counted_at=last.counted_at if last.kept else before.at
+                    )
+        if event.planes is None:
+            shape = dict(zip(("num_layers", "num_experts", "top_k"), _shape(before), strict=True))
+            event = msgspec.structs.replace(event, **shape)
+    window = None if versions is None else versions.window
+    if window is not None and window.shape == _shape(event):
+        for name, plane in planes.items():
+            found = next((load for each in window.versions if (load := getattr(each, name)).seen), None)
+            if not plane.seen and found is not None:
+                counted = _plane(found, window.shape.top_k)
+                planes[name] = msgspec.structs.replace(counted, kept="version")
+    return msgspec.structs.replace(event, planes=planes or None)
+
+
+def _shape(event: ExpertsEvent) -> tuple[int, int, int]:
+    return event.num_layers, event.num_experts, event.top_k
+
+
+def _plane(load: PlaneLoad, top_k: int) -> PlaneEvent:
+    uneven = imbalance(load.counts, top_k)
+    counts = np.minimum(load.counts, MAX_COUNT).astype("<u4")
+    return PlaneEvent(
+        counts=base64.b64encode(counts.tobytes()).decode(),
+        computed=load.computed,
+        seen=load.seen,
+        max_over_mean=np.round(uneven.max_over_mean, 4).tolist(),
+        entropy=np.round(uneven.entropy, 4).tolist(),
+        unused=uneven.unused.tolist(),
+    )
+
+
+def _problem(answers: ExpertAnswers) -> str | None:
+    if not answers.left_out:
+        return None if answers.window is not None else "no worker has answered"
+    named = [f"{worker}: {why}" for worker, why in sorted(answers.left_out.items())]
+    more = len(named) - MAX_NAMED
+    return "; ".join(named[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+PERIOD_S: Final = 5.0
+"""Seconds between two rounds. Workers count in intervals of the same length."""
+WINDOW_S: Final = 60.0
+VERSIONS_EVERY: Final = 6
+"""Every sixth round also asks for all counts by weight version, which change slowly."""
+MAX_FEEDS: Final = 8
+"""Limit on watched pairs of a model and a worker. Each pair asks at most 64 workers."""
+KEPT_FOR_ADMINS: Final = 2
+"""Number of `MAX_FEEDS` that are reserved for admins, so that viewers with the other token cannot use all of them."""
+
+
+class _ExpertFeed:
+    """The load of one model's experts, from sampled workers or from one worker, and its viewers."""
+
+    def __init__(self, model: str, worker: str | None) -> None:
+        self.model = model
+        self.worker = worker
+        self.viewers: set[Viewer] = set()
+        self.latest: bytes | None = None
+        self.due_at = 0.0
+        self.is_asking = False
+        self._round = 0
+        self._versions: ExpertAnswers | None = None
+        # The last event, with the last counts of each plane.
+        self._last: ExpertsEvent | None = None
+
+    async def ask(self, rb: bus.Client) -> None:
+        """Ask the workers and send the event to the viewers."""
+        self.is_asking = True
+        event = self.failed("the service failed to add up the answers of the workers; its log has the reason")
+        try:
+            with contained("experts"):
+                try:
+                    event = await self._ask(rb)
+                except RollbusError as error:
+                    event = self.failed(str(error))
+        finally:
+            self.is_asking = False
+        self._last = with_last_counts(event, self._versions, self._last)
+        self.latest = await asyncio.to_thread(encode_event, EXPERTS, self._last)
+        for viewer in self.viewers:
+            viewer.offer(EXPERTS, self.latest)
+
+    def failed(self, problem: str) -> ExpertsEvent:
+        """Return the event that states why there are no counts."""
+        return ExpertsEvent(model=self.model, worker=self.worker, at=round(time.time(), 3), problem=problem)
+
+    async def _ask(self, rb: bus.Client) -> ExpertsEvent:
+        workers = None if self.worker is None else (self.worker,)
+        answers = await rb.fleet.experts(self.model, workers=workers, last_s=WINDOW_S)
+        if self._round % VERSIONS_EVERY == 0:
+            # If this fails, the event still has the last minute.
+            with contextlib.suppress(RollbusError):
+                self._versions = await rb.fleet.experts(self.model, workers=workers, last_s=None)
+        self._round += 1
+        at = round(time.time(), 3)
+        # For a large model, this computation takes milliseconds.
+        return await asyncio.to_thread(experts_event, answers, worker=self.worker, at=at)
+
+
+class ExpertFeeds:
+    """The watched feeds, at most `MAX_FEEDS`. Call `run` while the service serves."""
+
+    def __init__(self, rb: bus.Client) -> None:
+        self._rb = rb
+        # In the order of the last access, most recent last.
+        self._feeds: dict[tuple[str, str | None], _ExpertFeed] = {}
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def joined(self, viewer: Viewer, model: str, worker: str | None, *, is_admin: bool) -> Iterator[None]:
+        """Send the load of a model's experts, or of one worker's, to a viewer while the block lasts.
+
+        If too many feeds are watched, the viewer receives an event with this problem. It still receives the fleet.
+
+        Args:
+            is_admin: the viewer may use the feeds that are reserved for admins.
+        """
+        key = model, worker
+        feed = self._feeds.pop(key, None)
+        if feed is None:
+            feed = _ExpertFeed(model, worker)
+            idle = [known for known, each in self._feeds.items() if not each.viewers]
+            allowed = MAX_FEEDS if is_admin else MAX_FEEDS - KEPT_FOR_ADMINS
+            if len(self._feeds) - len(idle) >= allowed:
+                problem = f"the experts of {len(self._feeds) - len(idle)} pairs of a model and a worker are watched"
+                viewer.offer(EXPERTS, encode_event(EXPERTS, feed.failed(f"{problem}; allowed: {allowed}")))
+                yield
+                return
+            if len(self._feeds) >= MAX_FEEDS:
+                del self._feeds[idle[0]]
+        self._feeds[key] = feed
+        feed.viewers.add(viewer)
+        if feed.latest is not None:
+            viewer.offer(EXPERTS, feed.latest)
+        self._changed.set()
+        try:
+            yield
+        finally:
+            feed.viewers.discard(viewer)
+
+    async def run(self) -> None:
+        """Ask periodically for the watched feeds, until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                watched = [feed for feed in self._feeds.values() if feed.viewers]
+                for feed in watched:
+                    if feed.due_at > loop.time():
+                        continue
+                    feed.due_at = loop.time() + PERIOD_S
+                    # A feed that still waits for a slow worker does not delay the others.
+                    if not feed.is_asking:
+                        tasks.create_task(feed.ask(self._rb))
+                next_at = min((feed.due_at for feed in watched), default=None)
+                await self._wait(None if next_at is None else next_at - loop.time())
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Wait until a feed is due or a viewer joins."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()

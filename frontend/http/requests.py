@@ -1,0 +1,448 @@
+"""Conversion of an HTTP request to a token request of the bus, with its trace and the service's span of it.
+
+The trace that a client's request belongs to follows W3C Trace Context, section 3. All other spans of the request are
+below the service's span.
+"""
+
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from ... import bus
+from ...bus.client.client import registry_of
+from ...bus.protocol.fleet.presence import list_names
+from ...bus.tracing import names
+from ...bus.tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
+from ...schemas import limits
+from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, kept_tracestate
+from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
+from ...schemas.presence import Capabilities, WorkerPresence
+from ...schemas.request_fields import check_model_limits
+from .calls import until_disconnect
+from .edge import REQUEST_ID_HEADER, given_request_id
+from .errors import HttpError, http_error, invalid, without_paths
+from .metrics import HttpRequestRecord
+from .service import MIN_LEFT_S, Service
+
+_ANY_VERSION: Final = re.compile(
+    r"(?P<version>[0-9a-f]{2})(?P<ids>-[0-9a-f]+-[0-9a-f]+)-(?P<flags>[0-9a-f]+)(?P<more>-.*)?"
+)
+"""A `traceparent` of any version. Later versions append fields to the known ones."""
+
+
+class GivenTrace(NamedTuple):
+    """A client's trace context in the form that the service forwards."""
+
+    traceparent: str
+    """The `traceparent` in version 00."""
+    tracestate: str | None
+
+
+def given_trace(headers: Headers, *, is_trusted: bool) -> GivenTrace | None:
+    """Return the trace context in `headers`; None if there is none, if there are several, or if it is malformed.
+
+    If the trace is malformed, a new trace begins, as the standard requires. The request is not rejected.
+
+    Args:
+        is_trusted: the client may have its request sampled. Otherwise its flags are ignored.
+    """
+    given = headers.getlist("traceparent")
+    if len(given) != 1:
+        return None
+    found = _ANY_VERSION.fullmatch(given[0].strip(" \t"))
+    if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"] is not None):
+        return None
+    known = f"00{found['ids']}-{found['flags']}"
+    if TRACEPARENT_PATTERN.fullmatch(known) is None:
+        return None
+    state = ",".join(headers.getlist("tracestate"))
+    return GivenTrace(known if is_trusted else f"00{found['ids']}-00", kept_tracestate(state))
+
+
+GROUP_ID_HEADER = "X-Group-ID"
+SESSION_ID_HEADER = "X-Session-ID"
+TIMEOUT_HEADER = "X-Request-Timeout"
+FIRST_NAME = re.compile(r"[.\[]")
+"""The end of the first name in a field such as `sampling.top_p`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTarget:
+    """The model or adapter that a request names."""
+
+    worker: WorkerPresence
+    """A worker that serves it. Other workers may serve it too."""
+    capabilities: Capabilities
+    """Capabilities of that worker's model."""
+    lora: str | None
+    """The adapter; None for the base model."""
+
+    @property
+    def name(self) -> str:
+        """Name of the model in answers: the adapter's name, if there is one."""
+        return self.lora or self.worker.model
+
+    def room(self, prompt_len: int) -> int:
+        """Return the number of tokens that the model's context leaves after a prompt."""
+        return self.capabilities.max_model_len - prompt_len
+
+
+async def find_target(
+    service: Service, request: Request, name: str | None, timeout_s: float | None = None
+) -> RequestTarget:
+    """Return the model or adapter of that name. Without a name, return `--default-model`, or the only known model.
+
+    If a worker of the model starts, wait up to `max_wait_s` until it serves. The body must be read before.
+
+    Args:
+        timeout_s: timeout of the request in its body.
+
+    A model is known if a live worker or a stored desired state names it. The service remembers no earlier request, so
+    all services of a fleet answer alike.
+
+    Raises:
+        HttpError: 404, the name is unknown; 503, the model or all models have no workers, or they do not start within
+            `max_wait_s`; 504, they do not start within the timeout; 400, there is no name and several models are known,
+            or several models have an adapter of that name.
+        ClientDisconnect: the client disconnected while a worker started.
+    """
+    # An empty name is a missing name, as in vLLM.
+    model = name or service.settings.default_model or await _only_model(service)
+    target = _announced(service, model)
+    if target is None:
+        timeout_s = _timeout_s(service, request, timeout_s)
+        target = await until_disconnect(request.receive, _wait_for_target(service, request, model, timeout_s))
+    service.is_for(request, (target.worker.model,))
+    service.metrics.is_for(target.worker.model)
+    return target
+
+
+def _announced(service: Service, model: str) -> RequestTarget | None:
+    """Return the model or adapter of that name that workers announce; None if no started worker does.
+
+    Raises:
+        HttpError: 400, several models have an adapter of that name.
+    """
+    workers = service.rb.fleet.workers
+    # The name of a model wins over the name of an adapter.
+    of_model = [worker for worker in workers if worker.model == model]
+    having = of_model or [worker for worker in workers if any(lora.name == model for lora in worker.loras)]
+    bases = sorted({worker.model for worker in having})
+    if len(bases) > 1:
+        message = f"model {model!r} is an adapter of several models: {list_names(bases)}; load it under other names"
+        raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param="model")
+    for worker in having:
+        if worker.capabilities is not None:
+            return RequestTarget(worker=worker, capabilities=worker.capabilities, lora=None if of_model else model)
+    return None
+
+
+async def _wait_for_target(service: Service, request: Request, model: str, timeout_s: float) -> RequestTarget:
+    # The ack of another service may be newer than presence, so the record decides before anything is refused.
+    refusal, bases = await _not_served(service, model)
+    if (target := _announced(service, model)) is not None:
+        return target
+    registry, seconds = registry_of(service.rb), min(service.settings.max_wait_s, timeout_s)
+    watcher = registry.runtime.watcher
+    if watcher.snapshot.awaited.isdisjoint(bases):
+        raise refusal
+    service.is_for(request, bases)
+
+    def has_ended() -> bool:
+        fleet = watcher.snapshot
+        return not fleet.serving.isdisjoint(bases) or fleet.awaited.isdisjoint(bases)
+
+    begun = time.monotonic()
+    if not await registry.thread.run(watcher.wait_until(has_ended, seconds)):
+        others = without_paths("".join(watcher.snapshot.describe_others(base) for base in bases))
+        message = f"no worker has served model {model!r} for {seconds:g} s{others}"
+        status, code = (503, ErrorCode.NO_WORKERS) if seconds < timeout_s else (504, ErrorCode.TIMEOUT)
+        raise HttpError(status, message, code=code)
+    # Counts in the timeout and in `max_wait_s` of what follows.
+    request.state.waited_s = time.monotonic() - begun
+    target = _announced(service, model)
+    if target is None:
+        refusal, _ = await _not_served(service, model)
+        raise refusal
+    return target
+
+
+async def _only_model(service: Service) -> str:
+    """Return the only known model."""
+    try:
+        known = await service.rb.fleet.known_models()
+    except BusBroken as exc:
+        raise HttpError(
+            503, f"model is missing, and the fleet's models are unknown: {exc}", code=ErrorCode.NO_WORKERS
+        ) from exc
+    if not known:
+        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
+    if len(known) > 1:
+        message = f"model is missing; allowed: {list_names(known)}; the option --default-model sets a default"
+        raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param="model")
+    return known[0]
+
+
+async def _not_served(service: Service, model: str) -> tuple[HttpError, Sequence[str]]:
+    """Return the error for a model or adapter that no worker announces, and the models whose workers may serve it.
+
+    Wait up to a second for a recorded adapter.
+    """
+    fleet, snapshot = service.rb.fleet, registry_of(service.rb).runtime.watcher.snapshot
+    others = without_paths(snapshot.describe_others(model))
+    if any(worker.model == model for worker in fleet.workers):
+        return HttpError(503, f"model {model!r} is starting{others}", code=ErrorCode.NO_WORKERS), (model,)
+    try:
+        known = await fleet.known_models()
+        bases = () if model in known else await fleet.models_with_adapter(model)
+    except BusBroken as exc:
+        return HttpError(503, f"no worker serves model {model!r}: {exc}", code=ErrorCode.NO_WORKERS), ()
+    if model in known:
+        return HttpError(503, f"model {model!r} has no workers{others}", code=ErrorCode.NO_WORKERS), (model,)
+    if bases:
+        live = {worker.model for worker in fleet.workers}.intersection(bases)
+        problem = "is not loaded yet" if live else "has no workers"
+        message = f"model {model!r}, an adapter of {list_names(bases)}, {problem}"
+        return HttpError(503, message, code=ErrorCode.NO_WORKERS), bases
+    if not known:
+        return HttpError(503, f"the fleet has no workers{others}", code=ErrorCode.NO_WORKERS), ()
+    message = f"model {describe(model)} is unknown; allowed: {list_names(known)}"
+    return HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model"), ()
+
+
+def check_length(field: str, prompt_len: int, target: RequestTarget) -> None:
+    """Check that a prompt leaves room for an answer.
+
+    Raises:
+        HttpError: 400, the prompt is too long. Clients search the message for "maximum context length".
+    """
+    if target.room(prompt_len) < 1:
+        longest = target.capabilities.max_model_len
+        raise HttpError(
+            400,
+            f"{field} has {prompt_len} tokens, and this model's maximum context length is {longest} "
+            f"tokens; allowed: 1 to {longest - 1} tokens",
+            code="context_length_exceeded",
+            param=field,
+        )
+
+
+def build_request(
+    service: Service,
+    request: Request,
+    target: RequestTarget,
+    *,
+    sampling: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+) -> bus.GenerateRequest:
+    """Build the token request and check it against the model. This publishes nothing.
+
+    The function reads the headers `X-Request-Id`, `X-Session-ID`, `X-Group-ID`, `traceparent` and `tracestate`, and
+    sets the deadline. On the bus, the names of sessions and groups are specific to this user.
+
+    Args:
+        sampling: fields of `rollbus.SamplingParams`. If `max_tokens` is None, the rest of the model's context is used.
+        fields: other fields of `rollbus.GenerateRequest`, at least `prompt_token_ids`. If `request_id` is None, a new
+            id is generated.
+        names: the route's names of the bus's fields, see `named_errors`.
+
+    Raises:
+        HttpError: 400, naming the route's field.
+    """
+    headers = request.headers
+    trace: GivenTrace | None = request.state.trace
+    common: dict[str, Any] = {
+        "model": target.worker.model,
+        "lora": target.lora,
+        "session_id": headers.get(SESSION_ID_HEADER),
+        "group_id": headers.get(GROUP_ID_HEADER),
+        "traceparent": None if trace is None else trace.traceparent,
+        "tracestate": None if trace is None else trace.tracestate,
+    }
+    given = {**common, **fields}
+    timeout_s = _timeout_s(service, request, fields.get("timeout_s"))
+    user = service.user_of(request)
+    with named_errors(names):
+        built = bus.GenerateRequest(
+            sampling=bus.SamplingParams(**sampling),
+            **{
+                **given,
+                **{name: _of_user(user, name, given[name]) for name in ("session_id", "group_id")},
+                **_request_id(headers, fields.get("request_id"), user),
+                "timeout_s": timeout_s,
+            },
+        )
+        if request.state.waited_s:
+            built = replace(built, timeout_s=max(timeout_s - request.state.waited_s, MIN_LEFT_S))
+        check_model_limits(built, target.capabilities)
+    return built
+
+
+def _of_user(user: str, field: str, name: str | None) -> str | None:
+    """Return the bus's name for a session or a group. It depends on the user.
+
+    If another user sends the same name, this does not affect the placement of this user's requests.
+
+    Raises:
+        InvalidRequest: the name is not valid.
+    """
+    if name is None:
+        return None
+    return hashlib.blake2b(f"{user}\0{check_name(field, name)}".encode(), digest_size=16).hexdigest()
+
+
+def _timeout_s(service: Service, request: Request, from_body: float | None) -> float:
+    """Return the timeout of a request in seconds.
+
+    Raises:
+        HttpError: 400, the timeout in the header is not valid.
+    """
+    return (_header_timeout(request.headers) or service.settings.timeout_s) if from_body is None else from_body
+
+
+def _header_timeout(headers: Mapping[str, str]) -> float | None:
+    """Return the timeout from the header in seconds; None without the header.
+
+    Raises:
+        HttpError: 400, the value is not valid. The error names the header.
+    """
+    given = headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= limits.MAX_TIMEOUT_S:
+        problem = f"is {describe(given)}"
+        raise invalid(TIMEOUT_HEADER, problem, f"seconds, above 0 and up to {limits.MAX_TIMEOUT_S:g}")
+    return seconds
+
+
+def _request_id(headers: Mapping[str, str], from_body: str | None, user: str) -> dict[str, str]:
+    """Return the fields for the id in the header or in the body, or for a new id.
+
+    An id that the client chose is unique among the open requests of its user. Other users may have the same id.
+
+    Raises:
+        InvalidRequest: the id in the header is not valid.
+    """
+    given = given_request_id(headers) or from_body
+    return {"request_id": uuid.uuid4().hex} if given is None else {"request_id": given, "id_scope": user}
+
+
+def id_headers(request: bus.GenerateRequest) -> dict[str, str]:
+    """Return the headers of every answer to a token request. `Edge` leaves out an empty header."""
+    return {REQUEST_ID_HEADER: request.request_id if request.request_id.isascii() else ""}
+
+
+@contextmanager
+def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None = None) -> Iterator[None]:
+    """Convert the bus's errors to HTTP errors, with the route's names for fields and with the request's id.
+
+    Args:
+        names: the route's name by the bus's name or its prefix. `{"sampling": "", "prompt_token_ids": "prompt"}`
+            converts `sampling.top_p` to `top_p` and `prompt_token_ids[3]` to `prompt[3]`. The longest prefix applies.
+
+    Raises:
+        HttpError: for every `RollbusError`.
+    """
+    try:
+        yield
+    except (HttpError, RollbusError) as error:
+        if isinstance(error, HttpError):
+            failure = error
+        elif isinstance(error, RequestError) and (field := _field_of(error)) is not None:
+            in_headers = {"session_id": SESSION_ID_HEADER, "group_id": GROUP_ID_HEADER}
+            name = _route_name(field, {**in_headers, **names})
+            failure = HttpError(400, f"{name}{error.message.removeprefix(field)}", code=error.code, param=name)
+        else:
+            failure = http_error(error)
+        if request is not None:
+            failure.headers.update(id_headers(request))
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _field_of(error: RequestError) -> str | None:
+    """Return the bus's name of the field that is wrong; None if the error is not about a field.
+
+    A worker's error has it only as the first word of its message.
+    """
+    if isinstance(error, InvalidRequest):
+        return error.field
+    first = error.message.partition(" ")[0]
+    is_field = FIRST_NAME.split(first)[0] in bus.GenerateRequest.__struct_fields__
+    return first if is_field and error.code is ErrorCode.INVALID_REQUEST else None
+
+
+def _route_name(field: str, names: Mapping[str, str]) -> str:
+    for at in range(len(field), 0, -1):
+        begin, rest = field[:at], field[at:]
+        if begin in names and (not rest or rest[0] in ".[ "):
+            return f"{names[begin]}{rest}".lstrip(".")
+    return field
+
+
+@contextmanager
+def server_span(
+    tracer: Tracer | None, request: Request, route: str, seen: HttpRequestRecord, *, is_trusted: bool
+) -> Iterator[None]:
+    """Set `request.state.trace`, which the request forwards, and trace the request until its answer is sent.
+
+    Requests that only read have no span, because they are frequent and reach no worker.
+
+    Args:
+        tracer: None if tracing is off. The client's trace is then forwarded.
+        seen: has the status of the answer, as soon as there is one.
+        is_trusted: the client may have its request sampled, and its own trace continues. Otherwise a new trace begins
+            here, with a link to the client's trace. An untrusted client could choose ids that are always sampled.
+    """
+    request.state.trace = given = None
+    if request.method == "POST":
+        request.state.trace = given = given_trace(request.headers, is_trusted=is_trusted)
+    if tracer is None or request.method != "POST":
+        yield
+        return
+    caller = None if given is None else SpanContext.parse(given.traceparent, given.tracestate)
+    parent, links = (caller, ()) if is_trusted or caller is None else (None, (caller,))
+    name, clock, began_at = f"{request.method} {route}", Clock(), time.monotonic()
+    context = tracer.start(name, "server", parent, links)
+    request.state.trace = GivenTrace(context.traceparent, context.tracestate)
+    try:
+        yield
+    finally:
+        if context.is_sampled:
+            attributes: dict[str, Attribute] = {
+                names.HTTP_METHOD: request.method,
+                names.HTTP_ROUTE: route,
+                names.HTTP_STATUS: seen.status,
+                names.URL_PATH: request.url.path,
+                names.URL_SCHEME: request.url.scheme,
+            }
+            error = str(seen.status) if seen.status >= 500 else None
+            if error is not None:
+                attributes[names.ERROR_TYPE] = error
+            span = Span(
+                name=name,
+                kind="server",
+                context=context,
+                parent=parent,
+                start_ns=clock.unix_ns(began_at),
+                end_ns=clock.unix_ns(time.monotonic()),
+                attributes=attributes,
+                links=links,
+                error=error,
+            )
+            tracer.export([span])

@@ -1,0 +1,357 @@
+"""The options of a worker process, which `rollbus worker` and `rollbus up` have too and pass on: types and checks.
+
+The errors of a type state the wrong value and the allowed values.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Final, get_args
+from urllib.parse import unquote, urlsplit
+
+from .errors import InvalidRequest
+from .presence import Role
+
+SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+DURATION: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhd]))+", re.ASCII)
+DURATION_PART: Final = re.compile(r"([\d.]+)(ms|[smhd])", re.ASCII)
+BYTES: Final = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b", re.ASCII | re.IGNORECASE)
+DEFAULT_LEASE_S: Final = 5.0
+"""Five heartbeats. A busy machine may delay some of them, and peers still detect a dead worker within seconds."""
+DEFAULT_ENGINE_TIMEOUT_S: Final = 300.0
+"""Far above the duration of the longest step: a long prompt on a CPU."""
+DEFAULT_IDLE_S: Final = 600.0
+"""Seconds without a command after which a transfer ends. A debugger may stop a trainer for minutes."""
+DEFAULT_START_TIMEOUT_S: Final = 1800.0
+"""A large model on a slow disk needs many minutes to load."""
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""Pattern of OWNER/NAME. A path that begins with `/`, `.` or `~`, and a single word, are not model ids."""
+CONFIGS: Final = ("config.json", "params.json")
+"""Files of which vLLM needs one in the folder of a model. Models in Mistral's format have the second."""
+GPU_ONLY: Final = ("enable_sleep_mode",)
+"""Engine arguments with which vLLM does not start on a CPU."""
+ON_CPU: Final = "the installed vLLM computes only on the CPU"
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all workers of one command share."""
+    parser.add_argument(
+        "--engine",
+        choices=("vllm", "synthetic"),
+        default="vllm",
+        help="synthetic: generated tokens without a model, for load tests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the model's id, or the name of its folder)",
+    )
+    parser.add_argument(
+        "--engine-args",
+        metavar="JSON",
+        type=json_object,
+        help='arguments of the engine, such as {"dtype": "bfloat16"} (default: none)',
+    )
+    parser.add_argument(
+        "--kv-transfer-config",
+        metavar="JSON",
+        type=json_object,
+        help="configuration of vLLM's KV connector, through which prefill and decode workers share KV",
+    )
+    parser.add_argument(
+        "--weight-version",
+        metavar="N",
+        type=non_negative_int,
+        default=0,
+        help="version of the weights in --model (default: 0)",
+    )
+    _add_times(parser)
+    _add_weights(parser)
+    add_otel(parser)
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--start-timeout",
+        metavar="TIME",
+        type=duration,
+        default=DEFAULT_START_TIMEOUT_S,
+        help="time within which a worker must serve; requests may wait for it (default: %(default)g seconds)",
+    )
+    parser.add_argument(
+        "--engine-timeout-s",
+        metavar="TIME",
+        type=duration,
+        default=DEFAULT_ENGINE_TIMEOUT_S,
+        help="time without a step after which an engine with open requests counts as dead (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--transfer-idle-s",
+        metavar="TIME",
+        type=duration,
+        default=DEFAULT_IDLE_S,
+        help="time without a command after which an open transfer of weights ends (default: %(default)g)",
+    )
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weight-root",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="folder with weights and LoRA adapters that commands may name; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="folder of fetched weights, one copy for all workers on this machine (default: ~/.cache/rollbus)",
+    )
+    parser.add_argument(
+        "--stage-bytes",
+        metavar="SIZE",
+        type=size,
+        help="size of the fetched weights on this machine, for all workers of the fleet (default: no limit)",
+    )
+    parser.add_argument(
+        "--fetch-rate",
+        metavar="SIZE",
+        type=size,
+        help="bytes per second at which a worker fetches weights (default: no limit)",
+    )
+    parser.add_argument(
+        "--no-prove-reload",
+        action="store_true",
+        help="skip the second load of the weights at the start, which verifies that weight updates work",
+    )
+
+
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of one worker."""
+    parser.add_argument(
+        "--role",
+        choices=get_args(Role),
+        help="prefill: compute prompts for decode workers; both: serve whole requests (default: both)",
+    )
+    parser.add_argument(
+        "--worker-id",
+        metavar="ID",
+        help="id of the worker, unique in the fleet (default: host, process id and four characters)",
+    )
+    parser.add_argument(
+        "--probe",
+        metavar="HOST:PORT",
+        help="address for /health, /ready and /metrics over HTTP, for supervisors (default: none)",
+    )
+    parser.add_argument(
+        "--listen-s",
+        metavar="TIME",
+        type=duration_or_zero,
+        help="time to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
+    )
+    parser.add_argument(
+        "--lease-s",
+        metavar="TIME",
+        type=duration,
+        default=DEFAULT_LEASE_S,
+        help="time without presence after which peers treat the worker as lost (default: %(default)g)",
+    )
+
+
+def add_otel(parser: argparse.ArgumentParser) -> None:
+    """Add the option that enables tracing."""
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="export spans of requests, configured by the variables OTEL_*; needs the extra otel",
+    )
+
+
+def flags_of(args: argparse.Namespace, *added: Callable[[argparse.ArgumentParser], None]) -> list[str]:
+    """Return the flags of another process for the options that these functions add.
+
+    Options with their default value are left out: the process has the same defaults.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    for add in added:
+        add(parser)
+    flags: list[str] = []
+    for action in parser._actions:
+        name, value = action.option_strings[0], getattr(args, action.dest)
+        if value == action.default:
+            continue
+        if action.nargs == 0:
+            flags.append(name)
+        else:
+            flags += [text for each in (value if isinstance(value, list) else [value]) for text in (name, str(each))]
+    return flags
+
+
+def check_start(args: argparse.Namespace) -> None:
+    """Check everything that would end a worker after its engine has loaded for minutes.
+
+    Args:
+        args: the options of `add_engine_options`, and `model`.
+
+    Raises:
+        InvalidRequest: the model is neither a folder with a configuration nor a model id, an argument of the engine
+            needs a GPU and there is none, or no file can be written into `--cache-dir`.
+    """
+    if args.engine == "vllm":
+        is_folder = args.model is not None and not is_hub_id(args.model)
+        if is_folder and not any((Path(args.model) / name).is_file() for name in CONFIGS):
+            allowed = "a folder of save_pretrained()"
+            raise InvalidRequest(field=f"--model {args.model}", problem="has no config.json", allowed=allowed)
+        given = json.loads(args.engine_args or "{}")
+        for name in GPU_ONLY:
+            if given.get(name) and computes_on_cpu():
+                problem = f"has {name}, which needs a GPU, and {ON_CPU}"
+                raise InvalidRequest(field="--engine-args", problem=problem, allowed="arguments without it")
+    if args.cache_dir is not None:
+        check_writable("--cache-dir", Path(args.cache_dir))
+
+
+def is_hub_id(model: str) -> bool:
+    """True if `--model` is a model id and not a folder. A folder takes precedence.
+
+    Raises:
+        InvalidRequest: `model` is neither a folder nor a model id.
+    """
+    if model and Path(model).is_dir():
+        return False
+    if HUB_ID.fullmatch(model):
+        return True
+    allowed = "a folder, or a Hugging Face model id such as Qwen/Qwen3-0.6B"
+    raise InvalidRequest(field=f"--model {model}", problem="is not a folder", allowed=allowed)
+
+
+def computes_on_cpu() -> bool:
+    """Return True if the installed vLLM is a build for CPUs, which uses no GPU."""
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        return True
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        # Then vLLM comes from a package with another name, and only builds for CPUs have another name.
+        return True
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this installation, for example `pip install 'rollbus[data]'`.
+
+    If rollbus was not installed from an index, `direct_url.json` (PEP 610) has its origin.
+    """
+    package = f"rollbus[{extra}]"
+    try:
+        origin = json.loads(distribution("rollbus").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        origin = {}
+    url, vcs, folder = origin.get("url"), origin.get("vcs_info"), origin.get("dir_info")
+    if not url:
+        return f"pip install '{package}'"
+    if folder is not None:
+        editable = "-e " if folder.get("editable") else ""
+        return f"pip install {editable}'{unquote(urlsplit(url).path)}[{extra}]'"
+    if vcs is not None:
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"pip install '{package} @ {url}'"
+
+
+def positive_int(text: str) -> int:
+    """Parse an integer of at least 1."""
+    return _int(text, 1)
+
+
+def non_negative_int(text: str) -> int:
+    """Parse an integer of at least 0."""
+    return _int(text, 0)
+
+
+def _int(text: str, low: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if number < low:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {low}")
+    return number
+
+
+def duration(text: str) -> float:
+    """Parse a duration above 0, such as `90`, `1.5s`, `5m` or `1h30m`, and return it in seconds."""
+    seconds = duration_or_zero(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration above 0, such as 90 (seconds), 5m or 1h30m")
+    return seconds
+
+
+def duration_or_zero(text: str) -> float:
+    """Parse a duration as `duration` does, or 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if DURATION.fullmatch(text):
+        seconds = sum(float(number) * SECONDS[unit] for number, unit in DURATION_PART.findall(text))
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration, such as 90 (seconds), 5m or 1h30m")
+    return seconds
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes of at least 1, such as `1000000`, `100MB` or `2GiB`."""
+    found = SIZE.fullmatch(text)
+    try:
+        number = int(text) if found is None else int(float(found[1]) * BYTES[found[2].lower()])
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of at least 1 byte, such as 1000000, 100MB or 2GiB")
+    return number
+
+
+def json_object(text: str) -> str:
+    """Check that `text` is a JSON object and return it unchanged."""
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
+    return text
+
+
+def check_writable(name: str, folder: Path, mode: int = 0o777) -> None:
+    """Check that files can be written into a directory. Create the directory if it is missing.
+
+    Args:
+        name: the option or the noun before the directory in the error.
+        mode: permissions of a new directory.
+
+    Raises:
+        InvalidRequest: no file can be written.
+    """
+    try:
+        folder.mkdir(mode, parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        problem, allowed = f"cannot be written: {exc.strerror}", "a directory in which this user may create files"
+        raise InvalidRequest(field=f"{name} {folder}", problem=problem, allowed=allowed) from exc

@@ -1,0 +1,547 @@
+"""Reconciles a worker with its desired state: one register at a time, in the order in which commands were recorded.
+
+A command only requests a read of the desired state. The outcome of each register is stored to answer commands later.
+This module fetches nothing: a register becomes due when its source is staged, or when the staging has failed.
+
+Invariant: a worker serves only after its current incarnation has read the desired state and applied all of it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+from ...bus.protocol.fleet.desired import WEIGHTS
+from ...bus.protocol.states import SPEAKING, WorkerEvent
+from ...schemas.acks import AckError, AckStatus
+from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, Pause, PauseMode, Resume, Sleep, UpdateWeights
+from ...schemas.errors import ControlCode, ControlError, EngineDead
+from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.presence import WorkerState
+from ...schemas.weights import Canary, Staging, UpdateTiming
+from ..lifecycle import WorkerLifecycle
+from ..requests.in_flight import InFlightRequests
+from ..requests.publisher import OutboundPublisher
+from .desired import (
+    PAUSE,
+    SLEEP,
+    DesiredReader,
+    HandledRegister,
+    PendingRegister,
+    RegisterOutcome,
+    failure,
+    next_due,
+    pending_registers,
+    target_event,
+)
+from .registers import Registers
+from .staging import StageCost, StageKey, Stager, UnknownFailure, command_boundary
+from .transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+FETCH_RETRY_S: Final = 30.0
+"""Seconds before a failed fetch of weights is tried again, because the store or the disk may work again."""
+CUT_S = 1.0
+"""Maximum seconds that a command waits until frames are published. Clients without credit and a slow network must not
+delay a command further."""
+MARGIN_S = 5.0
+"""Seconds after its `timeout_s` at which a command is cancelled. Each step of a command checks `timeout_s` itself."""
+WITHOUT_PAUSE = frozenset(
+    {WorkerState.SERVING, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS}
+)
+"""States that a worker leaves when other weights are recorded. A paused, drained or sleeping worker keeps its state
+while it stages these weights."""
+RESET_S = 600.0
+"""Maximum seconds to undo a register, which may include a load of weights."""
+
+
+class HandledRegisters:
+    """Registers of the desired state that were applied or failed, and registers that must be undone."""
+
+    def __init__(self, reader: DesiredReader) -> None:
+        self._reader = reader
+        self.by_name: dict[str, HandledRegister] = {}
+        """The handled registers by name."""
+        self._missed_at = 0.0
+
+    def epoch_of(self, register: str) -> int | None:
+        """Return the epoch in which a register was recorded, or None if the register is not desired."""
+        recorded = self._reader.effective.get(register)
+        return None if recorded is None else recorded.epoch
+
+    def add(self, register: str, handled: HandledRegister) -> None:
+        """Add the outcome of a register."""
+        self.by_name[register] = handled
+        if register == WEIGHTS and not handled.outcome.is_applied:
+            self._missed_at = time.monotonic()
+
+    def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
+        """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
+        if self.epoch_of(register) == epoch:
+            handled = self.by_name.get(register)
+            is_known = handled is not None and handled.epoch == epoch and handled.is_shown
+            return handled.outcome if handled is not None and is_known else None
+        message = f"a later command has set {register}"
+        return RegisterOutcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
+
+    def repeat_all(self) -> None:
+        """Make all registers due again, because an unrelated desired state has replaced the previous one."""
+        self.by_name = {register: self._again(register) for register in self.by_name}
+
+    def retry_weights(self) -> None:
+        """Make weights due again after a temporary failure."""
+        handled = self.by_name.get(WEIGHTS)
+        error = None if handled is None else handled.outcome.error
+        is_passing = error is not None and error.code is ControlCode.STORAGE
+        if is_passing and time.monotonic() > self._missed_at + FETCH_RETRY_S:
+            self.by_name[WEIGHTS] = self._again(WEIGHTS)
+
+    def reload_weights(self) -> None:
+        """Make the weights due again, because the engine lost them: the recorded ones, else those of the start."""
+        handled = self.by_name.get(WEIGHTS)
+        self.by_name[WEIGHTS] = HandledRegister(-1, RegisterOutcome() if handled is None else handled.outcome)
+
+    def repeat_sleep(self) -> None:
+        """Make sleep due again, if it was applied."""
+        if SLEEP in self.by_name and self.by_name[SLEEP].outcome.is_applied:
+            self.by_name[SLEEP] = HandledRegister(-1, RegisterOutcome())
+
+    def _again(self, register: str) -> HandledRegister:
+        return HandledRegister(-1, self.by_name[register].outcome)
+
+    def show(self, timing: Callable[[], UpdateTiming | None]) -> None:
+        """Show the outcomes that were not shown yet, so that their commands are answered.
+
+        Args:
+            timing: returns the timing of the weight update. Called if its outcome is shown now.
+        """
+        for register, handled in self.by_name.items():
+            if not handled.is_shown:
+                outcome = replace(handled.outcome, timing=timing()) if register == WEIGHTS else handled.outcome
+                self.by_name[register] = HandledRegister(handled.epoch, outcome)
+
+    @property
+    def lora_problem(self) -> str | None:
+        """Text with the adapters that differ from the desired state and the reasons, or None."""
+        lines = [
+            f"adapter {register.removeprefix(LORA_REGISTER)} differs from the desired state: "
+            f"{handled.outcome.error.message}"
+            for register, handled in sorted(self.by_name.items())
+            if register.startswith(LORA_REGISTER) and handled.outcome.error is not None
+        ]
+        return "; ".join(lines)[:MAX_ERROR_CHARS] or None
+
+
+class PendingSources:
+    """The sources that the pending registers of one worker need, with their progress."""
+
+    def __init__(self, registers: Registers, stager: Stager) -> None:
+        self.registers = registers
+        self.stager = stager
+        self._needed: dict[str, tuple[StageKey, ...]] = {}
+        # Epoch of the last pending weights, and the time at which they were first seen.
+        self._weights_seen = (-1, 0.0)
+
+    def set_pending(self, pending: Sequence[PendingRegister]) -> None:
+        """Stage the sources of these registers, and stop the staging for other registers."""
+        self._needed = {}
+        for due in pending:
+            self._needed[due.register] = self.registers.needed_for(
+                None if due.recorded is None else due.recorded.command
+            )
+            if due.register == WEIGHTS and due.recorded is not None and due.recorded.epoch != self._weights_seen[0]:
+                self._weights_seen = due.recorded.epoch, time.monotonic()
+        self.stager.set_desired([key for keys in self._needed.values() for key in keys])
+
+    @property
+    def staging(self) -> frozenset[str]:
+        """Registers that wait for their sources."""
+        is_staged = self.stager.is_staged
+        return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
+
+    def progress_of(self, register: str) -> Staging | None:
+        """Return the progress of the staging that a register waits for, or None if it waits for no staging."""
+        waiting = map(self.stager.progress_of, self._needed.get(register, ()))
+        return next((progress for progress in waiting if progress is not None), None)
+
+    def error_of(self, due: PendingRegister) -> ControlError | None:
+        """Return the error of a failed staging. Return None if the source is staged or the register needs no source."""
+        source = None if due.recorded is None else self.registers.source_of(due.recorded.command)
+        return None if source is None else self.stager.error_of(source)
+
+    def end_update(self) -> UpdateTiming | None:
+        """Return the timing of an update that ends now, when the engine resumes. None if no weights were replaced."""
+        weights = self.registers.weights
+        cost = StageCost() if weights.source is None else self.stager.cost_of(StageKey(weights.source))
+        timing = weights.clock.timing(self._weights_seen[1], cost, time.monotonic())
+        if timing is not None:
+            self.stager.stats.weights_paused_s += timing.paused_s
+        return timing
+
+
+class TransferEnds:
+    """The part of a reconciler that ends transfers. Coroutines may raise `EngineDead`."""
+
+    def __init__(self, transfer: Transfer, reader: DesiredReader, handled: HandledRegisters) -> None:
+        self._transfer = transfer
+        self._reader = reader
+        self._handled = handled
+        self._needed_read: int | None = None
+
+    async def handle(self, *, may_act: bool) -> None:
+        """End a transfer whose lease has ended. After the end of any transfer, make the desired weights due again.
+
+        The caller executes no command of the transfer meanwhile.
+
+        Args:
+            may_act: True if the desired state is known and this worker holds its lease.
+        """
+        reason = self._transfer.end_of_lease(time.monotonic())
+        if reason is None:
+            self._needed_read = None
+        elif self._has_no_finish() and may_act:
+            self._transfer.end(reason)
+        if await self._transfer.recover():
+            self._handled.reload_weights()
+
+    def _has_no_finish(self) -> bool:
+        """Return True if a read of the desired state that began after the end of the lease found no new weights."""
+        if self._needed_read is None:
+            self._needed_read = self._reader.request_read()
+        pending = pending_registers(self._reader.effective, self._handled.by_name)
+        return self._reader.num_read >= self._needed_read and all(due.register != WEIGHTS for due in pending)
+
+
+class Reconciler:
+    """Applies due registers in one task.
+
+    Args:
+        engine_timeout_s: maximum seconds for a pause or resume of the engine.
+    """
+
+    def __init__(
+        self,
+        reader: DesiredReader,
+        sources: PendingSources,
+        lifecycle: WorkerLifecycle,
+        in_flight: InFlightRequests,
+        publisher: OutboundPublisher,
+        engine_timeout_s: float,
+    ) -> None:
+        self.reader = reader
+        reader.on_read = self.on_read
+        self.sources = sources
+        self.registers, self.stager = sources.registers, sources.stager
+        self.stager.on_change = self._on_staging
+        self._lifecycle = lifecycle
+        self._in_flight = in_flight
+        self._publisher = publisher
+        self._engine_timeout_s = engine_timeout_s
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after a stage or an outcome has changed."""
+        self._handled = HandledRegisters(reader)
+        self._epoch_read = 0
+        self._has_started = asyncio.Event()
+        self._is_due = asyncio.Event()
+        # Only one register is applied at a time, and some one-off commands must not run at the same time.
+        self._lock = asyncio.Lock()
+        # Register, epoch and time limit of a command that a later command may still cancel.
+        self._waiting: tuple[str, int, asyncio.Timeout] | None = None
+        # Register, epoch and stage of the command in progress.
+        self._stage: tuple[str, int, str] | None = None
+        self._transfer_ends = TransferEnds(self.registers.transfer, reader, self._handled)
+        self.epoch = 0
+        """Epoch of the last applied desired state."""
+        self.problem: str | None = None
+        """Reason why this worker does not serve, or None if it serves or is stopped as desired."""
+
+    def start(self) -> None:
+        """Start to reconcile, because the engine runs now."""
+        self._has_started.set()
+
+    def _on_staging(self) -> None:
+        self._is_due.set()
+        self.on_change()
+
+    def wake(self) -> None:
+        """Wake the reconciler to check for due registers."""
+        self._is_due.set()
+
+    def check_read(self) -> None:
+        """Accept no requests while the desired state is unknown, and check the lease of an open transfer.
+
+        Call this every second while connected. In a network partition the rest of the fleet may have continued without
+        this worker.
+        """
+        if self._lifecycle.state is WorkerState.SERVING and not self.reader.is_fresh:
+            logger.warning("desired.state_expired epoch=%s problem=%s", self.reader.epoch, self.reader.problem)
+            self._stop_serving()
+        if self.registers.transfer.watch(time.monotonic()):
+            self._is_due.set()
+
+    def on_read(self) -> None:
+        """Handle a newly read desired state."""
+        if self.reader.is_lost:
+            # The applied registers belong to the lost state, so all are due again.
+            logger.warning("desired.lost epoch=%s was=%s", self.reader.epoch, self._epoch_read)
+            self._handled.repeat_all()
+        self._epoch_read = self.reader.epoch
+        self._handled.retry_weights()
+        versions = self._in_flight.links.versions
+        target = self.reader.target_version
+        versions.target_version = versions.weight_version if target is None else target
+        versions.desired_loras = self.reader.desired_loras
+        versions.base_adapter_version = self.reader.base_adapter_version
+        self._cancel_superseded()
+        self._is_due.set()
+        self.on_change()
+
+    def _cancel_superseded(self) -> None:
+        """Cancel the waiting command if a later command has replaced it."""
+        if self._waiting is None:
+            return
+        (register, epoch, limit), now = self._waiting, asyncio.get_running_loop().time()
+        ends_at = limit.when()
+        # Do this only once, because an expired limit cannot be rescheduled.
+        if self._handled.epoch_of(register) != epoch and ends_at is not None and ends_at > now:
+            limit.reschedule(now)
+
+    def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
+        """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
+        return None if self._epoch_read < epoch else self._handled.outcome_of(register, epoch)
+
+    def stage_of(self, register: str, epoch: int) -> str | None:
+        """Return the stage of the command recorded in `epoch`, or None if it is not in progress."""
+        if self._stage is not None and self._stage[:2] == (register, epoch):
+            return self._stage[2]
+        progress = self.progress_of(register, epoch)
+        return None if progress is None else progress.stage
+
+    def progress_of(self, register: str, epoch: int) -> Staging | None:
+        """Return the progress of the staging that a command of `epoch` waits for, or None if it waits for none."""
+        return self.sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
+
+    def has_newer_weights(self, epoch: int | None) -> bool:
+        """Return True if other weights were recorded after `epoch`, and False if `epoch` is None."""
+        return epoch is not None and (self._handled.epoch_of(WEIGHTS) or 0) > epoch
+
+    @property
+    def lora_problem(self) -> str | None:
+        """Text with the adapters that differ from the desired state and the reasons, or None."""
+        return self._handled.lora_problem
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """The desired pause mode, or None if no pause is desired."""
+        recorded = self.reader.effective.get(PAUSE)
+        return recorded.command.mode if recorded is not None and isinstance(recorded.command, Pause) else None
+
+    async def run(self) -> None:
+        """Wait for `start`, verify the reload of the engine, then apply due registers until cancelled.
+
+        Raises:
+            EngineDead: the engine is dead, or its reload is wrong.
+        """
+        await self._has_started.wait()
+        await self.registers.weights.verify_start()
+        # Renew the lease, because the reload may have blocked this process for longer than the lease.
+        await self._lifecycle.publish_presence()
+        self._lifecycle.transition(WorkerEvent.READY)
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            async with self._lock:
+                await self._transfer_ends.handle(may_act=self._may_act())
+            self._stage_pending()
+            while (due := self._next_due()) is not None:
+                async with self._lock:
+                    await self._apply(due)
+                self._stage_pending()
+            async with self._lock:
+                await self._apply_target_state()
+
+    def _may_act(self) -> bool:
+        return self.reader.is_fresh and self._lifecycle.may_publish()
+
+    def _next_due(self) -> PendingRegister | None:
+        return next_due(self.reader.effective, self._handled.by_name, self.sources.staging) if self._may_act() else None
+
+    def _stage_pending(self) -> None:
+        """Stage the sources of pending registers. If other weights are recorded, accept no requests."""
+        if not self._may_act():
+            return
+        pending = pending_registers(self.reader.effective, self._handled.by_name)
+        self.sources.set_pending(pending)
+        if self._lifecycle.state in WITHOUT_PAUSE and any(due.register == WEIGHTS for due in pending):
+            self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        """Accept no requests until the worker reaches its target state."""
+        if self._lifecycle.state in SPEAKING and self._lifecycle.state is not WorkerState.UPDATING:
+            self._lifecycle.transition(WorkerEvent.CHANGED)
+        self._in_flight.stop_intake()
+
+    async def _apply(self, due: PendingRegister) -> None:
+        self._handled.show(self.sources.end_update)
+        error = self.sources.error_of(due)
+        self._stop_serving()
+        if error is not None and due.recorded is not None:
+            self._handled.add(due.register, HandledRegister(due.recorded.epoch, self._failed(due, error)))
+            self.on_change()
+            return
+        if due.recorded is None:
+            await self._attempt(due, self.registers.reset(due.register, lambda _stage: None, RESET_S), RESET_S)
+            self._handled.by_name.pop(due.register)
+            return
+        command, epoch = due.recorded.command, due.recorded.epoch
+        logger.info("command.started command=%s epoch=%s", command.command, epoch)
+
+        def report(stage: str) -> None:
+            if stage == "loading" and self._waiting is not None:
+                # From here on, a cancellation would leave half-written weights.
+                left_s = command.timeout_s + MARGIN_S
+                self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
+                self._waiting = None
+            self._stage = due.register, epoch, stage
+            self.on_change()
+
+        work = self.registers.apply(command, report)
+        outcome = await self._attempt(due, work, command.timeout_s)
+        self._stage = None
+        logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
+        # These outcomes are shown with the target state, which is not applied while a transfer is open. A failure is
+        # shown immediately.
+        is_shown_later = (
+            isinstance(command, Resume | Drain | UpdateWeights | FinishWeightUpdate)
+            and outcome.is_applied
+            and not self.registers.weights.is_transferring
+        )
+        self._handled.add(due.register, HandledRegister(epoch, outcome, is_shown=not is_shown_later))
+        self._keep_asleep()
+        self.on_change()
+
+    def _keep_asleep(self) -> None:
+        """Make sleep due again if another command has woken the engine."""
+        recorded = self.reader.effective.get(SLEEP)
+        if recorded is not None and isinstance(recorded.command, Sleep) and not self.registers.is_asleep:
+            self._handled.repeat_sleep()
+
+    async def _attempt(self, due: PendingRegister, work: Awaitable[Canary | None], timeout_s: float) -> RegisterOutcome:
+        """Execute `work`. The worker survives all its errors except `EngineDead`."""
+        try:
+            with command_boundary(due.register):
+                async with asyncio.timeout(timeout_s + MARGIN_S) as limit:
+                    if due.register in (PAUSE, WEIGHTS) and due.recorded is not None:
+                        self._waiting = due.register, due.recorded.epoch, limit
+                    canary = await work
+                    # The work is done, so a later command must not cancel it.
+                    self._waiting = None
+                # The ack is published after both, so no frame with earlier tokens follows it.
+                await self._publisher.wait_connected()
+                await self._flush_outputs()
+        except ControlError as exc:
+            if isinstance(exc, UnknownFailure) and due.register == WEIGHTS:
+                self.registers.weights.mark_invalid(exc.message[:MAX_ERROR_CHARS])
+            return self._failed(due, exc)
+        except TimeoutError:
+            if due.recorded is not None and self._handled.epoch_of(due.register) != due.recorded.epoch:
+                return self.outcome_of(due.register, due.recorded.epoch) or RegisterOutcome(status=AckStatus.STALE)
+            return self._failed(due, ControlError(ControlCode.TIMEOUT, f"it was not done within {timeout_s:g} s"))
+        finally:
+            self._waiting = None
+        verified = self.registers.weights.verified if due.register == WEIGHTS else None
+        return RegisterOutcome(canary=canary, verified=verified, frames=self._in_flight.links.outbound.frame_counts())
+
+    def _failed(self, due: PendingRegister, error: ControlError) -> RegisterOutcome:
+        logger.error("command.apply_failed register=%s error=%s", due.register, error)
+        return failure(error)
+
+    async def _flush_outputs(self) -> None:
+        """Add all sampled tokens to the links and wait at most `CUT_S` until they are published."""
+        try:
+            async with asyncio.timeout(CUT_S):
+                self._in_flight.flush()
+                await self._publisher.wait_sent()
+        except TimeoutError:
+            logger.warning("command.frame_publish_timed_out links=%r", self._in_flight.links)
+
+    @asynccontextmanager
+    async def exclusive(self, *, halts: bool) -> AsyncIterator[None]:
+        """Run the block between two registers.
+
+        Args:
+            halts: True to accept no requests during the block. After the block, requests are accepted only if the
+                target state allows it.
+        """
+        async with self._lock:
+            if halts:
+                self._stop_serving()
+            # If the block fails or is cancelled, the reconciler's own task applies the target state later.
+            self._is_due.set()
+            yield
+            await self._apply_target_state()
+
+    async def _apply_target_state(self) -> None:
+        """Move to the target state. Do nothing while a register is due or the worker may not act."""
+        is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.transfer.is_unsettled
+        if not is_unsettled or not self._may_act() or self._next_due() is not None:
+            return
+        effective, epoch, staging = self.reader.effective, self.reader.epoch, self.sources.staging
+        weights = self.registers.weights
+        event = target_event(
+            effective,
+            self._handled.by_name,
+            is_poisoned=weights.is_poisoned,
+            has_conflict=weights.conflict is not None,
+            staging=staging,
+        )
+        self.problem = self.problem if event is None else self._problem_of(event)
+        try:
+            async with asyncio.timeout(self._engine_timeout_s):
+                await self._apply_event(event)
+        except TimeoutError:
+            problem = f"the engine did not finish a pause or resume within {self._engine_timeout_s:g} s"
+            raise EngineDead(problem) from None
+        except ControlError as exc:
+            raise EngineDead(f"the engine did not pause or resume: {exc.message}") from exc
+        if not self._may_act():
+            return  # the worker was fenced in the meantime
+        if not staging:
+            self.epoch = epoch
+        if event is not None:
+            self._lifecycle.transition(event)
+        self._handled.show(self.sources.end_update)
+        self.on_change()
+
+    async def _apply_event(self, event: WorkerEvent | None) -> None:
+        match event:
+            case None:
+                # Requests in flight continue while sources are staged. No new request is accepted.
+                await self._in_flight.resume_engine()
+            case WorkerEvent.CAUGHT_UP:
+                await self._in_flight.resume()
+            case WorkerEvent.PAUSED if self.pause_mode == "keep":
+                await self._in_flight.pause_engine()
+            case WorkerEvent.PAUSED:
+                await self._in_flight.resume_engine()
+            case WorkerEvent.SLEPT:
+                self._waiting = None
+            case _:
+                self._in_flight.fail_for_retry(self.problem or "this worker is drained")
+                await self._in_flight.resume_engine()
+                await self._flush_outputs()
+
+    def _problem_of(self, event: WorkerEvent) -> str | None:
+        weights, handled = self.registers.weights, self._handled.by_name
+        error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
+        if event is WorkerEvent.SPOILT:
+            problem = weights.problem or "its weights are invalid"
+            return problem if error is None or error.message in problem else f"{problem}; {error.message}"
+        if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
+            return weights.conflict if error is None else error.message
+        return None

@@ -1,0 +1,237 @@
+"""The processes of an engine: where the model is computed, how the processes begin, and how they end with their worker.
+
+By default, vLLM starts a separate process for the model on a CPU (platforms/cpu.py: check_and_update_config), so that
+the environment can bind its threads to cores. This has three disadvantages, so the engine core's process computes the
+model:
+
+- The process imports vLLM and torch again, which is a third of the start time of a small model.
+- Both processes wait for each other by polling, which doubles the time per token.
+- With several engines on one machine, vLLM binds each of them to the same first cores.
+
+By default, vLLM spawns an engine core after the worker has imported vLLM. The engine core then imports vLLM again,
+which is half of the start time of a small model. So on a CPU the engine core is forked from a process that imports vLLM
+in advance, while the worker's process imports it too. On GPUs, vLLM itself forks engine cores if it can. The process is
+the fork server of the standard library (`multiprocessing.forkserver`). Forking it is safe, because it has one thread
+and computes nothing. It ends with the worker's process.
+"""
+
+import atexit
+import contextlib
+import copyreg
+import functools
+import gc
+import multiprocessing
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from . import corrections, plugin
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""Environment variable with the cores of an engine: a list, `nobind`, or `auto`."""
+NUM_THREADS = "OMP_NUM_THREADS"
+GRACE_S = 10.0
+"""Seconds in which an orphaned engine core ends its own children, before it is killed."""
+TRAVELS = "_rollbus_travels"
+"""Attribute of the class with the arguments of `adopt` in the engine core's process."""
+PRELOADED = "rollbus.workers.engines.vllm.preloaded"
+READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+"""Environment variables that vLLM sets for its processes (platforms/cpu.py: check_and_update_config). torch reads them
+when it is imported."""
+_forks: ContextVar[bool] = ContextVar("_forks", default=False)
+"""True if engine cores that vLLM starts in this context are forked from the fork server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """The cores of an engine core's process.
+
+    Args:
+        num_threads: number of threads that compute; None: the default of OpenMP.
+        bound: numbers of the cores to which the process is bound; empty: any core.
+    """
+
+    num_threads: int | None
+    bound: tuple[int, ...]
+
+    def apply(self) -> None:
+        """Use these cores in this process. Call this in the engine core before it loads the model."""
+        import torch
+
+        # vLLM completes the configuration again in this process. By default it would select a separate process again.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if self.bound:
+            os.sched_setaffinity(0, self.bound)
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+
+
+def compute_in_core(args: "AsyncEngineArgs", config: "VllmConfig") -> Cores | None:
+    """Change `config` so that the engine core's process computes the model, and return its cores.
+
+    Returns:
+        None, with `config` unchanged: the engine does not run on a CPU, it needs several processes, the arguments
+        select an executor, or this release of vLLM is not supported.
+    """
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    is_one_process = parallel.world_size == parallel.data_parallel_size == 1
+    if not current_platform.is_cpu() or not is_one_process or args.distributed_executor_backend is not None:
+        return None
+    try:
+        from vllm.utils.ompmultiprocessing import OMPProcessManager
+    except ImportError:
+        # Another release of vLLM, which may need the separate process for other reasons too.
+        return None
+    chosen = OMPProcessManager(config).cpu_lists
+    parallel.distributed_executor_backend = "uni"
+    if not chosen:
+        return Cores(None, ())
+    is_auto = os.environ.get(BINDING, "auto") == "auto"
+    num_threads = None if is_auto and NUM_THREADS in os.environ else len(chosen[0])
+    return Cores(num_threads, () if is_auto else tuple(chosen[0]))
+
+
+def owned_executor(executor_class: type, cores: Cores | None = None) -> type:
+    """Create a class that replaces vLLM's executor class and calls `adopt` in the engine core's process.
+
+    vLLM has no hook that runs in the engine core before it loads the model. An engine core also does not notice when
+    its parent was killed (v1/engine/core.py: run_busy_loop). But vLLM passes the executor class to the engine core: by
+    pickle to a spawned process, by memory to a forked process. In both cases `adopt` runs. The new class is a subclass,
+    because vLLM 0.31 and later check the kind of executor in the worker's process.
+
+    Args:
+        cores: cores of the engine core's process; None: other processes compute the model.
+    """
+    kind = _metaclass(type(executor_class))
+    owned: type = kind(executor_class.__name__, (executor_class,), {TRAVELS: (executor_class, os.getpid(), cores)})
+    return owned
+
+
+@functools.cache
+def _metaclass(base: type) -> type:
+    def build(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # Only in a forked process: a spawned process has called `adopt` when it unpickled the class.
+        return adopt(*getattr(cls, TRAVELS))(*args, **kwargs)
+
+    kind = type("Owned", (base,), {"__call__": build})
+    # Every pickler uses this function before it would pickle the class as a global name.
+    copyreg.pickle(kind, lambda cls: (adopt, getattr(cls, TRAVELS)))
+    return kind
+
+
+def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
+    """Prepare the engine core's process and return the executor class. In the owner's process, only return the class.
+
+    The engine core's process then ends with its owner. It does not receive the signals of the owner's terminal, and
+    does not write to the owner's stdout.
+    """
+    if os.getpid() != owner_pid:
+        # Install the plugin here, because the engine core checks its configuration before it loads plugins.
+        plugin.install()
+        plugin.keep_external_hits()
+        corrections.install()
+        # A Ctrl-C must reach only the worker, which ends its requests before the engine stops. All processes that the
+        # engine core starts join its new group.
+        os.setpgrp()
+        # Programs read the worker's stdout, and libraries in the engine may print. Send their output to stderr.
+        os.dup2(2, 1)
+        threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
+        # A garbage collection at exit would scan all objects of vLLM and torch for seconds, without a benefit.
+        atexit.register(gc.freeze)
+        if cores is not None:
+            cores.apply()
+    return executor_class
+
+
+def kill(process: BaseProcess) -> None:
+    """Kill the engine core's process and all processes that it has started. They have a separate process group."""
+    pid = process.pid
+    if pid is None:
+        return
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            # `adopt` has not run yet: the process is still in the worker's group and has no children.
+            process.kill()
+    except ProcessLookupError:
+        return
+
+
+def _end_with(owner_pid: int) -> None:
+    # `multiprocessing.parent_process()` is not set yet when a spawned process unpickles the class.
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([owner], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def begin_preload() -> None:
+    """Start the fork server, which imports vLLM, unless it runs. Do not wait for the import.
+
+    The fork server gets the current environment of this process.
+    """
+    if _is_for_cpus():
+        os.environ.update(READ_ON_IMPORT)
+        multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def forked_cores() -> Iterator[None]:
+    """Fork the engine cores that vLLM starts in this block and thread from the fork server.
+
+    This has no effect if this release of vLLM selects the start method in another way.
+    """
+    from vllm.v1.engine import utils
+
+    choose = getattr(utils, "get_mp_context", None)
+    if choose is None or not _is_for_cpus():
+        yield
+        return
+    if not isinstance(choose, _StartMethod):
+        utils.get_mp_context = _StartMethod(choose)
+    token = _forks.set(True)
+    try:
+        yield
+    finally:
+        _forks.reset(token)
+
+
+class _StartMethod:
+    """Replaces the function by which vLLM selects how to start engine cores (utils/system_utils.py)."""
+
+    def __init__(self, choose: Any) -> None:
+        self._choose = choose
+
+    def __call__(self) -> Any:
+        return multiprocessing.get_context("forkserver") if _forks.get() else self._choose()
+
+
+def _is_for_cpus() -> bool:
+    """True if the installed vLLM runs on CPUs. Decide this without an import, as vLLM's platforms/__init__.py does."""
+    with contextlib.suppress(PackageNotFoundError):
+        return "cpu" in version("vllm")
+    with contextlib.suppress(PackageNotFoundError):
+        return bool(version("vllm-cpu"))
+    return False

@@ -1,0 +1,356 @@
+"""Forwards engine steps to their requests, and counts tokens and experts on the way. Plain state, no I/O."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...bus.protocol.states import WorkerRequestEvent
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch, TokenBatcher
+from ...bus.protocol.telemetry.experts import ExpertBook, Window, is_countable
+from ...schemas.chunk import FinishReason
+from ...schemas.errors import ControlCode, ControlError, ErrorCode, LocalProtocolError, RequestError
+from ...schemas.limits import MAX_EXPERT_CELLS, MAX_KV_PARAMS_BYTES
+from ...schemas.presence import RoutedExpertsInfo
+from ...schemas.telemetry import ExpertLoad
+from .admission import Versions
+from .outbound import OutboundRegistry
+from .table import Instructions, WorkerRequest, WorkerRequestTable
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertCounter:
+    """Counts the load of experts of one worker. Without routed experts it counts nothing.
+
+    A position counts each time that the engine computes it: generated tokens, and prompt tokens behind the cached ones
+    once the request has its first token. The engine never computes the last generated token of a request. After a
+    preemption the engine computes all positions again without rows: these count as computed and not as seen. Requests
+    of the worker itself and steps after the end of a request do not count.
+    """
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._routing: RoutedExpertsInfo | None = None
+        self._book: ExpertBook | None = None
+
+    def begin(self, routing: RoutedExpertsInfo | None, now: float) -> None:
+        """Start to count for an engine with these routed experts.
+
+        Args:
+            routing: None if the engine returns no routed experts.
+        """
+        self._has_begun = True
+        self._routing = routing
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Remove all counts: the worker continues as another incarnation."""
+        routing = self._routing
+        self._book = None if routing is None or not is_countable(routing) else ExpertBook(routing, now, time.time())
+
+    def load(self, since: int, window: Window, now: float) -> ExpertLoad | None:
+        """Return the counts as `ExpertBook.load` does, or None if the engine returns no routed experts.
+
+        Raises:
+            ControlError: the engine has not started, or its model has too many experts.
+        """
+        if not self._has_begun:
+            raise ControlError(ControlCode.NOT_SERVING, "the engine has not started")
+        if self._routing is not None and self._book is None:
+            shape = f"{self._routing.num_layers} layers x {self._routing.num_experts} experts"
+            problem = f"the model has {shape}; allowed for counting: {MAX_EXPERT_CELLS} experts in all layers"
+            raise ControlError(ControlCode.UNSUPPORTED, problem)
+        return None if self._book is None else self._book.load(since, window, now)
+
+    def add_batch(self, batch: TokenBatch, weight_version: int, now: float) -> None:
+        """Count a batch of open requests, each of which already has its first token."""
+        if self._book is not None:
+            self._book.add_computed("generated", len(batch), weight_version, now)
+            if batch.routed_experts is not None:
+                self._book.add_rows("generated", batch.routed_experts, weight_version, now)
+
+    def add_step(self, step: RequestStep, request: WorkerRequest, weight_version: int, now: float) -> None:
+        """Count a step that was added to its open request.
+
+        Steps before the first token are counted together with that token, in order, because only then
+        `request.cached_tokens` is known.
+        """
+        if self._book is not None:
+            self._count_computed(self._book, step, request, weight_version, now)
+            if step.routed_experts is not None and len(step.routed_experts):
+                self._count_rows(self._book, step, request, weight_version, now)
+
+    @staticmethod
+    def _count_computed(
+        book: ExpertBook, step: RequestStep, request: WorkerRequest, weight_version: int, now: float
+    ) -> None:
+        num_tokens = len(step.token_ids)
+        if not num_tokens:
+            return
+        num_before, num_prompt, num_generated = request.writer.taken_tokens - num_tokens, 0, num_tokens
+        if not num_before:
+            num_prompt = max(request.prompt_len - request.cached_tokens, 0)
+            num_generated -= 1
+        elif step.kv_recomputed:
+            num_prompt = request.prompt_len
+            num_generated += num_before - 1
+        if num_prompt:
+            book.add_computed("prompt", num_prompt, weight_version, now)
+        if num_generated:
+            book.add_computed("generated", num_generated, weight_version, now)
+
+    @staticmethod
+    def _count_rows(
+        book: ExpertBook, step: RequestStep, request: WorkerRequest, weight_version: int, now: float
+    ) -> None:
+        rows, start = step.routed_experts, step.routed_experts_start
+        if rows is None:
+            return
+        first_computed = max(request.cached_tokens - start, 0)
+        first_generated = max(request.prompt_len - start, 0)
+        if first_computed < min(first_generated, len(rows)):
+            book.add_rows("prompt", rows[first_computed:first_generated], weight_version, now)
+        if first_generated < len(rows):
+            book.add_rows("generated", rows[first_generated:], weight_version, now)
+
+
+@dataclass(slots=True)
+class WorkerLinkStats:
+    """Counters since the start of the worker. Every discarded item is counted."""
+
+    requests: int = 0
+    rejected: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of offered requests."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens that the engine found in its cache, of requests with a first token."""
+    recomputed_prompt_tokens: int = 0
+    """Prompt tokens that the engine computed, of the same requests."""
+    generated_tokens: int = 0
+    routing_bytes: int = 0
+    """Bytes of rows of routed experts, as the engine returned them."""
+    first_tokens: int = 0
+    """Requests with a first token."""
+    first_tokens_s: float = 0.0
+    """Sum of the seconds from offer to first token."""
+    next_tokens: int = 0
+    """Tokens of all steps after the first token."""
+    next_tokens_s: float = 0.0
+    """Sum of the seconds between consecutive steps of these tokens."""
+    ended: int = 0
+    """Requests that the engine ended: stop, length, abort or error."""
+    failed: int = 0
+    """Requests that the worker ended with an error."""
+    aborted: int = 0
+    """Requests aborted by their clients. Their unsent chunks were discarded."""
+    confirmed: int = 0
+    """Offers that clients acknowledged."""
+    late_steps: int = 0
+    """Engine steps of requests that had ended."""
+    repeated: int = 0
+    """Requests that the queue redelivered while this worker had them."""
+    given_up: int = 0
+    """Requests removed because the worker's lease expired."""
+    clients_lost: int = 0
+    """Ended client incarnations: closed, expired or replaced by another."""
+    requests_of_lost_clients: int = 0
+    """Removed requests of these incarnations."""
+    over_budget: int = 0
+    """Requests failed because their unacknowledged results were too large."""
+    late_messages: int = 0
+    """Messages of client incarnations that have ended for good."""
+    bad_messages: int = 0
+    """Messages that acknowledge frames which were never sent."""
+    links_broken: int = 0
+    """Links replaced by a new link, because the client had lost its position or a frame could not be published."""
+    frames_resent: int = 0
+    kv_too_large: int = 0
+    """KV parameters too large for a frame. The decode phase then computes the prompt again."""
+
+    def count_prompt(self, request: WorkerRequest) -> None:
+        """Count the prompt of a request that has its first token."""
+        self.cached_prompt_tokens += request.cached_tokens
+        self.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
+
+    def count(self, step: RequestStep, request: WorkerRequest, now: float) -> None:
+        """Count a step that was added to a request."""
+        if step.routed_experts is not None:
+            self.routing_bytes += step.routed_experts.nbytes
+        num_tokens = len(step.token_ids)
+        if not num_tokens:
+            return
+        self.generated_tokens += num_tokens
+        if request.has_token:
+            self.next_tokens += num_tokens
+            self.next_tokens_s += now - request.last_at
+        else:
+            self.first_tokens += 1
+            self.first_tokens_s += now - request.last_at
+        request.last_at, request.has_token = now, True
+
+    def count_batch(self, batch: TokenBatch, gathered: Sequence[WorkerRequest], now: float) -> None:
+        """Count a batch that was added to these requests. Each of them had its first token before the batch."""
+        if batch.routed_experts is not None:
+            self.routing_bytes += batch.routed_experts.nbytes
+        self.generated_tokens += len(gathered)
+        self.next_tokens += len(gathered)
+        self.next_tokens_s += len(gathered) * now - sum([request.last_at for request in gathered])
+        for request in gathered:
+            request.last_at = now
+
+
+class StepDispatcher:
+    """Forwards steps to the outbounds of their requests. Plain state, no I/O.
+
+    Invariant: an outbound gets each token once, in order, and with the version of the weights that sampled it.
+
+    Args:
+        fail: ends an open request with an error.
+    """
+
+    def __init__(
+        self,
+        requests: WorkerRequestTable,
+        outbound: OutboundRegistry,
+        versions: Versions,
+        stats: WorkerLinkStats,
+        fail: Callable[[WorkerRequest, RequestError], None],
+    ) -> None:
+        self._requests = requests
+        self._outbound = outbound
+        self._versions = versions
+        self._stats = stats
+        self._fail = fail
+        self._gathering = TokenBatcher()
+        self.experts = ExpertCounter()
+        """Counts the experts that the model's routers chose for the tokens."""
+
+    @property
+    def is_gathering(self) -> bool:
+        """True if there are batched tokens that no outbound has yet."""
+        return len(self._gathering) > 0
+
+    def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float, instructions: Instructions) -> None:
+        """Add the output of one engine step. Fail and abort requests with invalid output."""
+        for step in steps:
+            if isinstance(step, TokenBatch):
+                self._add_batch(step, now, instructions)
+            else:
+                self._add_step(step, now, instructions)
+
+    def _add_step(self, step: RequestStep, now: float, instructions: Instructions) -> None:
+        request = self._requests.open(step.key)
+        if request is None:
+            self._stats.late_steps += 1
+            return
+        if step.kv_params is not None and len(step.kv_params) > min(MAX_KV_PARAMS_BYTES, self._outbound.max_part_bytes):
+            self._stats.kv_too_large += 1
+            step.kv_params = None
+        if not request.has_token and not len(step.token_ids) and step.finish_reason is None:
+            # Hold the step until the first token, because until then new weights may restart the request.
+            request.early_steps.append(step)
+            return
+        had_token = request.has_token
+        if not self._forward_early(request, step, now, instructions):
+            return
+        if not self._flush_request(request, instructions) or not self._forward(
+            request, step, self._versions.weight_version, instructions
+        ):
+            return
+        self.experts.add_step(step, request, self._versions.weight_version, now)
+        self._stats.count(step, request, now)
+        if request.has_token and not had_token:
+            request.timeline.add("first_token")
+        request.awaits_kv = request.awaits_kv and not len(step.token_ids)
+        if step.finish_reason is not None:
+            self._stats.ended += 1
+            was_stopped = step.finish_reason is FinishReason.ABORT
+            event = WorkerRequestEvent.STOPPED if was_stopped else WorkerRequestEvent.FINISHED
+            reason = step.finish_reason if step.error is None else step.error_code
+            self._requests.end(request, event, reason.value)
+
+    def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
+        """Batch the tokens of unstreamed requests. Forward the other tokens immediately."""
+        found = [self._requests.open(key) for key in batch.keys]
+        gathered = [request for request in found if request is not None and request.gathers]
+        if len(gathered) < len(found):
+            for step in batch.pick(
+                [i for i, request in enumerate(found) if request is None or not request.gathers]
+            ).split():
+                self._add_step(step, now, instructions)
+            batch = batch.pick([i for i, request in enumerate(found) if request is not None and request.gathers])
+        if not gathered:
+            return
+        if not self._gathering.takes(batch, self._versions.weight_version):
+            self.flush(instructions)
+        try:
+            full = self._gathering.add(batch, self._versions.weight_version)
+        except LocalProtocolError as exc:
+            for request in gathered:
+                self._fail_invalid_output(request, exc, instructions)
+            return
+        self.experts.add_batch(batch, self._versions.weight_version, now)
+        self._stats.count_batch(batch, gathered, now)
+        for name in full:
+            held_in_full = self._requests.open(name)
+            if held_in_full is not None:
+                self._flush_request(held_in_full, instructions)
+
+    def flush(self, instructions: Instructions) -> None:
+        """Add all batched tokens to the outbounds."""
+        for name in self._gathering.keys:
+            request = self._requests.open(name)
+            if request is None:
+                # The worker or the client ended the request in the meantime.
+                self._gathering.drop(name)
+            else:
+                self._flush_request(request, instructions)
+
+    def _flush_request(self, request: WorkerRequest, instructions: Instructions) -> bool:
+        """Forward the batched tokens of an open request. Return False if that failed the request."""
+        run = self._gathering.pop(request.name)
+        return run is None or self._forward(request, run, self._gathering.weight_version, instructions)
+
+    def _forward_early(self, request: WorkerRequest, step: RequestStep, now: float, instructions: Instructions) -> bool:
+        """Forward the early steps before `step`, which has the first token. Return False if that failed the request.
+
+        Early steps of a request that ends without a token are discarded, because its result has no rows.
+        """
+        ahead, request.early_steps = request.early_steps, []
+        if not len(step.token_ids):
+            return True
+        if not request.has_token:
+            request.cached_tokens = sum(one.cached_tokens or 0 for one in (*ahead, step))
+            self._stats.count_prompt(request)
+            request.timeline.add("prefilled", tokens=request.prompt_len, cached_tokens=request.cached_tokens)
+        for early in ahead:
+            if not self._forward(request, early, self._versions.weight_version, instructions):
+                return False
+            self.experts.add_step(early, request, self._versions.weight_version, now)
+        return True
+
+    def _forward(
+        self, request: WorkerRequest, step: RequestStep, weight_version: int, instructions: Instructions
+    ) -> bool:
+        """Forward a step of an open request. Return False if that failed the request."""
+        if weight_version != request.timeline.weight_version and len(step.token_ids):
+            request.timeline.begin_version(weight_version, request.writer.taken_tokens)
+        lora_version = None if request.lora is None else self._versions.loras.get(request.lora)
+        try:
+            request.outbound.sender.add_step(request.origin.key, step, weight_version, lora_version)
+        except LocalProtocolError as exc:
+            self._fail_invalid_output(request, exc, instructions)
+            return False
+        self._outbound.touch(request.outbound)
+        return True
+
+    def _fail_invalid_output(self, request: WorkerRequest, exc: LocalProtocolError, instructions: Instructions) -> None:
+        """Fail and abort a request with invalid engine output."""
+        logger.error("request.output_rejected name=%s error=%s", request.name, exc)
+        self._fail(request, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
+        instructions.abort.append(request.name)
+
+    def clear(self) -> None:
+        """Remove all batched tokens."""
+        self._gathering.clear()
