@@ -3,21 +3,22 @@
     python -m bench transport routing real_engine latency control trainer
     python -m bench.paper
 
-A table lies between `<!-- bench: NAME -->` and `<!-- end -->`, below its command and its machine.
+A table lies between `<!-- bench: NAME COLUMN... -->` and `<!-- end -->`, below its command and its machine. It has the
+medians of these columns. `COLUMN=VALUE` selects the rows with this value, and `COLUMN=*` those with any value.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rollbus.frontend.cli.tables import Spread, cell
+from rollbus.frontend.cli.tables import cell
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOC: Final = ROOT / "docs" / "performance.md"
 RESULTS: Final = ROOT / "bench" / "results"
-TABLE: Final = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE: Final = re.compile(r"(<!-- bench: (\w+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str, results: Path) -> str:
@@ -28,23 +29,31 @@ def with_tables(text: str, results: Path) -> str:
     """
 
     def fill(found: re.Match[str]) -> str:
-        return found[1] + table(json.loads((results / f"{found[2]}.json").read_text())) + found[3]
+        report = json.loads((results / f"{found[2]}.json").read_text())
+        return found[1] + table(report, found[3].split()) + found[4]
 
     return TABLE.sub(fill, text)
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Return the results of one bench as Markdown."""
-    rows = [{name: cell(spread_or_plain(value)) for name, value in row.items()} for row in report["rows"]]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
+def table(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
+    """Return the chosen columns and rows of one bench as Markdown."""
+    columns = [name for name in chosen if "=" not in name]
+    conditions = dict(name.split("=") for name in chosen if "=" in name)
+    rows = [{name: cell(median(value)) for name, value in row.items()} for row in report["rows"]]
+    kept = [row for row in rows if is_selected(row, conditions)]
+    lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in kept)]
     head = f"`{report['command']}`, {report['machine']}\n\n"
     return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def spread_or_plain(value: Any) -> Any:
-    """Return a value in the type that a report uses."""
-    return Spread(**value) if isinstance(value, dict) else value
+def is_selected(row: Mapping[str, str], conditions: Mapping[str, str]) -> bool:
+    """Return True if the row has each column of the conditions, with its value unless that is `*`."""
+    return all(name in row and value in {"*", row[name]} for name, value in conditions.items())
+
+
+def median(value: Any) -> Any:
+    """Return the median of a spread, and any other value as it is."""
+    return value["median"] if isinstance(value, dict) else value
 
 
 if __name__ == "__main__":

@@ -356,21 +356,6 @@ def weights_table() -> str:
 SIDES: Final = ("worker", "client", "server")
 
 
-def fleet_table(rows: Rows) -> str:
-    """Return the cost of a request in fleets of several sizes."""
-    names = [f"{side}_{figure}" for figure in ("ms", "idle") for side in SIDES]
-    head = ["workers", "clients", *(f"{side}, ms" for side in SIDES), "frames", *(f"{s} idle, ms/s" for s in SIDES)]
-    return _table(
-        head,
-        [
-            [str(row["workers"]), str(row["clients"])]
-            + [_figure(number(row[name])) for name in (*names[:3], "frames", *names[3:])]
-            for row in rows
-            if row["part"] == "fleet"
-        ],
-    )
-
-
 def model_table(rows: Rows) -> str:
     """Return the cost of a token."""
     head = ["routed experts", *(f"{side}, µs per token" for side in SIDES), "tokens/s of a client's core"]
@@ -386,30 +371,6 @@ def model_table(rows: Rows) -> str:
                 ]
             )
     return _table(head, lines)
-
-
-def backlog_table(rows: Rows) -> str:
-    """Return the first and the last whole slice of each part of the backlog."""
-    head = ["", "slice", *(f"{side}, ms" for side in SIDES), *(f"{side}, MB" for side in SIDES)]
-    lines = []
-    for part in ("queueing", "draining", "passing"):
-        slices = [row for row in rows if row["part"] == part]
-        for name, row in (("first", slices[0]), ("last but one", slices[-2])):
-            figures = [row[f"{side}_ms"] for side in SIDES] + [row[f"{side}_mb"] for side in SIDES]
-            lines.append([part, f"{name}, up to {row['at']:,}", *map(_figure, figures)])
-    return _table(head, lines)
-
-
-def waiting_table(rows: Rows) -> str:
-    """Return the cost of waiting requests."""
-    return _table(
-        ["waiting", *(f"{side}, ms/s" for side in SIDES)],
-        [
-            [f"{row['at']:,}", *(_figure(row[f"{side}_idle"]) for side in SIDES)]
-            for row in rows
-            if row["part"] == "waiting"
-        ],
-    )
 
 
 def _figure(value: float) -> str:
@@ -429,10 +390,7 @@ def with_tables(text: str, report: Mapping[str, Any]) -> str:
         "load": load_table(),
         "need": need_table(rows),
         "weights": weights_table(),
-        "fleet": fleet_table(rows),
         "models": model_table(rows),
-        "backlog": backlog_table(rows),
-        "waiting": waiting_table(rows),
     }
     for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
