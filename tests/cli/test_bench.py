@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import GenerateRequest, NoWorkers
 from rollbus.frontend.cli.app import main
-from rollbus.frontend.cli.bench import BenchLoad, BenchTarget, measure, target_of
+from rollbus.frontend.cli.bench import BenchOptions, measure, workers_to_measure
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerPresence, WorkerState
@@ -25,7 +25,7 @@ from tests.support.invariants import observing
 from tests.support.presences import capabilities, presence
 from tests.support.waits import until_true
 
-SMALL = BenchLoad(input_tokens=7, output_tokens=5)
+SMALL = BenchOptions(input_tokens=7, output_tokens=5)
 ROW_BYTES = 16
 """Bytes of a row of the synthetic model: 4 layers, top 4, one byte each."""
 ENGINE = SyntheticConfig().capabilities
@@ -34,7 +34,9 @@ NOBODY = "no_workers: no live worker serves synthetic"
 OPTIONS = ("--input-tokens", "7", "--output-tokens", "5", "--requests", "6", "--rounds", "2", "--json")
 
 
-def requests(load: BenchLoad = SMALL, count: int = 6, seed: int = 0, vocab_size: int = 32_000) -> list[GenerateRequest]:
+def requests(
+    load: BenchOptions = SMALL, count: int = 6, seed: int = 0, vocab_size: int = 32_000
+) -> list[GenerateRequest]:
     """Return the requests that a round of `count` requests sends."""
     return list(load.requests("synthetic", vocab_size, count, np.random.default_rng(seed)))
 
@@ -54,7 +56,7 @@ def test_prompts_of_rounds_and_seeds_differ() -> None:
 
     A seed repeats its prompts, but each run has another cache salt.
     """
-    first, again, other = requests(), requests(BenchLoad(input_tokens=7, output_tokens=5)), requests(seed=1)
+    first, again, other = requests(), requests(BenchOptions(input_tokens=7, output_tokens=5)), requests(seed=1)
 
     assert len(set(prompts(first))) == 6
     assert prompts(first) == prompts(again)
@@ -66,12 +68,15 @@ def test_prompts_of_rounds_and_seeds_differ() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (BenchLoad(input_tokens=65_530, output_tokens=7), "65537 together; allowed: at most 65536, the max_model_len"),
-        (BenchLoad(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
-        (BenchLoad(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
+        (
+            BenchOptions(input_tokens=65_530, output_tokens=7),
+            "65537 together; allowed: at most 65536, the max_model",
+        ),
+        (BenchOptions(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
+        (BenchOptions(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
     ],
 )
-def test_a_load_that_the_engine_cannot_serve_is_a_usage_error(load: BenchLoad, words: str) -> None:
+def test_a_load_that_the_engine_cannot_serve_is_a_usage_error(load: BenchOptions, words: str) -> None:
     """A load that the weakest worker's engine cannot serve is a usage error before any request is sent."""
     without_experts = SyntheticConfig(num_experts=0, max_model_len=70_000).capabilities
     strong = SyntheticConfig(max_model_len=70_000).capabilities
@@ -79,7 +84,7 @@ def test_a_load_that_the_engine_cannot_serve_is_a_usage_error(load: BenchLoad, w
     with pytest.raises(CommandFailed, match=words) as caught:
         load.check([strong, ENGINE, without_experts])
     assert caught.value.exit_code == ExitCode.USAGE
-    BenchLoad(input_tokens=65_530, output_tokens=6, logprobs=20).check([strong, ENGINE, without_experts])
+    BenchOptions(input_tokens=65_530, output_tokens=6, logprobs=20).check([strong, ENGINE, without_experts])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ async def test_a_round_counts_the_received_tokens_and_routed_experts(nats_url: s
     ended: list[int] = []
     async with served(nats_url, fleet, weight_version=3) as (rb, *_):
         taken = await measure(rb, requests(), 4, streams=streams, advance=lambda: ended.append(1))
-        without = BenchLoad(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
+        without = BenchOptions(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
         bare = await measure(rb, requests(without), 4, streams=streams)
 
     assert (taken.requests, taken.tokens, len(ended)) == (6, 30, 6)
@@ -171,7 +176,7 @@ async def test_without_workers_a_round_fails_as_a_whole(nats_url: str, fleet: st
 @pytest.mark.slow
 async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
     """A run with the seed of an earlier run has no prefix cache hits. A repetition of the same requests has hits."""
-    earlier, later = (requests(BenchLoad(input_tokens=40, output_tokens=5)) for _ in range(2))
+    earlier, later = (requests(BenchOptions(input_tokens=40, output_tokens=5)) for _ in range(2))
     async with served(nats_url, fleet, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         cached = [(await measure(rb, those, 6, streams=False)).cached_tokens for those in (earlier, later)]
         cached.append((await measure(rb, map(once_more, later), 6, streams=True)).cached_tokens)
@@ -261,7 +266,7 @@ def test_without_a_serving_worker_bench_fails_with_states_or_models(
     Requests to a paused fleet would only wait.
     """
     with pytest.raises(error, match=words):
-        target_of(workers, model, nats_url="nats://user:secret@h", fleet="f")
+        workers_to_measure(workers, model, nats_url="nats://user:secret@h", fleet="f")
 
 
 def test_the_serving_workers_of_a_model_are_the_target() -> None:
@@ -271,5 +276,5 @@ def test_the_serving_workers_of_a_model_are_the_target() -> None:
     """
     other = replace(SERVES, model="n")
 
-    assert target_of([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == BenchTarget("m", [SERVES])
-    assert target_of([SERVES, other], "n", nats_url="", fleet="f") == BenchTarget("n", [other])
+    assert workers_to_measure([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == [SERVES]
+    assert workers_to_measure([SERVES, other], "n", nats_url="", fleet="f") == [other]

@@ -3,15 +3,15 @@
 import json
 from array import array
 
-from rollbus.frontend.cli.bench import BenchLoad, BenchOptions, BenchTarget, ConcurrencyResult, Report, Round
+from rollbus.frontend.cli.bench import BenchOptions, ConcurrencyResult, Report, Round
 from rollbus.frontend.cli.tables import Spread, percentile
+from tests.support.presences import presence
 
 
 def report(*outcomes: ConcurrencyResult) -> Report:
     """Return a report of these outcomes."""
-    options = BenchOptions(load=BenchLoad(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
-    target = BenchTarget("m", [])
-    return Report(command="rollbus bench", fleet="f", target=target, options=options, outcomes=outcomes)
+    options = BenchOptions(input_tokens=7, output_tokens=5, rounds=2)
+    return Report(command="rollbus bench", fleet="f", workers=[presence(model="m")], options=options, outcomes=outcomes)
 
 
 def test_a_figure_is_a_median_with_its_range() -> None:
