@@ -11,8 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +25,11 @@ from ... import bus
 from ...bus import GenerateRequest, Generation
 from ...bus.client.client import registry_of
 from ...schemas.options import check_writable
-from ...schemas.presence import RoutedExpertsInfo
+from ...schemas.presence import Capabilities, RoutedExpertsInfo
 from ...schemas.rows import Rows, expected_rows
 from ..tokenization import Tokenizer, load_tokenizer
 from .console import print_json, program, progress, waiting, write
+from .control import summary
 from .exits import CommandFailed, ExitCode
 from .generate.inputs import open_input
 from .generate.results import first_error
@@ -74,147 +74,27 @@ def expert_rows(counts: npt.NDArray[np.int64]) -> list[list[str]]:
     return rows
 
 
+NEXT = """
+What to try next
+  {program} up --weight-root {folder}
+      the same fleet, until Ctrl-C; with --model DIR your own checkpoint
+  {program} status
+      from another terminal: the workers, their load, and the desired state
+  {program} update-weights {folder}/tiny-moe-1 --version 1
+      the update that you have just seen, by hand; also pause, resume, flush-cache
+  {program} generate --input {questions} --output answers.jsonl --routed-experts npz
+      results in a file, their routed experts in answers.npz
+  README.md
+      the same from Python, in ten lines
+"""
+
+
 NUM_SHOWN_CHARS = 60
 """Maximum number of characters of a quoted question."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guide:
-    """A fleet with one worker, its prompts, and the output of the tour."""
-
-    rb: bus.Client
-    tokenizer: Tokenizer
-    prompts: Sequence[PromptLine]
-    routing: RoutedExpertsInfo
-    max_model_len: int
-    write: Callable[[str], None]
-    shows_progress: bool
-    report: dict[str, Any] = field(default_factory=dict)
-    """Results of the steps, for --json."""
-
-    @property
-    def first_question(self) -> PromptLine:
-        """First prompt with text, or the first prompt if none has text."""
-        return next((prompt for prompt in self.prompts if prompt.text is not None), self.prompts[0])
-
-    def request(self, prompt: PromptLine, **sampling: Any) -> GenerateRequest:
-        """Return a request for one sample of `prompt`, with changed sampling parameters."""
-        request = prompt.request(self.tokenizer)
-        return replace(request, sampling=replace(request.sampling, n=1, **sampling))
-
-    def write_result(self, result: bus.CommandResult) -> None:
-        """Write the result of a command as the command line does."""
-        from .control import summary
-
-        self.write(f"      {summary(result)}")
-
-
-def quoted(prompt: PromptLine) -> str:
-    """Return the beginning of the prompt that fits into a line."""
-    if prompt.text is None:
-        return "(given as token ids)"
-    return f"“{prompt.text if len(prompt.text) <= NUM_SHOWN_CHARS else prompt.text[: NUM_SHOWN_CHARS - 1] + '…'}”"
-
-
-def took(started: float) -> str:
-    """Return the time since `started` on `time.monotonic()` as text."""
-    return f"{time.monotonic() - started:.1f} s"
-
-
-def require(condition: bool, problem: str) -> None:
-    """End the tour if a condition is false.
-
-    Raises:
-        CommandFailed: `condition` is false.
-    """
-    if not condition:
-        raise CommandFailed(problem)
-
-
 NUM_STREAMED = 16
 """Number of tokens of the streamed answer. Each token is a line."""
-
-
-async def stream_one(guide: Guide) -> None:
-    """Print the tokens of one answer as they arrive."""
-    prompt = guide.first_question
-    request = guide.request(prompt, max_tokens=NUM_STREAMED)
-    guide.write(f"One question, streamed: {quoted(prompt)}")
-    guide.write(f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it arrives")
-    guide.write(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  its experts (layer 0)")
-    async for chunk in guide.rb.generate(request):
-        if not chunk.num_tokens:
-            continue
-        logprobs = chunk.logprobs
-        if logprobs is None or chunk.routed_experts is None:
-            raise CommandFailed("a chunk has no logprobs or no routed experts")
-        # The last rows belong to the positions that generated these tokens. The rows of the prompt precede them.
-        rows = chunk.routed_experts.numpy()[-chunk.num_tokens :]
-        for token_id, logprob, row in zip(chunk.token_ids.tolist(), logprobs.tolist(), rows, strict=True):
-            experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
-            guide.write(f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
-
-
-async def complete_all(guide: Guide, source: Path, out: IO[str]) -> None:
-    """Complete all prompts at once and check that each result is complete. Print their routed experts on `out`."""
-    guide.write(f"All {len(guide.prompts)} questions of {source.name} at once")
-    requests = [prompt.request(guide.tokenizer) for prompt in guide.prompts]
-    generations: list[Generation] = []
-    started = time.monotonic()
-    with progress("      generating", len(requests), shown=guide.shows_progress) as advance:
-        async for generation in guide.rb.complete_many(requests):
-            error = first_error(generation)
-            if error is not None:
-                raise CommandFailed(f"a request failed: {error}")
-            generations += [generation, *generation.siblings]
-            advance()
-    seconds = time.monotonic() - started
-    for generation in generations:
-        check_rows(generation)
-    _summarize(guide, generations, seconds, out)
-
-
-def _summarize(guide: Guide, generations: Sequence[Generation], seconds: float, out: IO[str]) -> None:
-    routing = guide.routing
-    arrays = [generation.routed_experts for generation in generations if generation.routed_experts is not None]
-    counts = count_experts(arrays, routing.num_layers, routing.num_experts)
-    num_tokens = sum(len(generation.token_ids) for generation in generations)
-    num_rows, num_bytes = sum(len(array) for array in arrays), sum(array.nbytes for array in arrays)
-    guide.report.update(
-        prompts=len(guide.prompts),
-        tokens=num_tokens,
-        seconds=round(seconds, 3),
-        tokens_per_s=round(num_tokens / seconds, 1),
-        routed_experts={"rows": num_rows, "bytes": num_bytes, "counts": counts.tolist()},
-    )
-    longest = max(generations, key=lambda generation: len(generation.token_ids))
-    rows = longest.routed_experts if longest.routed_experts is not None else arrays[0]
-    guide.write(f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine")
-    guide.write(
-        f"      Routed experts of one answer: array of shape {rows.shape} (rows, layers, top k), dtype {rows.dtype}, "
-        f"{rows.nbytes} bytes"
-    )
-    guide.write(
-        f"        {len(rows)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1: "
-        "the last token is not an input of the model"
-    )
-    guide.write(f"      All {len(arrays)} answers: {num_rows} rows, {num_bytes} bytes; no row is missing")
-    guide.write(f"        an even share is {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n")
-    print_table(COLUMNS, expert_rows(counts), out=out)
-
-
-def check_rows(generation: Generation) -> None:
-    """Check that a result has the routed experts of each position.
-
-    Raises:
-        CommandFailed: rows are missing.
-    """
-    expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
-    found = None if generation.routed_experts is None else len(generation.routed_experts)
-    if found != expected:
-        raise CommandFailed(f"request {generation.request_id} has {found} rows of routed experts, not {expected}")
-
-
 FIRST_VERSION = 1
 """Version of the weights with which the worker starts."""
 NEXT_VERSION = 2
@@ -235,195 +115,12 @@ KILLED_TOKENS = 256
 """Token limit of the answers during which the worker is killed: a second of work or more."""
 MAX_TOKENS = 8192
 """Token limit of the answer during which the weights change. The tour ends it as soon as it has both versions."""
-
-
-async def pause_and_resume(guide: Guide) -> None:
-    """Send requests to a paused fleet. They wait in the queue, and the fleet answers them after the resume."""
-    guide.write("Pause and resume")
-    prompts = guide.prompts[:NUM_PAUSED]
-    requests = [guide.request(prompt, max_tokens=16) for prompt in prompts]
-    guide.write_result(await guide.rb.fleet.pause())
-    async with asyncio.TaskGroup() as tasks:
-        answers = tasks.create_task(_complete(guide.rb, requests), name="requests of the paused fleet")
-        await _until_waiting(guide.rb, len(requests))
-        require(not answers.done(), "a paused worker answered a request")
-        guide.write(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
-        started = time.monotonic()
-        guide.write_result(await guide.rb.fleet.resume())
-    num_tokens = sum(len(generation.token_ids) for generation in answers.result())
-    guide.write(f"      all {len(requests)} are answered: {num_tokens} tokens, {took(started)} after the resume")
-    guide.report["pause"] = {"waited": len(requests), "tokens": num_tokens}
-
-
-async def _complete(rb: bus.Client, requests: Sequence[GenerateRequest]) -> list[Generation]:
-    generations = [generation async for generation in rb.complete_many(requests)]
-    for generation in generations:
-        error = first_error(generation)
-        if error is not None:
-            raise CommandFailed(f"a request failed: {error}")
-    return generations
-
-
-async def _until_waiting(rb: bus.Client, count: int) -> None:
-    """Wait until `count` requests wait in queues.
-
-    Raises:
-        CommandFailed: fewer requests wait after `SEEN_WITHIN_S`.
-    """
-    try:
-        async with asyncio.timeout(SEEN_WITHIN_S):
-            # Each call of `state` takes half a second.
-            while sum(depth.waiting for depth in (await rb.fleet.state()).queues) < count:
-                pass
-    except TimeoutError as exc:
-        raise CommandFailed(f"{count} requests were sent, but fewer wait in the queue") from exc
-
-
-async def update_weights(guide: Guide, checkpoint: Path) -> None:
-    """Replace the weights during an answer, and compare an answer from before with one from after the update."""
-    question = guide.request(guide.first_question, max_tokens=NUM_COMPARED, temperature=0.0, ignore_eos=True)
-    guide.write("New weights during an answer")
-    answers = [await guide.rb.complete(question)]
-    await _stream_across(guide, checkpoint)
-    answers.append(await guide.rb.complete(question))
-    guide.write(f"      {quoted(guide.first_question)}, with temperature 0, before and after:")
-    for generation, version in zip(answers, (FIRST_VERSION, NEXT_VERSION), strict=True):
-        require(set(generation.weight_versions.tolist()) == {version}, f"an answer is not of version {version}")
-        guide.write(f"        version {version}: {guide.tokenizer.decode(generation.token_ids.tolist())!r}")
-
-
-async def flush_cache(guide: Guide) -> None:
-    """Send a long prompt until it is in the prefix cache, then flush the cache."""
-    guide.write("Flush the prefix cache")
-    token_ids = [token_id for prompt in guide.prompts for token_id in guide.request(prompt).prompt_token_ids]
-    request = GenerateRequest(
-        prompt_token_ids=token_ids[: guide.max_model_len - 1], sampling=bus.SamplingParams(max_tokens=1)
-    )
-    await guide.rb.complete(request)
-    cached = await _cached_tokens(guide, request)
-    guide.write(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} tokens are in the cache")
-    guide.write_result(await guide.rb.fleet.flush_cache())
-    left = await _cached_tokens(guide, request)
-    guide.write(f"      sent after the flush: {left} tokens are in the cache")
-    require(left == 0, "the flushed cache is not empty")
-    guide.report["flush"] = {"cached_before": cached, "cached_after": left}
-
-
-async def kill_worker(guide: Guide) -> None:
-    """Kill the only worker while it answers. Its next process continues the answers, and none lacks a token."""
-    guide.write("A worker is killed while it answers")
-    room = min(KILLED_TOKENS, *(guide.max_model_len - guide.request(prompt).prompt_len for prompt in guide.prompts))
-    requests = [
-        guide.request(prompt, max_tokens=room, temperature=0.0, ignore_eos=True)
-        for prompt in guide.prompts[:NUM_PAUSED]
-    ]
-    undisturbed = {generation.request_id: generation for generation in await _complete(guide.rb, requests)}
-    (worker,) = (await guide.rb.fleet.state()).workers
-    if worker.pid is None:
-        raise CommandFailed(f"worker {worker.worker} reports no process id")
-    async with asyncio.TaskGroup() as tasks:
-        answering = tasks.create_task(_complete(guide.rb, requests), name="requests of the killed worker")
-        registry = registry_of(guide.rb)
-        for _ in range(MAX_POLLS):
-            if registry.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
-                break
-            await asyncio.sleep(POLL_S)
-        received = registry.num_tokens
-        os.kill(worker.pid, signal.SIGKILL)
-        started = time.monotonic()
-        guide.write(f"      kill -9 {worker.pid}: worker {worker.worker} is dead, after {received} tokens")
-        with waiting("its next process starts"):
-            generations = await answering
-    moved = sum(generation.attempts > 1 for generation in generations)
-    require(moved > 0, "no request was in flight when the worker was killed")
-    for generation in generations:
-        require(len(generation.token_ids) == room, f"request {generation.request_id} lacks tokens")
-        check_rows(generation)
-    equal = sum(
-        generation.token_ids.tolist() == undisturbed[generation.request_id].token_ids.tolist()
-        for generation in generations
-    )
-    guide.write(f"      {moved} requests moved to its next process, and ended {took(started)} after the kill")
-    guide.write(
-        f"      all {len(generations)} answers are whole: {room * len(generations)} tokens and their routed experts; "
-        f"{equal} of {len(generations)} equal those of a run without a kill"
-    )
-    guide.report["kill"] = {"worker": worker.worker, "moved": moved, "whole": len(generations), "equal": equal}
-
-
-async def _cached_tokens(guide: Guide, request: GenerateRequest) -> int:
-    return (await guide.rb.complete(request)).cached_tokens or 0
-
-
-async def _stream_across(guide: Guide, checkpoint: Path) -> None:
-    """Stream an answer and update the weights meanwhile. End the answer when it has tokens of both versions."""
-    request = guide.request(guide.first_question, ignore_eos=True)
-    room = min(MAX_TOKENS, guide.max_model_len - request.prompt_len)
-    request = guide.request(guide.first_question, ignore_eos=True, max_tokens=room)
-    guide.write(f"      {'token id':>8}  {'text':<14}{'version':>7}")
-    cut = Cut(guide.write)
-    async with asyncio.TaskGroup() as tasks, contextlib.aclosing(guide.rb.generate(request)) as chunks:
-        update: asyncio.Task[bus.CommandResult] | None = None
-        async for chunk in chunks:
-            for token_id in chunk.token_ids.tolist():
-                text = f"      {token_id:>8}  {guide.tokenizer.decode([token_id])!r:<14}{chunk.weight_version:>7}"
-                cut.add(chunk.weight_version, text)
-            if update is None and cut.counts[FIRST_VERSION] >= NUM_SHOWN:
-                update = tasks.create_task(guide.rb.fleet.update_weights(str(checkpoint), version=NEXT_VERSION))
-            if cut.counts[NEXT_VERSION] >= NUM_SHOWN:
-                break
-        require(update is not None and cut.counts[NEXT_VERSION] > 0, "the answer ended before the weights changed")
-    if update is not None:
-        guide.write_result(update.result())
-    guide.report["update"] = {"tokens": {str(version): count for version, count in cut.counts.items() if count}}
-
-
-class Cut:
-    """Prints the first tokens of an answer, and the tokens before and after its change of weights.
-
-    Args:
-        write: prints a line.
-    """
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.counts: Counter[int] = Counter()
-        """Number of tokens by weight version."""
-        self._write = write
-        self._held_back: deque[str] = deque(maxlen=NUM_SHOWN)
-
-    def add(self, version: int, line: str) -> None:
-        """Add the line of the next token.
-
-        Raises:
-            CommandFailed: its weight version is unexpected, or older than that of the previous token.
-        """
-        require(version in (FIRST_VERSION, NEXT_VERSION), f"a token has the unexpected weight version {version}")
-        self.counts[version] += 1
-        count = self.counts[version]
-        if version == FIRST_VERSION:
-            require(not self.counts[NEXT_VERSION], "a token of the old weights follows a token of the new weights")
-        elif count == 1:
-            self._write_cut()
-        if count <= NUM_SHOWN:
-            self._write(line)
-        elif version == FIRST_VERSION:
-            self._held_back.append(line)
-
-    def _write_cut(self) -> None:
-        """Print the remaining tokens of the old weights."""
-        skipped = self.counts[FIRST_VERSION] - NUM_SHOWN - len(self._held_back)
-        if skipped > 0:
-            self._write(f"           ... {skipped} more ...")
-        for line in self._held_back:
-            self._write(line)
-
-
 NUM_STEPS: Final = 8
 NEXT_SEED: Final = 1
 """Seed of the weights that replace the first weights, whose seed is 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tour:
     """One run of the demo. `run` raises `CommandFailed` if a check fails."""
 
@@ -433,6 +130,12 @@ class Tour:
     state_dir: Path
     as_json: bool
     is_verbose: bool
+    report: dict[str, Any] = field(default_factory=dict)
+    """Results of the steps, for --json."""
+    rb: bus.Client = field(init=False)
+    tokenizer: Tokenizer = field(init=False)
+    engine: Capabilities = field(init=False)
+    """Engine of the only worker."""
 
     @property
     def _out(self) -> IO[str]:
@@ -444,6 +147,20 @@ class Tour:
     def _begin(self, step: int) -> None:
         """Begin the line of a step. The next output is its title."""
         self._write(f"\n[{step}/{NUM_STEPS}] ", end="")
+
+    @property
+    def _first_question(self) -> PromptLine:
+        """First prompt with text, or the first prompt if none has text."""
+        return next((prompt for prompt in self.prompts if prompt.text is not None), self.prompts[0])
+
+    def _request(self, prompt: PromptLine, **sampling: Any) -> GenerateRequest:
+        """Return a request for one sample of `prompt`, with changed sampling parameters."""
+        request = prompt.request(self.tokenizer)
+        return replace(request, sampling=replace(request.sampling, n=1, **sampling))
+
+    def _write_result(self, result: bus.CommandResult) -> None:
+        """Write the result of a command as the command line does."""
+        self._write(f"      {summary(result)}")
 
     async def run(self) -> int:
         """Run the tour."""
@@ -485,52 +202,287 @@ class Tour:
         """Show the fleet at `server`, whose worker has weight version 1: answers, routed experts, and commands."""
         async with bus.connect(server, fleet=self.fleet) as rb:
             workers = (await rb.fleet.state()).workers
-            known = workers[0].capabilities if workers else None
-            if known is None or known.routed_experts is None:
+            engine = workers[0].capabilities if workers else None
+            if engine is None or engine.routed_experts is None:
                 raise CommandFailed("no worker returns routed experts")
-            self._write(f"      vLLM {known.engine_version}, {_described(known.routed_experts)}")
-            guide = Guide(
-                rb=rb,
-                tokenizer=tokenizer,
-                prompts=self.prompts,
-                routing=known.routed_experts,
-                max_model_len=known.max_model_len,
-                write=self._write,
-                shows_progress=not self.as_json,
+            routing = engine.routed_experts
+            self._write(
+                f"      vLLM {engine.engine_version}, {routing.num_layers} layers of {routing.num_experts} experts, "
+                f"{routing.top_k} for each token"
             )
+            self.rb, self.tokenizer, self.engine = rb, tokenizer, engine
             self._begin(3)
-            await stream_one(guide)
+            await self._stream_one()
             self._begin(4)
-            await complete_all(guide, self.source, self._out)
+            await self._complete_all(routing)
             self._begin(5)
-            await pause_and_resume(guide)
+            await self._pause_and_resume()
             self._begin(6)
-            await update_weights(guide, next_weights)
+            await self._update_weights(next_weights)
             self._begin(7)
-            await flush_cache(guide)
+            await self._flush_cache()
             self._begin(8)
-            await kill_worker(guide)
+            await self._kill_worker()
         if self.as_json:
-            print_json(guide.report)
+            print_json(self.report)
+
+    async def _stream_one(self) -> None:
+        """Print the tokens of one answer as they arrive."""
+        prompt = self._first_question
+        request = self._request(prompt, max_tokens=NUM_STREAMED)
+        self._write(f"One question, streamed: {quoted(prompt)}")
+        self._write(
+            f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it arrives"
+        )
+        self._write(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  its experts (layer 0)")
+        async for chunk in self.rb.generate(request):
+            if not chunk.num_tokens:
+                continue
+            logprobs = chunk.logprobs
+            if logprobs is None or chunk.routed_experts is None:
+                raise CommandFailed("a chunk has no logprobs or no routed experts")
+            # The last rows belong to the positions that generated these tokens. The rows of the prompt precede them.
+            rows = chunk.routed_experts.numpy()[-chunk.num_tokens :]
+            for token_id, logprob, row in zip(chunk.token_ids.tolist(), logprobs.tolist(), rows, strict=True):
+                experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
+                self._write(f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
+
+    async def _complete_all(self, routing: RoutedExpertsInfo) -> None:
+        """Complete all prompts at once and check that each result is complete. Print their routed experts."""
+        self._write(f"All {len(self.prompts)} questions of {self.source.name} at once")
+        requests = [prompt.request(self.tokenizer) for prompt in self.prompts]
+        generations: list[Generation] = []
+        started = time.monotonic()
+        with progress("      generating", len(requests), shown=not self.as_json) as advance:
+            async for generation in self.rb.complete_many(requests):
+                error = first_error(generation)
+                if error is not None:
+                    raise CommandFailed(f"a request failed: {error}")
+                generations += [generation, *generation.siblings]
+                advance()
+        seconds = time.monotonic() - started
+        for generation in generations:
+            check_rows(generation)
+        self._summarize(routing, generations, seconds)
+
+    def _summarize(self, routing: RoutedExpertsInfo, generations: Sequence[Generation], seconds: float) -> None:
+        arrays = [generation.routed_experts for generation in generations if generation.routed_experts is not None]
+        counts = count_experts(arrays, routing.num_layers, routing.num_experts)
+        num_tokens = sum(len(generation.token_ids) for generation in generations)
+        num_rows, num_bytes = sum(len(array) for array in arrays), sum(array.nbytes for array in arrays)
+        self.report.update(
+            prompts=len(self.prompts),
+            tokens=num_tokens,
+            seconds=round(seconds, 3),
+            tokens_per_s=round(num_tokens / seconds, 1),
+            routed_experts={"rows": num_rows, "bytes": num_bytes, "counts": counts.tolist()},
+        )
+        longest = max(generations, key=lambda generation: len(generation.token_ids))
+        rows = longest.routed_experts if longest.routed_experts is not None else arrays[0]
+        self._write(
+            f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine"
+        )
+        self._write(
+            f"      Routed experts of one answer: array of shape {rows.shape} (rows, layers, top k), "
+            f"dtype {rows.dtype}, {rows.nbytes} bytes"
+        )
+        self._write(
+            f"        {len(rows)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1: "
+            "the last token is not an input of the model"
+        )
+        self._write(f"      All {len(arrays)} answers: {num_rows} rows, {num_bytes} bytes; no row is missing")
+        self._write(
+            f"        an even share is {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n"
+        )
+        print_table(COLUMNS, expert_rows(counts), out=self._out)
+
+    async def _pause_and_resume(self) -> None:
+        """Send requests to a paused fleet. They wait in the queue, and the fleet answers them after the resume."""
+        self._write("Pause and resume")
+        prompts = self.prompts[:NUM_PAUSED]
+        requests = [self._request(prompt, max_tokens=16) for prompt in prompts]
+        self._write_result(await self.rb.fleet.pause())
+        async with asyncio.TaskGroup() as tasks:
+            answers = tasks.create_task(_complete(self.rb, requests), name="requests of the paused fleet")
+            await _until_waiting(self.rb, len(requests))
+            require(not answers.done(), "a paused worker answered a request")
+            self._write(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
+            started = time.monotonic()
+            self._write_result(await self.rb.fleet.resume())
+        num_tokens = sum(len(generation.token_ids) for generation in answers.result())
+        self._write(f"      all {len(requests)} are answered: {num_tokens} tokens, {took(started)} after the resume")
+        self.report["pause"] = {"waited": len(requests), "tokens": num_tokens}
+
+    async def _update_weights(self, checkpoint: Path) -> None:
+        """Replace the weights during an answer, and compare an answer from before with one from after the update."""
+        question = self._request(self._first_question, max_tokens=NUM_COMPARED, temperature=0.0, ignore_eos=True)
+        self._write("New weights during an answer")
+        answers = [await self.rb.complete(question)]
+        await self._stream_across(checkpoint)
+        answers.append(await self.rb.complete(question))
+        self._write(f"      {quoted(self._first_question)}, with temperature 0, before and after:")
+        for generation, version in zip(answers, (FIRST_VERSION, NEXT_VERSION), strict=True):
+            require(set(generation.weight_versions.tolist()) == {version}, f"an answer is not of version {version}")
+            self._write(f"        version {version}: {self.tokenizer.decode(generation.token_ids.tolist())!r}")
+
+    async def _stream_across(self, checkpoint: Path) -> None:
+        """Stream an answer and update the weights meanwhile. End the answer when it has tokens of both versions."""
+        request = self._request(self._first_question, ignore_eos=True)
+        room = min(MAX_TOKENS, self.engine.max_model_len - request.prompt_len)
+        request = self._request(self._first_question, ignore_eos=True, max_tokens=room)
+        self._write(f"      {'token id':>8}  {'text':<14}{'version':>7}")
+        lines: dict[int, list[str]] = {FIRST_VERSION: [], NEXT_VERSION: []}
+        old, new = lines.values()
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.rb.generate(request)) as chunks:
+            update: asyncio.Task[bus.CommandResult] | None = None
+            async for chunk in chunks:
+                version = chunk.weight_version
+                require(version in lines, f"a token has the unexpected weight version {version}")
+                require(
+                    version == NEXT_VERSION or not new, "a token of the old weights follows a token of the new weights"
+                )
+                for token_id in chunk.token_ids.tolist():
+                    text = f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{version:>7}"
+                    if version == NEXT_VERSION and not new:
+                        self._write_last(old[NUM_SHOWN:])
+                    lines[version].append(text)
+                    if len(lines[version]) <= NUM_SHOWN:
+                        self._write(text)
+                if update is None and len(old) >= NUM_SHOWN:
+                    update = tasks.create_task(self.rb.fleet.update_weights(str(checkpoint), version=NEXT_VERSION))
+                if len(new) >= NUM_SHOWN:
+                    break
+            require(update is not None and bool(new), "the answer ended before the weights changed")
+        if update is not None:
+            self._write_result(update.result())
+        self.report["update"] = {"tokens": {str(version): len(texts) for version, texts in lines.items() if texts}}
+
+    def _write_last(self, lines: Sequence[str]) -> None:
+        """Write the last tokens of the old weights, and how many were skipped."""
+        if len(lines) > NUM_SHOWN:
+            self._write(f"           ... {len(lines) - NUM_SHOWN} more ...")
+        for line in lines[-NUM_SHOWN:]:
+            self._write(line)
+
+    async def _flush_cache(self) -> None:
+        """Send a long prompt until it is in the prefix cache, then flush the cache."""
+        self._write("Flush the prefix cache")
+        token_ids = [token_id for prompt in self.prompts for token_id in self._request(prompt).prompt_token_ids]
+        request = GenerateRequest(
+            prompt_token_ids=token_ids[: self.engine.max_model_len - 1], sampling=bus.SamplingParams(max_tokens=1)
+        )
+        await self.rb.complete(request)
+        cached = await self._cached_tokens(request)
+        self._write(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} tokens are in the cache")
+        self._write_result(await self.rb.fleet.flush_cache())
+        left = await self._cached_tokens(request)
+        self._write(f"      sent after the flush: {left} tokens are in the cache")
+        require(left == 0, "the flushed cache is not empty")
+        self.report["flush"] = {"cached_before": cached, "cached_after": left}
+
+    async def _cached_tokens(self, request: GenerateRequest) -> int:
+        return (await self.rb.complete(request)).cached_tokens or 0
+
+    async def _kill_worker(self) -> None:
+        """Kill the only worker while it answers. Its next process continues the answers, and none lacks a token."""
+        self._write("A worker is killed while it answers")
+        room = min(
+            KILLED_TOKENS, *(self.engine.max_model_len - self._request(prompt).prompt_len for prompt in self.prompts)
+        )
+        requests = [
+            self._request(prompt, max_tokens=room, temperature=0.0, ignore_eos=True)
+            for prompt in self.prompts[:NUM_PAUSED]
+        ]
+        undisturbed = {generation.request_id: generation for generation in await _complete(self.rb, requests)}
+        (worker,) = (await self.rb.fleet.state()).workers
+        if worker.pid is None:
+            raise CommandFailed(f"worker {worker.worker} reports no process id")
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(_complete(self.rb, requests), name="requests of the killed worker")
+            registry = registry_of(self.rb)
+            for _ in range(MAX_POLLS):
+                if registry.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
+                    break
+                await asyncio.sleep(POLL_S)
+            received = registry.num_tokens
+            os.kill(worker.pid, signal.SIGKILL)
+            started = time.monotonic()
+            self._write(f"      kill -9 {worker.pid}: worker {worker.worker} is dead, after {received} tokens")
+            with waiting("its next process starts"):
+                generations = await answering
+        moved = sum(generation.attempts > 1 for generation in generations)
+        require(moved > 0, "no request was in flight when the worker was killed")
+        for generation in generations:
+            require(len(generation.token_ids) == room, f"request {generation.request_id} lacks tokens")
+            check_rows(generation)
+        equal = sum(
+            generation.token_ids.tolist() == undisturbed[generation.request_id].token_ids.tolist()
+            for generation in generations
+        )
+        self._write(f"      {moved} requests moved to its next process, and ended {took(started)} after the kill")
+        self._write(
+            f"      all {len(generations)} answers are whole: {room * len(generations)} tokens and their routed "
+            f"experts; {equal} of {len(generations)} equal those of a run without a kill"
+        )
+        self.report["kill"] = {"worker": worker.worker, "moved": moved, "whole": len(generations), "equal": equal}
 
 
-NEXT = """
-What to try next
-  {program} up --weight-root {folder}
-      the same fleet, until Ctrl-C; with --model DIR your own checkpoint
-  {program} status
-      from another terminal: the workers, their load, and the desired state
-  {program} update-weights {folder}/tiny-moe-1 --version 1
-      the update that you have just seen, by hand; also pause, resume, flush-cache
-  {program} generate --input {questions} --output answers.jsonl --routed-experts npz
-      results in a file, their routed experts in answers.npz
-  README.md
-      the same from Python, in ten lines
-"""
+def quoted(prompt: PromptLine) -> str:
+    """Return the beginning of the prompt that fits into a line."""
+    if prompt.text is None:
+        return "(given as token ids)"
+    return f"“{prompt.text if len(prompt.text) <= NUM_SHOWN_CHARS else prompt.text[: NUM_SHOWN_CHARS - 1] + '…'}”"
 
 
-def _described(routing: RoutedExpertsInfo) -> str:
-    return f"{routing.num_layers} layers of {routing.num_experts} experts, {routing.top_k} for each token"
+def took(started: float) -> str:
+    """Return the time since `started` on `time.monotonic()` as text."""
+    return f"{time.monotonic() - started:.1f} s"
+
+
+def require(condition: bool, problem: str) -> None:
+    """End the tour if a condition is false.
+
+    Raises:
+        CommandFailed: `condition` is false.
+    """
+    if not condition:
+        raise CommandFailed(problem)
+
+
+def check_rows(generation: Generation) -> None:
+    """Check that a result has the routed experts of each position.
+
+    Raises:
+        CommandFailed: rows are missing.
+    """
+    expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
+    found = None if generation.routed_experts is None else len(generation.routed_experts)
+    if found != expected:
+        raise CommandFailed(f"request {generation.request_id} has {found} rows of routed experts, not {expected}")
+
+
+async def _complete(rb: bus.Client, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    generations = [generation async for generation in rb.complete_many(requests)]
+    for generation in generations:
+        error = first_error(generation)
+        if error is not None:
+            raise CommandFailed(f"a request failed: {error}")
+    return generations
+
+
+async def _until_waiting(rb: bus.Client, count: int) -> None:
+    """Wait until `count` requests wait in queues.
+
+    Raises:
+        CommandFailed: fewer requests wait after `SEEN_WITHIN_S`.
+    """
+    try:
+        async with asyncio.timeout(SEEN_WITHIN_S):
+            # Each call of `state` takes half a second.
+            while sum(depth.waiting for depth in (await rb.fleet.state()).queues) < count:
+                pass
+    except TimeoutError as exc:
+        raise CommandFailed(f"{count} requests were sent, but fewer wait in the queue") from exc
 
 
 def _short_path(path: Path) -> str:
