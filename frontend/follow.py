@@ -4,6 +4,7 @@ Queues and desired states are read from NATS only while a display is open.
 """
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -64,13 +65,16 @@ class RecordedState:
 class RecordedReader:
     """Reads the recorded state.
 
+    Args:
+        lists_clients: also list the queued requests by client.
+
     Attributes:
         latest: the result of the last read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lists_clients: bool = True) -> None:
         self.latest = RecordedState()
-        self._list_at = 0.0
+        self._list_at = 0.0 if lists_clients else math.inf
 
     async def read(self, watch: FleetWatch) -> None:
         """Read the state and set `latest`.

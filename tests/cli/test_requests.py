@@ -45,18 +45,18 @@ def test_a_request_stays_selected_if_the_order_changes() -> None:
     """Keys move the selection, which stays with its request in a new list. Enter opens that request's trace."""
     browser = Browser(RequestQuery())
     browser.found = RequestList(timelines=(running("r1", 3.0), running("r2", 2.0), running("r3", 1.0)))
-    assert browser.press("down", 9)
+    assert browser.press("down")
     browser.found = RequestList(timelines=(running("r3", 3.0), running("r1", 2.0), running("r2", 1.0)))
-    assert browser.press("open", 9)
+    assert browser.press("open")
 
     assert browser.opened == "r2"
     browser.trace = RequestTrace(request_id="r2", timelines=(timeline(*LIFE, request_id="r2"),))
-    assert browser.draw(80, 30)[0].plain.startswith("request r2 of client alice")
-    assert browser.press("back", 9)
-    assert browser.draw(80, 30)[0].plain.startswith("3 requests at 0 workers")
-    assert browser.press("sort", 9)
-    assert browser.draw(80, 30)[0].plain == "slowest: waiting for the workers"
-    assert not browser.press("quit", 9)
+    assert browser.draw(80, 30).plain.startswith("request r2 of client alice")
+    assert browser.press("back")
+    assert browser.draw(80, 30).plain.startswith("3 requests at 0 workers")
+    assert browser.press("sort")
+    assert browser.draw(80, 30).plain == "slowest: waiting for the workers"
+    assert not browser.press("quit")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 8), (160, 50)])
@@ -66,8 +66,8 @@ def test_the_selected_request_is_visible(size: tuple[int, int]) -> None:
     browser = Browser(RequestQuery())
     browser.found = RequestList(timelines=tuple(running(f"request-{n}", 99.0 - n) for n in range(60)))
     for _ in range(45):
-        browser.press("down", 9)
-    text, _ = browser.draw(width, height)
+        browser.press("down")
+    text = browser.draw(width, height)
 
     lines = text.plain.split("\n")
     assert len(lines) <= height

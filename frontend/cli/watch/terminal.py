@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import termios
@@ -16,7 +17,6 @@ import tty
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -25,11 +25,10 @@ from rich.live import Live
 from rich.text import Text
 
 from .... import bus
-from ....bus import BusBroken, Client, FleetState, QueueDepth
+from ....bus import BusBroken, Client, FleetState
 from ....bus.client.client import FleetWatch, watch_fleet
-from ....bus.protocol.telemetry.rates import FleetRates
-from ....schemas.control import DesiredState
 from ....schemas.errors import RollbusError
+from ...follow import Heard, RecordedReader
 from ..console import print_json, write
 from ..exits import ExitCode
 from ..options import refuse_options
@@ -41,23 +40,14 @@ READ_EVERY_S: Final = 1.0
 """Seconds between two reads. Workers publish presence at the same interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedFleet:
-    """The last read of the fleet's state in NATS."""
-
-    queues: tuple[QueueDepth, ...] = ()
-    queue_problems: dict[str, str] = field(default_factory=dict)
-    desired: dict[str, DesiredState] = field(default_factory=dict)
-    problem: str | None = None
-
-
 class FleetFollower:
     """The state of a fleet and its rates. It sends nothing to workers, which publish presence every second."""
 
     def __init__(self, watch: FleetWatch) -> None:
         self._watch = watch
-        self._rates = FleetRates()
-        self._recorded = _RecordedFleet()
+        self._heard = Heard()
+        self._recorded = RecordedReader(lists_clients=False)
+        self._problem: str | None = None
         self._has_read = asyncio.Event()
         self._heard_at = time.time()
 
@@ -67,33 +57,31 @@ class FleetFollower:
         Raises:
             BusClosed: the client was closed.
         """
-        heard = await self._watch.workers()
-        self._rates.update(heard)
-        recorded, problem = self._recorded, self._watch.problem
+        await self._heard.update(self._watch)
+        recorded, problem = self._recorded.latest, self._watch.problem
         if problem is None:
             self._heard_at = time.time()
-            problem = recorded.problem
+            problem = self._problem or recorded.problem
         else:
             problem = f"{problem}; this is what was known {time.time() - self._heard_at:.0f} s ago"
         state = FleetState(
             fleet=self._watch.fleet,
-            workers=tuple(presence for presence, _ in heard),
+            workers=tuple(each.presence for each in self._heard.workers.values()),
             queues=recorded.queues,
             queue_problems=recorded.queue_problems,
             desired=recorded.desired,
         )
-        return TopView(state, self._rates, time.time(), problem)
+        return TopView(state, self._heard.rates, time.time(), problem)
 
     async def read(self) -> None:
         """Read the state from NATS periodically, until cancelled."""
         while True:
+            self._problem = None
             try:
-                queues, problems = await self._watch.queues()
-                self._recorded = replace(self._recorded, queues=queues, queue_problems=problems, problem=None)
-                self._recorded = replace(self._recorded, desired=await self._watch.desired())
+                await self._recorded.read(self._watch)
             except RollbusError as exc:
                 # The presence of the workers is still valid.
-                self._recorded = replace(self._recorded, problem=f"cannot read the queues or the desired state: {exc}")
+                self._problem = f"cannot read the queues: {exc}"
             self._has_read.set()
             await asyncio.sleep(READ_EVERY_S)
 
@@ -235,43 +223,38 @@ async def read_view(rb: Client) -> TopView:
 
 async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
     """Show the fleet on the terminal until a key or a signal ends it. If the server is down, show that and continue."""
-    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
+    shown: Screen
+
+    def draw_view(width: int, height: int) -> Text:
+        nonlocal shown, options
+        shown = draw(view, options, width, height)
+        options = shown.options
+        return shown.text
+
+    def press_key(key: Key) -> bool:
+        nonlocal options
+        models = sorted({worker.model for worker in view.state.workers})
+        pressed = press(options, key, models, shown.rows)
+        options = pressed or options
+        return pressed is not None
+
+    with open_screen() as events:
         async with following(watch_fleet(rb)) as follower:
             began = time.monotonic()
-            while True:
+            goes_on = True
+            while goes_on:
                 looked_at = time.monotonic()
                 view = await follower.refresh()
                 # Update more often at first, to show workers that answer late and the first rates.
                 wait_s = interval_s if looked_at - began > SAMPLE_S else min(interval_s, LOOK_EVERY_S)
-                chosen = await _show_until(view, options, events, screen, looked_at + wait_s)
-                if chosen is None:
-                    return
-                options = chosen
+                goes_on = await events.show(draw_view, press_key, looked_at + wait_s)
 
 
-async def _show_until(
-    view: TopView, options: TopOptions, events: "Events", screen: FullScreen, ends: float
-) -> TopOptions | None:
-    """Show a view, and redraw it at each key and change of size. Return the choices, or None to end."""
-    while True:
-        shown = draw(view, options, *screen.size)
-        screen.show(shown.text)
-        options = shown.options
-        if not await events.wait_until(ends):
-            return options
-        chosen = _after_keys(view, shown, events)
-        if chosen is None:
-            return None
-        options = chosen
-
-
-def _after_keys(view: TopView, shown: Screen, events: "Events") -> TopOptions | None:
-    models = sorted({worker.model for worker in view.state.workers})
-    options: TopOptions | None = shown.options
-    for key in events.pop_keys():
-        if options is not None:
-            options = press(options, key, models, shown.rows)
-    return options
+@contextmanager
+def open_screen() -> Iterator["Events"]:
+    """Use the whole terminal while the block lasts. The log is held."""
+    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
+        yield events
 
 
 class Events:
@@ -283,18 +266,32 @@ class Events:
         self._pressed: deque[Key] = deque(maxlen=MAX_KEYS)
         self._changed = asyncio.Event()
 
-    def pop_keys(self) -> list[Key]:
-        """Return the keys that were pressed since the last call."""
-        pressed = [*self._pressed]
-        self._pressed.clear()
-        return pressed
+    async def show(
+        self, draw_text: Callable[[int, int], Text], press_key: Callable[[Key], bool], ends: float = math.inf
+    ) -> bool:
+        """Show a text until `ends` on `time.monotonic()`, and draw it again at each event.
+
+        Args:
+            draw_text: returns the text for a terminal of this width and height.
+            press_key: handles a key. Returns False if the key ends the display.
+
+        Returns:
+            False if a key has ended the display.
+        """
+        while True:
+            self._screen.show(draw_text(*self._screen.size))
+            if not await self._wait_until(ends):
+                return True
+            while self._pressed:
+                if not press_key(self._pressed.popleft()):
+                    return False
 
     def wake(self) -> None:
-        """End the current wait, because there is something new to show."""
+        """Draw again, because there is something new to show."""
         self._changed.set()
 
-    async def wait_until(self, ends: float) -> bool:
-        """Return True as soon as there is an event, or False at `ends` on `time.monotonic()`."""
+    async def _wait_until(self, ends: float) -> bool:
+        """Return True as soon as there is an event, or False at `ends`."""
         try:
             async with asyncio.timeout(None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
                 await self._changed.wait()
@@ -356,6 +353,7 @@ async def show_pages(
     """
     shown: FleetState | None = None
     problem = ""
+    page = Page()
 
     async def read() -> None:
         nonlocal shown, problem
@@ -366,34 +364,42 @@ async def show_pages(
                 shown, problem = state, ""
             events.wake()
 
-    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
+    def draw_state(width: int, height: int) -> Text:
+        lines = lines_of(shown, width) if shown is not None else ["waiting for the state of the fleet"]
+        return page.draw([problem, *lines] if problem else lines, width, height)
+
+    with open_screen() as events:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read(), name="status.read")
-            options: TopOptions | None = TopOptions()
-            while options is not None:
-                width, height = screen.size
-                lines = [problem] if problem else []
-                lines += lines_of(shown, width) if shown is not None else ["waiting for the state of the fleet"]
-                text, options, num_shown = draw_page(lines, options, width, height)
-                screen.show(text)
-                await events.wait_until(math.inf)
-                for key in events.pop_keys():
-                    options = None if options is None else press(options, key, [], num_shown)
+            await events.show(draw_state, page.press)
             reading.cancel()
     if shown is not None:
-        write("\n".join(lines_of(shown, width)))
+        write("\n".join(lines_of(shown, shutil.get_terminal_size().columns)))
 
 
-def draw_page(lines: Sequence[str], options: TopOptions, width: int, height: int) -> tuple[Text, TopOptions, int]:
-    """Return the part of the lines that is scrolled to, the options with a limited `first`, and its number of lines."""
-    pieces = [piece for line in lines for piece in folded(Text(line), width)]
-    room = max(height - 1, 1)
-    first = max(min(options.first, len(pieces) - room), 0)
-    where = f"lines {first + 1} to {min(first + room, len(pieces))} of {len(pieces)}"
-    keys = Text(f"q quit  up, down, page: {where}"[:width], "dim")
-    page = pieces[first : first + room]
-    blank = [Text()] * (room - len(page))
-    return Text("\n").join([*page, *blank, keys][:height]), TopOptions(first=first), room
+class Page:
+    """The part of a longer text that is scrolled to."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._room = 1
+
+    def draw(self, lines: Sequence[str], width: int, height: int) -> Text:
+        """Return the part of the lines that fits a terminal of this size."""
+        pieces = [piece for line in lines for piece in folded(Text(line), width)]
+        self._room = room = max(height - 1, 1)
+        self._first = first = max(min(self._first, len(pieces) - room), 0)
+        where = f"lines {first + 1} to {min(first + room, len(pieces))} of {len(pieces)}"
+        keys = Text(f"q quit  up, down, page: {where}"[:width], "dim")
+        page = pieces[first : first + room]
+        blank = [Text()] * (room - len(page))
+        return Text("\n").join([*page, *blank, keys][:height])
+
+    def press(self, key: Key) -> bool:
+        """Scroll. Return False if the key ends the display."""
+        pressed = press(TopOptions(first=self._first), key, [], self._room)
+        self._first = self._first if pressed is None else pressed.first
+        return pressed is not None
 
 
 async def run(args: argparse.Namespace) -> int:

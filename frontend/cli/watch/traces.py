@@ -33,8 +33,8 @@ from ...command_json import RequestQuery, answer_of, find_timelines, unknown_req
 from ..console import print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..tables import NONE, TableLines, lay_out, printable, wrapped
-from .terminal import Events, FullScreen, draw_page, held_logs, is_capable
-from .top import Key, TopOptions, press
+from .terminal import Page, is_capable, open_screen
+from .top import Key
 
 ATTEMPTS = ("attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end")
 SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", "tokens/s")
@@ -265,10 +265,10 @@ class Browser:
     """Id of the request whose trace is open."""
     trace: RequestTrace | None = None
     problem: str = ""
-    page: TopOptions = field(default_factory=TopOptions)
+    page: Page = field(default_factory=Page)
     """The part of the open trace that is scrolled to."""
 
-    def press(self, key: Key, num_shown: int) -> bool:
+    def press(self, key: Key) -> bool:
         """Handle a key. Return False if it ends the display."""
         if key == "quit":
             return False
@@ -276,27 +276,26 @@ class Browser:
             if key == "back":
                 self.opened = self.trace = None
             else:
-                self.page = press(self.page, key, [], num_shown) or self.page
+                self.page.press(key)
         elif key == "sort":
             show = _LISTS[(_LISTS.index(self.query.show) + 1) % len(_LISTS)]
             self.query, self.found, self.selected = replace(self.query, show=show), None, None
         elif self.found is not None and self.found.timelines:
             number = self._number()
             if key == "open":
-                self.opened, self.page = id_of(self.found.timelines[number]), TopOptions()
+                self.opened, self.page = id_of(self.found.timelines[number]), Page()
             number = min(max(number + _STEPS.get(key, 0), 0), len(self.found.timelines) - 1)
             self.selected = _key(self.found.timelines[number])
         return True
 
-    def draw(self, width: int, height: int) -> tuple[Text, int]:
-        """Return the text for a terminal of this size, and the number of its lines that scroll."""
+    def draw(self, width: int, height: int) -> Text:
+        """Return the text for a terminal of this size."""
         problem = wrapped(printable(self.problem), width) if self.problem else []
         if self.opened is not None:
             lines = [f"request {printable(self.opened)}"] if self.trace is None else trace_lines(self.trace, width)
-            text, self.page, num_shown = draw_page([*problem, *lines], self.page, width, height)
-            return text, num_shown
+            return self.page.draw([*problem, *lines], width, height)
         if self.found is None:
-            return Text("\n").join(map(Text, [*problem, f"{self.query.show}: waiting for the workers"])), 1
+            return Text("\n").join(map(Text, [*problem, f"{self.query.show}: waiting for the workers"]))
         table, number = list_table(self.found, width), self._number()
         rows = [Text(line, "reverse" if i == number else "") for i, row in enumerate(table.rows) for line in row]
         ends = sum(map(len, table.rows[: number + 1]))
@@ -304,7 +303,7 @@ class Browser:
         room = max(height - len(head) - 1, 1)
         shown = rows[max(ends - room, 0) : max(ends, room)]
         blank = [Text()] * (room - len(shown))
-        return Text("\n").join([*map(Text, head), *shown, *blank, Text(_KEYS[:width], "dim")][-height:]), room
+        return Text("\n").join([*map(Text, head), *shown, *blank, Text(_KEYS[:width], "dim")][-height:])
 
     def _number(self) -> int:
         """Return the position of the selected request in the list, or 0."""
@@ -333,19 +332,17 @@ async def browse(rb: Client, query: RequestQuery) -> None:
             except TimeoutError:
                 continue
 
-    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
+    def press_key(key: Key) -> bool:
+        before = browser.query, browser.opened
+        goes_on = browser.press(key)
+        if before != (browser.query, browser.opened):
+            wanted.set()
+        return goes_on
+
+    with open_screen() as events:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read(), name="requests.read")
-            is_open = True
-            while is_open:
-                text, num_shown = browser.draw(*screen.size)
-                screen.show(text)
-                await events.wait_until(float("inf"))
-                for key in events.pop_keys():
-                    before = browser.query, browser.opened
-                    is_open = is_open and browser.press(key, num_shown)
-                    if before != (browser.query, browser.opened):
-                        wanted.set()
+            await events.show(browser.draw, press_key)
             reading.cancel()
 
 
