@@ -44,9 +44,9 @@ def arg(name: str, value: str | Collection[str] | None, text: str, **settings: A
     return lambda parser: parser.add_argument(name, help=text, **settings)
 
 
-def flag(name: str, text: str) -> Option:
+def flag(name: str, text: str, **settings: Any) -> Option:
     """Return an option without a value."""
-    return lambda parser: parser.add_argument(name, action="store_true", help=text)
+    return lambda parser: parser.add_argument(name, action="store_true", help=text, **settings)
 
 
 def group(title: str, *options: Option) -> Option:

@@ -58,7 +58,9 @@ def store_size(text: str) -> str:
 
 
 def http_options(http: str | None, default: str) -> tuple[Option, ...]:
-    """Return the options of the HTTP service. vLLM has the same names for the options of its parsers.
+    """Return the options of the HTTP service, with the names of `Settings` in the parsed arguments.
+
+    vLLM has the same names for the options of its parsers.
 
     Args:
         http: default address, for the option's value.
@@ -100,6 +102,7 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
             "TIME",
             "timeout of requests for tokens without timeout_s and without the header X-Request-Timeout (default: "
             "%(default)g)",
+            dest="timeout_s",
             type=request_timeout,
             default=settings.timeout_s,
         ),
@@ -108,12 +111,14 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
             "TIME",
             "how long an HTTP request waits while no worker serves its model and one starts, updates or is paused; "
             "then the answer is 503 (default: %(default)g)",
+            dest="max_wait_s",
             type=request_timeout,
             default=settings.max_wait_s,
         ),
         flag(
             "--return-tokens",
             "return token ids and log probabilities in every answer, even if the request does not ask for them",
+            dest="returns_tokens",
         ),
         flag(
             "--routed-experts-npy",
@@ -123,6 +128,7 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
         flag(
             "--trust-traceparent",
             "let the flags of a client's traceparent decide whether its request is sampled (default: clear the flags)",
+            dest="trusts_traceparent",
         ),
         arg(
             "--max-in-flight",
@@ -134,6 +140,7 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
             "--client-timeout",
             "TIME",
             "time for a client to send its request, and to read each part of the answer (default: %(default)g)",
+            dest="client_timeout_s",
             default=settings.client_timeout_s,
         ),
         arg(

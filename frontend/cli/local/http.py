@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from .... import bus
 from ....bus import Server
@@ -36,23 +36,8 @@ def check_parsers(args: argparse.Namespace) -> None:
 
 def settings_of(args: argparse.Namespace, host: str) -> Settings:
     """Return the settings that `rollbus frontend` and `rollbus up` have in common."""
-    return replace(
-        settings_from_environment(),
-        allowed_hosts=frozenset({host, *args.allowed_host}),
-        default_model=args.default_model,
-        timeout_s=args.request_timeout,
-        max_in_flight=args.max_in_flight,
-        client_timeout_s=args.client_timeout,
-        prefill_min_tokens=args.prefill_min_tokens,
-        tokenizer=args.tokenizer,
-        max_wait_s=args.max_wait,
-        returns_tokens=args.return_tokens,
-        routed_experts_npy=args.routed_experts_npy,
-        otel=args.otel,
-        trusts_traceparent=args.trust_traceparent,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-    )
+    given = {each.name: getattr(args, each.name) for each in fields(Settings) if hasattr(args, each.name)}
+    return replace(settings_from_environment(), allowed_hosts=frozenset({host, *args.allowed_host}), **given)
 
 
 def address(text: str) -> tuple[str, int]:
