@@ -143,7 +143,7 @@ def test_the_token_is_in_no_address_and_stays_in_the_tab() -> None:
     """Only session.js uses `sessionStorage`, and the token leaves the tab only in the Authorization header."""
     users = {name for name, text in SCRIPTS.items() if "sessionStorage." in text}
     assert users == {"session.js"}
-    assert SCRIPTS["session.js"].count("Bearer ${token()}") == SCRIPTS["session.js"].count("Bearer") == 1
+    assert SCRIPTS["session.js"].count("Bearer ${token()}") == SCRIPTS["session.js"].count("`Bearer") == 1
     assert {name for name, text in SCRIPTS.items() if "localStorage." in text} <= {"theme.js"}
     assert [name for name, text in SCRIPTS.items() if "document.cookie" in text] == []
 

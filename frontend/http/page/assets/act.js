@@ -1,12 +1,10 @@
 // Commands to the fleet. A dialog first shows the effect and the workers, then sends the command and shows the result.
 
-import { openDialog } from "./dialog.js";
-import { el, setAttr, setText } from "./dom.js";
+import { el, openDialog, setAttr, setText } from "./dom.js";
 import { compareNames, count, duration, plural } from "./format.js";
 import { stream } from "./live.js";
-import { ask, token } from "./session.js";
+import { ask, askForToken, token } from "./session.js";
 import { now, on } from "./store.js";
-import { askForToken } from "./token_dialog.js";
 
 /** Limit on listed workers of a result. Workers that have not applied the command come first. */
 const MAX_LINES = 100;

@@ -1,4 +1,4 @@
-// Creates and changes elements. All text is inserted as text, so that received data is never parsed as HTML.
+// Creates and changes elements and dialogs. All text is inserted as text, so that received data is never parsed as HTML.
 
 /** Create an element. `props`: `class`, `text`, `data` (data-*), `on` (listeners); all others are attributes. */
 export function el(tag, props = {}, ...children) {
@@ -85,4 +85,23 @@ export function timeOf(node, unix, words) {
   setText(node, words);
   setAttr(node, "title", `${iso.slice(0, 19).replace("T", " ")} UTC`);
   setAttr(node, "datetime", iso);
+}
+
+/**
+ * Show a dialog and return it. `fill(body, close)` adds its content.
+ * Closing removes the dialog and then calls `onClose()`.
+ */
+export function openDialog(title, testid, fill, onClose = () => {}) {
+  const heading = el("h2", { id: `${testid}-title`, text: title });
+  const body = el("div", { class: "dialog-body" });
+  const dialog = el("dialog", { "aria-labelledby": heading.id, data: { testid } }, heading, body);
+  const close = () => dialog.close();
+  fill(body, close);
+  dialog.addEventListener("close", () => {
+    dialog.remove();
+    onClose();
+  });
+  document.getElementById("dialogs").append(dialog);
+  dialog.showModal();
+  return dialog;
 }

@@ -2,8 +2,7 @@
 
 import { el, setAttr } from "./dom.js";
 import { ratio } from "./format.js";
-import { shareScale } from "./scale.js";
-import { colour, onTheme } from "./theme.js";
+import { colour, onTheme, shareScale } from "./theme.js";
 
 const AXIS_PX = 20;
 const LEFT_PX = 34;

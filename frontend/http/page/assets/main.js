@@ -1,17 +1,16 @@
 // Starts the page: the tabs, the event stream, and the banner for a lost stream.
 
 import { el, markScrolling, setAttr, setText } from "./dom.js";
-import { fleetView } from "./fleet.js";
 import { expertsView } from "./experts.js";
+import { fleetView } from "./fleet.js";
 import { clock, duration } from "./format.js";
 import { heard, stream } from "./live.js";
 import { requestView } from "./request.js";
 import { address, route } from "./router.js";
-import { token } from "./session.js";
+import { askForToken, token } from "./session.js";
 import { now, on } from "./store.js";
 import { startTheme } from "./theme.js";
 import { throughputView } from "./throughput.js";
-import { askForToken } from "./token_dialog.js";
 
 const VIEWS = [
   { name: "fleet", title: "Fleet", make: fleetView },

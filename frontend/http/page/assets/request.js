@@ -4,9 +4,8 @@ import { el, setAttr, setText } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 import { requestList, silentWords } from "./requests.js";
 import { address, route } from "./router.js";
-import { ask } from "./session.js";
+import { ask, askForToken } from "./session.js";
 import { drawTimelines, listOf, nameOf } from "./timeline.js";
-import { askForToken } from "./token_dialog.js";
 
 function legendOf() {
   const kinds = [["wait", "queue and admission"], ["prefill", "prompt"], ["decode", "tokens"], ["held", "held by a pause"]];

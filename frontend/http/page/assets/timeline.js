@@ -13,7 +13,7 @@ const WORDS = { __proto__: null, published: "in the queue", offered: "accepted b
 const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at }) => at));
 
 /** Return the details of an event. */
-export function detailsOf({ event, weight_version: of, tokens, cached_tokens: cached, reason }) {
+function detailsOf({ event, weight_version: of, tokens, cached_tokens: cached, reason }) {
   const parts = [];
   if (of !== null && of !== undefined) parts.push(`weights ${version(of)}`);
   if (tokens !== null && tokens !== undefined) parts.push(event === "prefilled" ? plural(tokens, "prompt token") : `${plural(tokens, "token")} ${event === "ended" ? "in all" : event === "lost" ? "kept" : "so far"}`);

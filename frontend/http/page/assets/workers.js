@@ -1,10 +1,34 @@
-// The table of workers.
+// The states of workers, and the table of workers. Colour is never the only sign of a state.
 
 import { el, meter, setAttr, setText } from "./dom.js";
 import { bytes, compareNames, count, duration, percent, rate, version } from "./format.js";
 import { address, route, setParams } from "./router.js";
-import { stateOf, stateOrder } from "./states.js";
-import { VirtualTable, textCell, wrappedPx } from "./table.js";
+import { textCell, VirtualTable, wrappedPx } from "./table.js";
+
+const STATES = {
+  serving: ["●", "good", "Accepts requests."],
+  starting: ["◌", "busy", "The engine loads or warms up."],
+  updating: ["◐", "busy", "Applies the desired state: weights, adapters, pause."],
+  paused: ["Ⅱ", "held", "Paused by a command. Requests wait in the queue."],
+  asleep: ["☾", "held", "Asleep by a command. The engine has released its memory."],
+  drained: ["○", "off", "Drained by a command. Other workers got its requests."],
+  stopped: ["□", "off", "Has shut down normally."],
+  waiting_for_weights: ["△", "warn", "Waits for the next update, because its weights can no longer be loaded."],
+  outdated: ["△", "warn", "Could not load the desired weights. It serves no requests."],
+  poisoned: ["✕", "bad", "Its weights are incomplete or wrong. It serves no requests."],
+  fenced: ["✕", "bad", "Its lease expired. It ended all its requests."],
+  failed: ["✕", "bad", "The engine died. The process is about to exit."],
+};
+const ORDER = Object.keys(STATES);
+
+/** Return the sign, kind and sentence of a state. An unknown state, of a newer worker, has a question mark. */
+export function stateOf(name) {
+  const [sign, kind, sentence] = STATES[name] ?? ["?", "warn", ""];
+  return { name, words: name.replaceAll("_", " "), sign, kind, sentence };
+}
+
+/** Return the position of a state in the sort order. */
+export const stateOrder = (name) => (ORDER.indexOf(name) + 1 || ORDER.length + 1);
 
 /** Age of the last presence from which the table shows it. Workers publish presence about every second. */
 const LATE_S = 5;
@@ -13,7 +37,7 @@ const LATE_S = 5;
 const narrowPx = (rows) => wrappedPx(rows.flatMap(({ worker, state }) => [worker, state]), rows.some((row) => row.last_error) ? 2 : 0);
 
 /** Return the progress of the weights that a worker stages or loads: a short text, a long text, and a share. */
-export function stagingOf(staging) {
+function stagingOf(staging) {
   if (!staging) return { words: "", title: "", share: 0 };
   const { stage, done_bytes: done, total_bytes: total, version: to } = staging;
   const share = total ? done / total : 0;
