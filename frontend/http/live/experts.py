@@ -172,25 +172,28 @@ class _ExpertFeed:
         self.worker = worker
         self.viewers: set[Viewer] = set()
         self.latest: bytes | None = None
-        self.due_at = 0.0
-        self.is_asking = False
+        self.is_running = False
         self._round = 0
         self._versions: ExpertAnswers | None = None
         # The last event, with the last counts of each plane.
         self._last: ExpertsEvent | None = None
 
-    async def ask(self, rb: bus.Client) -> None:
-        """Ask the workers and send the event to the viewers."""
-        self.is_asking = True
+    async def run(self, rb: bus.Client) -> None:
+        """Ask the workers periodically and send each event to the viewers, until there are none."""
+        loop = asyncio.get_running_loop()
+        while self.viewers:
+            due_at = loop.time() + PERIOD_S
+            await self._send_event(rb)
+            await asyncio.sleep(max(due_at - loop.time(), 0.0))
+        self.is_running = False
+
+    async def _send_event(self, rb: bus.Client) -> None:
         event = self.failed("the service failed to add up the answers of the workers; its log has the reason")
-        try:
-            with contained("experts"):
-                try:
-                    event = await self._ask(rb)
-                except RollbusError as error:
-                    event = self.failed(str(error))
-        finally:
-            self.is_asking = False
+        with contained("experts"):
+            try:
+                event = await self._ask(rb)
+            except RollbusError as error:
+                event = self.failed(str(error))
         self._last = with_last_counts(event, self._versions, self._last)
         self.latest = await asyncio.to_thread(encode_event, EXPERTS, self._last)
         for viewer in self.viewers:
@@ -256,25 +259,15 @@ class ExpertFeeds:
 
     async def run(self) -> None:
         """Ask periodically for the watched feeds, until cancelled."""
-        loop = asyncio.get_running_loop()
+        # An earlier call that failed has cancelled all of them.
+        for feed in self._feeds.values():
+            feed.is_running = False
         async with asyncio.TaskGroup() as tasks:
             while True:
-                watched = [feed for feed in self._feeds.values() if feed.viewers]
-                for feed in watched:
-                    if feed.due_at > loop.time():
-                        continue
-                    feed.due_at = loop.time() + PERIOD_S
-                    # A feed that still waits for a slow worker does not delay the others.
-                    if not feed.is_asking:
-                        tasks.create_task(feed.ask(self._rb))
-                next_at = min((feed.due_at for feed in watched), default=None)
-                await self._wait(None if next_at is None else next_at - loop.time())
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        """Wait until a feed is due or a viewer joins."""
-        try:
-            async with asyncio.timeout(timeout_s):
+                self._changed.clear()
+                # A feed that waits for a slow worker does not delay the others.
+                for feed in self._feeds.values():
+                    if feed.viewers and not feed.is_running:
+                        feed.is_running = True
+                        tasks.create_task(feed.run(self._rb))
                 await self._changed.wait()
-        except TimeoutError:
-            return
-        self._changed.clear()
