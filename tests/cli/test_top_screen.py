@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rollbus import FleetState, QueueDepth
 from rollbus.bus.protocol.telemetry.rates import FleetRates
 from rollbus.frontend.cli.watch import top as top_options
+from rollbus.frontend.cli.watch.status import of_model
 from rollbus.frontend.cli.watch.top import (
     SORTS,
     Key,
@@ -285,7 +286,7 @@ def test_a_command_for_a_single_worker_shows_the_name_of_the_worker() -> None:
     fleet = FleetState(fleet="f", workers=(), desired={"x": desired})
 
     assert command_rows(fleet) == [["drain", "x", "2", "w9", "0 of 0"], ["load_lora a 7", "x", "1", "all", "0 of 0"]]
-    assert command_rows(fleet, "y") == []
+    assert command_rows(of_model(fleet, "y")) == []
 
 
 def test_output_into_a_pipe_has_all_workers_and_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import FleetState, QueueDepth, RequestList
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.watch.why import MAX_REQUESTS, Cause, cause_lines, find_causes, of_model
+from rollbus.frontend.cli.options import check_known_model
+from rollbus.frontend.cli.watch.status import of_model
+from rollbus.frontend.cli.watch.why import MAX_REQUESTS, Cause, cause_lines, find_causes
 from rollbus.schemas.control import DesiredState, Pause, Recorded, Sleep
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import OpenTransfer
@@ -86,7 +88,7 @@ def test_the_causes_of_one_model_are_those_of_its_workers_queues_and_commands() 
     assert "1 request waits, and no worker serves" in [cause.cause for cause in found]
     assert len(find_causes(state, None, 160.0)) == 2 * len(found)
     with pytest.raises(CommandFailed, match="fleet f has no model nope; allowed: m, other"):
-        of_model(state, "nope")
+        check_known_model(state, "nope")
 
 
 def test_a_fleet_without_problems_has_no_causes() -> None:

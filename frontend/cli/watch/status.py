@@ -279,6 +279,19 @@ def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     return rows
 
 
+def of_model(state: FleetState, model: str | None) -> FleetState:
+    """Return the part of a fleet that serves one model; None for all models."""
+    if model is None:
+        return state
+    return replace(
+        state,
+        workers=tuple(worker for worker in state.workers if worker.model == model),
+        queues=tuple(depth for depth in state.queues if depth.model == model),
+        queue_problems={name: why for name, why in state.queue_problems.items() if name == model},
+        desired={name: desired for name, desired in state.desired.items() if name == model},
+    )
+
+
 def state_as_json(state: FleetState) -> dict[str, Any]:
     """Return the output of `rollbus status --json`. docs/operate/commands.md lists its names, which do not change."""
     return {

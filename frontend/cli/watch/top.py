@@ -38,6 +38,7 @@ from .status import (
     QUEUE_COLUMNS,
     in_flight_cell,
     note_cell,
+    of_model,
     problem_rows,
     queue_rows,
     severity,
@@ -199,18 +200,15 @@ def _or_last(value: float | None) -> float:
     return -1.0 if value is None else value
 
 
-def sorted_workers(
-    workers: Sequence[WorkerPresence], rates: FleetRates, sort: Sort, model: str | None
-) -> list[WorkerPresence]:
-    """Return the workers of one model, or of all models, highest value first. Equal workers are sorted by name.
+def sorted_workers(workers: Sequence[WorkerPresence], rates: FleetRates, sort: Sort) -> list[WorkerPresence]:
+    """Return the workers, highest value first. Equal workers are sorted by name.
 
     With the sort key `state`, the worst state comes first.
     """
-    shown = [worker for worker in workers if model in (None, worker.model)]
     if sort == "state":
-        return sorted(shown, key=severity)
+        return sorted(workers, key=severity)
     key = _KEYS[sort]
-    return sorted(shown, key=lambda worker: (-key(worker, rates.of(worker.worker)), worker.worker))
+    return sorted(workers, key=lambda worker: (-key(worker, rates.of(worker.worker)), worker.worker))
 
 
 MODEL_COLUMNS: Final = ("model", "workers", "tokens/s", "epoch", "version", "weights from", "state", "LoRAs", "behind")
@@ -231,31 +229,23 @@ class Section(NamedTuple):
     """Columns that a narrow screen leaves out, in this order."""
 
 
-def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Section]:
-    """Return the tables that are not empty.
-
-    Args:
-        model: the model to show; None for all models.
-    """
-    depths = [depth for depth in state.queues if model in (None, depth.model)]
-    problems = {name: why for name, why in state.queue_problems.items() if model in (None, name)}
+def sections(state: FleetState, rates: FleetRates) -> list[Section]:
+    """Return the tables that are not empty."""
     every = (
-        Section(PROBLEM_COLUMNS, problem_rows(problems)),
-        Section(QUEUE_COLUMNS, queue_rows(depths)),
-        Section(MODEL_COLUMNS, model_rows(state, rates, model), MODEL_SPARE_COLUMNS),
-        Section(COMMAND_COLUMNS, command_rows(state, model)),
+        Section(PROBLEM_COLUMNS, problem_rows(state.queue_problems)),
+        Section(QUEUE_COLUMNS, queue_rows(state.queues)),
+        Section(MODEL_COLUMNS, model_rows(state, rates), MODEL_SPARE_COLUMNS),
+        Section(COMMAND_COLUMNS, command_rows(state)),
     )
     return [section for section in every if section.rows]
 
 
-def model_rows(state: FleetState, rates: FleetRates, model: str | None = None) -> list[list[str]]:
+def model_rows(state: FleetState, rates: FleetRates) -> list[list[str]]:
     """Return the rows of the models: totals of their workers, desired states, and workers that are behind."""
     by_model = _by_model(state)
     of_models = rates.of_models()
     rows = []
     for name, workers in sorted(by_model.items()):
-        if model not in (None, name):
-            continue
         desired = state.desired.get(name)
         rows.append(
             [
@@ -283,7 +273,7 @@ def _behind(workers: Sequence[WorkerPresence], desired: DesiredState) -> str:
     return "; ".join([*behind[:MAX_BEHIND], *more]) or NONE
 
 
-def command_rows(state: FleetState, model: str | None = None) -> list[list[str]]:
+def command_rows(state: FleetState) -> list[list[str]]:
     """Return the latest commands that are still in the desired state, with the number of workers that handled each.
 
     The sender of a command and the details of its result are only in the command result that the sender receives.
@@ -291,7 +281,6 @@ def command_rows(state: FleetState, model: str | None = None) -> list[list[str]]
     return [
         row
         for name, desired in sorted(state.desired.items())
-        if model in (None, name)
         for row in _commands_of(desired, [worker for worker in state.workers if worker.model == name])
     ]
 
@@ -379,14 +368,14 @@ class Screen(NamedTuple):
 
 
 def heading(view: TopView, options: TopOptions, width: int | None = None) -> list[str]:
-    """Return the two lines about the fleet, or about one model, with as many figures as fit."""
-    workers = [worker for worker in view.state.workers if options.model in (None, worker.model)]
+    """Return the two lines about the shown part of the fleet, with as many figures as fit."""
+    workers = view.state.workers
     rates = Rates.sum(view.rates.of(worker.worker) for worker in workers)
     in_flight, room = sum(worker.in_flight for worker in workers), sum(map(slots_of, workers))
     figures = (
         f"{per_s(rates.tokens_per_s)} tokens/s",
         f"in flight {in_flight:,}/{room:,}",
-        f"waiting {_waiting(view.state, options.model)}",
+        f"waiting {sum(depth.waiting for depth in view.state.queues):,}" if view.state.queues else "waiting -",
         f"first {seconds(rates.first_token_s)}",
         f"next {seconds(rates.between_tokens_s)}",
         f"hits {percent(rates.prefix_hit)}",
@@ -402,20 +391,16 @@ def heading(view: TopView, options: TopOptions, width: int | None = None) -> lis
     return [f"{whose} at {at}  {states_text(workers)}", second]
 
 
-def _waiting(state: FleetState, model: str | None) -> str:
-    lanes = [depth.waiting for depth in state.queues if model in (None, depth.model)]
-    return f"{sum(lanes):,}" if lanes else "-"
-
-
 def draw(view: TopView, options: TopOptions, width: int, height: int) -> Screen:
     """Return the screen of a terminal of this size."""
+    view = _select(view, options)
     above = [Text(line, "bold" if not number else "") for number, line in enumerate(heading(view, options, width))]
     if view.problem is not None:
         above.append(Text(printable(view.problem), "bold red"))
     above = [part for line in above for part in folded(line, width)]
     most, left = max(height // 8, 1), height - len(above) - 1
-    tables = _fitting([_table(each, width, most) for each in sections(view.state, view.rates, options.model)], left)
-    workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
+    tables = _fitting([_table(each, width, most) for each in sections(view.state, view.rates)], left)
+    workers = sorted_workers(view.state.workers, view.rates, options.sort)
     num_keys = len(folded(_keys(options, len(workers), len(workers)), width))
     room = max(height - len(above) - sum(map(len, tables)) - num_keys - 1, 1)
     # The last page ends with the last worker.
@@ -430,6 +415,10 @@ def draw(view: TopView, options: TopOptions, width: int, height: int) -> Screen:
     table = [*head, *(line for block in blocks[: num_shown + 1] for line in block)][:size]
     lines = [*above, *table, *[Text()] * (size - len(table)), *below]
     return Screen(Text("\n").join(lines[:height]), options, num_shown)
+
+
+def _select(view: TopView, options: TopOptions) -> TopView:
+    return dataclasses.replace(view, state=of_model(view.state, options.model))
 
 
 def _num_fitting(blocks: Sequence[Sequence[Text]], room: int) -> int:
@@ -498,10 +487,11 @@ def _keys(options: TopOptions, num_shown: int, count: int) -> Text:
 
 def print_top(view: TopView, options: TopOptions) -> None:
     """Print all workers with all columns, and the other tables, on stdout."""
+    view = _select(view, options)
     write("\n".join(heading(view, options)))
-    workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
+    workers = sorted_workers(view.state.workers, view.rates, options.sort)
     workers_table = Section(COLUMNS, [worker_cells(worker, view.rates.of(worker.worker)) for worker in workers])
-    for columns, cells, _ in (workers_table, *sections(view.state, view.rates, options.model)):
+    for columns, cells, _ in (workers_table, *sections(view.state, view.rates)):
         write()
         print_table(columns, cells)
 
@@ -511,23 +501,13 @@ def top_as_json(view: TopView, options: TopOptions) -> dict[str, Any]:
 
     With `options.model`, all but the rates of the fleet is of this model.
     """
-    rates, state = view.rates, view.state
-    workers = sorted_workers(state.workers, rates, options.sort, options.model)
-
-    def shows(model: str) -> bool:
-        return options.model in (None, model)
-
-    shown = replace(
-        state,
-        workers=tuple(workers),
-        queues=tuple(depth for depth in state.queues if shows(depth.model)),
-        queue_problems={model: problem for model, problem in state.queue_problems.items() if shows(model)},
-        desired={model: desired for model, desired in state.desired.items() if shows(model)},
-    )
-    return state_as_json(shown) | {
+    rates, state = view.rates, of_model(view.state, options.model)
+    workers = sorted_workers(state.workers, rates, options.sort)
+    models = {model: each for model, each in rates.of_models().items() if options.model in (None, model)}
+    return state_as_json(replace(state, workers=tuple(workers))) | {
         "rates": {
             "fleet": _as_json(rates.of_fleet()),
-            "models": {model: _as_json(each) for model, each in rates.of_models().items() if shows(model)},
+            "models": {model: _as_json(each) for model, each in models.items()},
             "workers": {worker.worker: _as_json(rates.of(worker.worker)) for worker in workers},
         }
     }

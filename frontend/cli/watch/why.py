@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from msgspec.structs import replace
-
 from .... import bus
 from ....bus import FleetState, RequestList
 from ....bus.protocol.fleet.authority import open_transfers, recorded_stops
@@ -22,6 +20,7 @@ from ..console import print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..options import START_SOME, check_known_model, no_workers
 from ..tables import printable, wrapped
+from .status import of_model
 from .traces import id_of, state_of
 
 IDLE_S: Final = 5.0
@@ -75,22 +74,6 @@ def find_causes(state: FleetState, running: RequestList | None, now: float) -> l
         *_queues(state),
         *([] if running is None else _requests(running)),
     ]
-
-
-def of_model(state: FleetState, model: str) -> FleetState:
-    """Return the part of a fleet that serves one model.
-
-    Raises:
-        CommandFailed: the fleet does not know the model.
-    """
-    check_known_model(state, model)
-    return replace(
-        state,
-        workers=tuple(worker for worker in state.workers if worker.model == model),
-        queues=tuple(depth for depth in state.queues if depth.model == model),
-        queue_problems={name: why for name, why in state.queue_problems.items() if name == model},
-        desired={name: desired for name, desired in state.desired.items() if name == model},
-    )
 
 
 def _stops(state: FleetState, now: float) -> Iterator[Cause]:
@@ -150,6 +133,7 @@ async def run(args: argparse.Namespace) -> int:
         state = await rb.fleet.state()
         running, unknown = None, ""
         if args.model is not None and state.workers:
+            check_known_model(state, args.model)
             state = of_model(state, args.model)
         try:
             if state.workers or args.model is None:
