@@ -45,35 +45,20 @@ def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
     }
 
 
+ACK_FIELDS = ("model", "weight_version", "in_flight", "seconds", "stage", "canary", "request_ids", "verified", "timing")
+
+
 def _line_as_json(line: WorkerLine) -> dict[str, Any]:
     ack = line.ack
     code = None if ack is None or ack.error is None else ack.error.code
     found = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
     if ack is None:
-        names = (
-            "model",
-            "weight_version",
-            "in_flight",
-            "seconds",
-            "stage",
-            "canary",
-            "request_ids",
-            "verified",
-            "timing",
-        )
-        return found | dict.fromkeys(names)
-    return found | {
-        "model": ack.model,
-        "weight_version": ack.weight_version,
-        "in_flight": ack.in_flight,
-        "seconds": round(ack.seconds, 3),
-        "stage": ack.stage,
-        "canary": msgspec.to_builtins(ack.canary),
-        "request_ids": ack.request_ids,
-        # Includes the zeros and empty lists that the wire format omits.
-        "verified": None if ack.verified is None else msgspec.structs.asdict(ack.verified),
-        "timing": None if ack.timing is None else msgspec.structs.asdict(ack.timing),
-    }
+        return found | dict.fromkeys(ACK_FIELDS)
+    found |= {name: getattr(ack, name) for name in ACK_FIELDS}
+    # The verification and the times include the zeros and empty lists that the wire format omits.
+    for name in ("verified", "timing"):
+        found[name] = None if found[name] is None else msgspec.structs.asdict(found[name])
+    return found | {"seconds": round(ack.seconds, 3), "canary": msgspec.to_builtins(ack.canary)}
 
 
 def ledger_lines(ledger: CommandResult) -> Iterator[WorkerLine]:

@@ -5,7 +5,7 @@ Only admins can check streams: leaders, current replicas and limits for each cli
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -116,28 +116,23 @@ def describe_stream(name: str, config: dict[str, Any]) -> str:
     return f"queue of {model}" + (" (resumed requests)" if name.endswith("~resume") else "")
 
 
-def _stream(stream: StreamInfo) -> list[Finding]:
-    what, found = describe_stream(stream.name, stream.config), []
+def _stream(stream: StreamInfo) -> Iterator[Finding]:
+    what = describe_stream(stream.name, stream.config)
     if stream.behind:
-        found.append(
-            warn(
-                what,
-                f"{stream.replicas - len(stream.behind)} of {stream.replicas} replicas are current; behind: "
-                f"{', '.join(stream.behind)}",
-                "wait until they are current before you stop another server; start the servers that do not run",
-            )
+        yield warn(
+            what,
+            f"{stream.replicas - len(stream.behind)} of {stream.replicas} replicas are current; behind: "
+            f"{', '.join(stream.behind)}",
+            "wait until they are current before you stop another server; start the servers that do not run",
         )
     has_share = stream.config.get("max_msgs_per_subject", -1) > 0 and stream.config.get("discard_new_per_subject")
     if stream.name.startswith("rb~") and not has_share:
         model = (stream.config.get("metadata") or {}).get("model", "MODEL")
-        found.append(
-            warn(
-                what,
-                "has no limit for each client: a client that floods it delays all others",
-                f"rollbus make-queue {model} --max-per-client 1024",
-            )
+        yield warn(
+            what,
+            "has no limit for each client: a client that floods it delays all others",
+            f"rollbus make-queue {model} --max-per-client 1024",
         )
-    return found
 
 
 GOOD_PAYLOAD_BYTES: Final = 1024**2
@@ -181,19 +176,15 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
         return
     try:
         async with connected(server, name="rollbus doctor") as nats:
-            async for finding in _server(nats):
-                yield finding
-            async for finding in _permissions(nats, fleet, credentials):
-                yield finding
+            checks = [_server(nats), _permissions(nats, fleet, credentials)]
             if credentials is None or credentials.role is Role.ADMIN:
-                async for finding in examine_streams(nats, fleet):
-                    yield finding
+                checks.append(examine_streams(nats, fleet))
             if credentials is None or credentials.role in CLIENT_ROLES:
-                async for finding in _fleet(nats, fleet, PROBE if credentials is None else credentials.name):
+                checks.append(_fleet(nats, fleet, PROBE if credentials is None else credentials.name))
+            checks.append(examine_published(nats, fleet, await _published_models(nats, fleet, credentials)))
+            for check in checks:
+                async for finding in check:
                     yield finding
-            for_models = await _published_models(nats, fleet, credentials)
-            async for finding in examine_published(nats, fleet, for_models):
-                yield finding
     except BusBroken as error:
         yield fail("server", str(error), "run this again: the server was reachable a moment ago")
 

@@ -44,16 +44,15 @@ def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
         "num_layers": num_layers,
         "num_experts": num_experts,
         "top_k": top_k,
-        "planes": {"prompt": _plane(window.prompt, top_k), "generated": _plane(window.generated, top_k)},
+        "planes": _planes(window, top_k),
         "versions": [
-            {
-                "weight_version": version.weight_version,
-                "prompt": _plane(version.prompt, top_k),
-                "generated": _plane(version.generated, top_k),
-            }
-            for version in window.versions
+            {"weight_version": version.weight_version, **_planes(version, top_k)} for version in window.versions
         ],
     }
+
+
+def _planes(load: ExpertWindow | VersionLoad, top_k: int) -> dict[str, dict[str, Any]]:
+    return {"prompt": _plane(load.prompt, top_k), "generated": _plane(load.generated, top_k)}
 
 
 def _plane(plane: PlaneLoad, top_k: int) -> dict[str, Any]:
@@ -176,7 +175,9 @@ async def run(args: argparse.Namespace) -> int:
             timeout_s=args.timeout_s,
         )
     if args.png is not None and answers.window is not None:
-        _draw(args, answers, answers.window)
+        plane = _chosen_plane(answers.window, args.plane)
+        draw(args.png, answers.window, plane, _title(args, answers, answers.window))
+        note(f"rollbus: the map is in {args.png}")
     if args.json:
         print_json(answers_as_json(answers))
     elif answers.window is not None:
@@ -192,14 +193,7 @@ async def run(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _draw(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> None:
-
-    draw(args.png, window, _chosen_plane(window, args.plane), _title(args, answers, window))
-    note(f"rollbus: the map is in {args.png}")
-
-
 def _show(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> None:
-
     plane = _chosen_plane(window, args.plane)
     print_text(_title(args, answers, window))
     for name, one in (("prompt", window.prompt), ("generated", window.generated)):
