@@ -97,10 +97,9 @@ def command(
     summary: str,
     run: str | Callable[[Declared], Run],
     *options: Option,
-    examples: Sequence[str],
     reads_no_credentials: bool = False,
 ) -> Callable[[Declared], Declared]:
-    """Declare a subcommand: the function has its name, and its docstring is the help.
+    """Declare a subcommand: the function has its name, and its docstring is the help, with examples as last section.
 
     Args:
         run: module below `frontend/cli` and function that runs the subcommand, for example `watch.status:run`, or a
@@ -109,11 +108,12 @@ def command(
 
     def declare(declared: Declared) -> Declared:
         name = declared.__name__.replace("_", "-")
+        text, _, examples = inspect.cleandoc(declared.__doc__ or "").partition("\n\nExamples:\n")
         COMMANDS[name] = CliCommand(
             name=name,
             summary=summary,
-            text=inspect.cleandoc(declared.__doc__ or ""),
-            examples=examples,
+            text=text,
+            examples=inspect.cleandoc(examples).splitlines(),
             options=options,
             run=imported(run) if isinstance(run, str) else run(declared),
             reads_no_credentials=reads_no_credentials,

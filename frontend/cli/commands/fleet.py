@@ -88,13 +88,16 @@ def sent(send: Declared) -> Run:
     sent,
     arg("request_ids", "ID", "id of a request, as set by its client", nargs="+"),
     send_options(),
-    examples=("rollbus abort req-1", "rollbus abort req-1 req-2 --worker w0"),
 )
 def abort(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """Abort requests in flight of any client. Their response streams end with the finish reason `abort`.
 
     Requests that still wait in the queue are not aborted. The command reports each id that no worker has. A request may
     have ended by itself, so the command fails only if no worker has any of the ids.
+
+    Examples:
+        rollbus abort req-1
+        rollbus abort req-1 req-2 --worker w0
     """
     return fleet.abort(args.request_ids, **options)
 
@@ -104,12 +107,15 @@ def abort(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> A
     sent,
     arg("--transfer", "ID", "only the transfer with this id (default: whichever is open)"),
     send_options(),
-    examples=("rollbus cancel-transfer", "rollbus cancel-transfer --worker w0"),
 )
 def cancel_transfer(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """End an open transfer of weights, whoever opened it. The workers load the desired weights again.
 
     `rollbus status` lists open transfers with their owners. A transfer whose owner is gone ends by itself.
+
+    Examples:
+        rollbus cancel-transfer
+        rollbus cancel-transfer --worker w0
     """
     return fleet.cancel_weight_update(transfer=args.transfer, **options)
 
@@ -119,11 +125,6 @@ def cancel_transfer(args: argparse.Namespace, fleet: "Fleet", options: "SendOpti
     sent,
     arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="+"),
     send_options(has_worker=False),
-    examples=(
-        "rollbus drain w0",
-        "rollbus drain w0 w1 --timeout-s 120",
-        "rollbus resume --worker w0    # put w0 back into service",
-    ),
 )
 def drain(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """Drain workers: their requests in flight move to other workers, and they accept no requests until `rollbus
@@ -131,16 +132,17 @@ def drain(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> A
 
     The other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without
     loss.
+
+    Examples:
+        rollbus drain w0
+        rollbus drain w0 w1 --timeout-s 120
+        rollbus resume --worker w0    # put w0 back into service
     """  # noqa: D205 - one long sentence
     return fleet.drain(args.workers, **cast("DrainOptions", options))
 
 
 @command(
-    "reset prefix caches",
-    sent,
-    flag("--preempt", "also reset cached tokens of requests in flight"),
-    send_options(),
-    examples=("rollbus flush-cache", "rollbus flush-cache --preempt --worker w0"),
+    "reset prefix caches", sent, flag("--preempt", "also reset cached tokens of requests in flight"), send_options()
 )
 def flush_cache(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """Reset the prefix caches of workers.
@@ -148,6 +150,10 @@ def flush_cache(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions"
     If an engine cannot reset its cache while requests are in flight, the worker reports a failure. With --preempt,
     requests in flight lose their cached tokens, and the engine computes them again. After an update of the weights, a
     reset is not necessary: new requests never use the cache of older weights.
+
+    Examples:
+        rollbus flush-cache
+        rollbus flush-cache --preempt --worker w0
     """
     return fleet.flush_cache(preempt=args.preempt, **options)
 
@@ -159,7 +165,6 @@ def flush_cache(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions"
     *source_options("adapter"),
     arg("--version", "N", "version of the adapter (default: last version plus 1)", type=non_negative_int),
     send_options(),
-    examples=("rollbus load-lora sql loras/sql --upload", "rollbus load-lora sql /models/loras/sql --version 7"),
 )
 def load_lora() -> None:
     """Load a LoRA adapter under a name for requests, or replace the adapter with that name.
@@ -169,6 +174,10 @@ def load_lora() -> None:
     NATS.
 
     If a load fails, the previous adapter stays loaded. Workers that start later load the new adapter too.
+
+    Examples:
+        rollbus load-lora sql loras/sql --upload
+        rollbus load-lora sql /models/loras/sql --version 7
     """
 
 
@@ -178,7 +187,6 @@ def load_lora() -> None:
     arg("--mode", get_args(PauseMode), "treatment of requests in flight (default: keep)", default="keep"),
     flag("--clear-cache", "also reset the prefix cache"),
     send_options(),
-    examples=("rollbus pause", "rollbus pause --mode wait --timeout-s 600", "rollbus pause --worker w0 --clear-cache"),
 )
 def pause(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """Pause workers: they pull no requests until `rollbus resume`, and new requests wait in the queue.
@@ -188,20 +196,24 @@ def pause(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> A
     paused. With abort, requests in flight end immediately with the tokens that they have.
 
     Workers that start later are paused too, unless --worker is set.
+
+    Examples:
+        rollbus pause
+        rollbus pause --mode wait --timeout-s 600
+        rollbus pause --worker w0 --clear-cache
     """
     return fleet.pause(mode=args.mode, clear_cache=args.clear_cache, **options)
 
 
-@command(
-    "undo pause and drain",
-    sent,
-    send_options(),
-    examples=("rollbus resume", "rollbus resume --worker w0"),
-)
+@command("undo pause and drain", sent, send_options())
 def resume(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """Undo `rollbus pause` and `rollbus drain`: workers accept requests again, and paused requests continue.
 
     A worker whose weight update failed does not resume. `rollbus status` shows its error.
+
+    Examples:
+        rollbus resume
+        rollbus resume --worker w0
     """
     return fleet.resume(**options)
 
@@ -218,24 +230,26 @@ def resume(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> 
         default=1,
     ),
     send_options(),
-    examples=("rollbus sleep", "rollbus sleep --level 2 --worker w0"),
 )
 def sleep(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
-    """Release the memory of engines until `rollbus wake`. Requests wait in the queue or go to other workers."""
+    """Release the memory of engines until `rollbus wake`. Requests wait in the queue or go to other workers.
+
+    Examples:
+        rollbus sleep
+        rollbus sleep --level 2 --worker w0
+    """
     return fleet.sleep(level=args.level, **options)
 
 
-@command(
-    "unload a LoRA adapter",
-    sent,
-    arg("name", "NAME", "name of the adapter in requests"),
-    send_options(),
-    examples=("rollbus unload-lora sql", "rollbus unload-lora sql --worker w0"),
-)
+@command("unload a LoRA adapter", sent, arg("name", "NAME", "name of the adapter in requests"), send_options())
 def unload_lora(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
     """Unload a LoRA adapter and abort the requests in flight that use it.
 
     The command fails if no worker has the adapter or should have it.
+
+    Examples:
+        rollbus unload-lora sql
+        rollbus unload-lora sql --worker w0
     """
     return fleet.unload_lora(args.name, **options)
 
@@ -254,11 +268,6 @@ def unload_lora(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions"
     ),
     flag("--check", "dry run: check that the workers can load these weights, change nothing"),
     send_options(),
-    examples=(
-        "rollbus update-weights /models/step-7 --version 7 --check",
-        "rollbus update-weights /models/step-7 --version 7",
-        "rollbus update-weights out/step-7 --version 7 --upload --mode wait",
-    ),
 )
 def update_weights() -> None:
     """Replace the weights of all workers of a model while requests are in flight.
@@ -274,17 +283,22 @@ def update_weights() -> None:
     shows the reason. A worker that starts later loads these weights before it serves.
 
     An update continues if this command is interrupted; `rollbus status` shows its progress.
+
+    Examples:
+        rollbus update-weights /models/step-7 --version 7 --check
+        rollbus update-weights /models/step-7 --version 7
+        rollbus update-weights out/step-7 --version 7 --upload --mode wait
     """
 
 
-@command(
-    "undo sleep",
-    sent,
-    send_options(),
-    examples=("rollbus wake", "rollbus wake --worker w0"),
-)
+@command("undo sleep", sent, send_options())
 def wake(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
-    """Undo `rollbus sleep`."""
+    """Undo `rollbus sleep`.
+
+    Examples:
+        rollbus wake
+        rollbus wake --worker w0
+    """
     return fleet.wake(**options)
 
 
@@ -298,11 +312,6 @@ def wake(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Aw
     flag("--store-only", "store the version without loading it on workers"),
     *SWITCH,
     arg("--timeout-s", "TIME", "seconds within which each worker must load the version (default: 600)"),
-    examples=(
-        "rollbus publish-weights out/step-7 --version 7",
-        "rollbus publish-weights out/step-8 --version 8 --base out/step-7",
-        "rollbus publish-weights out/step-9 --version 9 --base out/step-8 --store-only",
-    ),
 )
 def publish_weights() -> None:
     """Publish a checkpoint through NATS, without a shared disk. All workers of the model then load it.
@@ -314,6 +323,11 @@ def publish_weights() -> None:
 
     Only one program at a time may publish weights of a model. `rollbus weights` shows the published versions. A trainer
     publishes from its memory with rollbus.WeightPublisher.
+
+    Examples:
+        rollbus publish-weights out/step-7 --version 7
+        rollbus publish-weights out/step-8 --version 8 --base out/step-7
+        rollbus publish-weights out/step-9 --version 9 --base out/step-8 --store-only
     """
 
 
@@ -334,10 +348,6 @@ def publish_weights() -> None:
         "maximum size of the bucket for uploads of publishers, which is created if missing (for example 32GiB; "
         "default: unchanged)",
     ),
-    examples=(
-        "rollbus make-queue my-model",
-        "rollbus make-queue my-model --max-requests 100000 --upload-bytes 34359738368",
-    ),
 )
 def make_queue() -> None:
     """Create the queues of models and the bucket of desired states, and set limits.
@@ -345,6 +355,10 @@ def make_queue() -> None:
     Use this on a server with `rollbus auth`, where only admins may create queues. On other servers the workers create
     them. Existing queues stay unchanged. A limit changes only if an option sets it. It cannot be lower than the present
     content of the queue.
+
+    Examples:
+        rollbus make-queue my-model
+        rollbus make-queue my-model --max-requests 100000 --upload-bytes 34359738368
     """
 
 
@@ -352,28 +366,30 @@ def make_queue() -> None:
     "clear the desired state of workers",
     "admin:reset",
     arg("--model", "NAME", "name of the model (default: every live model)"),
-    examples=("rollbus reset", "rollbus reset --model my-model"),
 )
 def reset() -> None:
     """Clear the desired state of workers: pause, weights and adapters. Use this if the state no longer fits the model.
 
     Running workers keep their weights, undo a pause and unload adapters. Workers that start later use the weights of
     their options.
+
+    Examples:
+        rollbus reset
+        rollbus reset --model my-model
     """
 
 
-@command(
-    "forget a model without workers",
-    "admin:forget_model",
-    arg("model", "MODEL", "name of the model"),
-    examples=("rollbus status", "rollbus forget-model old-model"),
-)
+@command("forget a model without workers", "admin:forget_model", arg("model", "MODEL", "name of the model"))
 def forget_model() -> None:
     """Forget a model that the fleet no longer serves: delete its queue and its desired state.
 
     A client that names no model needs a fleet with exactly one known model. A model is known from its first worker, or
     from `make-queue`, until this command. The command fails if a worker of the model lives, or if its queue has
     requests. On a server with `rollbus auth` it needs the credentials of an admin. Published weights stay.
+
+    Examples:
+        rollbus status
+        rollbus forget-model old-model
     """
 
 
@@ -388,10 +404,6 @@ def forget_model() -> None:
         action="append",
         default=[],
     ),
-    examples=(
-        "rollbus sign --creds auth/default/admin-admin.creds",
-        "rollbus sign --model my-model --objects BUCKET/PREFIX",
-    ),
 )
 def sign() -> None:
     """Sign stored desired states and uploads from before the fleet had its root key, or from before a new root key.
@@ -399,4 +411,8 @@ def sign() -> None:
     Programs whose credentials contain a root key ignore unsigned data. This command signs the present desired states
     and the uploads that they name. It does not check who wrote them, so check them first with `rollbus status`. It
     requires the credentials of an admin.
+
+    Examples:
+        rollbus sign --creds auth/default/admin-admin.creds
+        rollbus sign --model my-model --objects BUCKET/PREFIX
     """

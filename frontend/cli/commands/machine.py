@@ -205,12 +205,6 @@ def cert_options(what: str, side: str) -> tuple[Option, Option]:
     arg("--state-dir", "DIR", "folder of the tiny MoE (default: ~/.cache/rollbus)"),
     flag("--secure", "accept only connections with credentials"),
     arg("--auth-dir", "DIR", "folder of the credentials (default: the folder auth in --state-dir)"),
-    examples=(
-        "rollbus up",
-        "rollbus up --engine synthetic --workers 4",
-        "rollbus up --model Qwen/Qwen3-0.6B --workers 2 --engine-args '{\"max_model_len\": 8192}'",
-        "rollbus up --secure --auth-dir auth",
-    ),
 )
 def up() -> None:
     """Run everything on this machine until Ctrl-C: a NATS server, workers and the HTTP service.
@@ -232,6 +226,12 @@ def up() -> None:
     minutes. After that the worker is not restarted, and the other workers continue. A worker is also not restarted if
     it exited on request, got a wrong option, or its id is in use. If the last worker or the NATS server exits, the
     command stops everything and exits with 1.
+
+    Examples:
+        rollbus up
+        rollbus up --engine synthetic --workers 4
+        rollbus up --model Qwen/Qwen3-0.6B --workers 2 --engine-args '{"max_model_len": 8192}'
+        rollbus up --secure --auth-dir auth
     """
 
 
@@ -245,15 +245,15 @@ def up() -> None:
     ),
     add_engine_options,
     add_process_options,
-    examples=(
-        "rollbus worker --engine synthetic --served-model-name my-model",
-        "rollbus worker --model /models/qwen3 --weight-root /models --worker-id w0",
-    ),
 )
 def worker() -> None:
     """Run one worker: one process with one engine that pulls requests from NATS.
 
     This process becomes the worker: signals and the exit code are those of the worker. Logs go to stderr.
+
+    Examples:
+        rollbus worker --engine synthetic --served-model-name my-model
+        rollbus worker --model /models/qwen3 --weight-root /models --worker-id w0
     """
 
 
@@ -262,12 +262,6 @@ def worker() -> None:
     "local.http:run",
     *http_options(DEFAULT_ADDRESS, "%(default)s; port 0: any free port"),
     add_otel,
-    examples=(
-        "rollbus frontend",
-        "rollbus frontend --http 127.0.0.1:8000",
-        "ROLLBUS_HTTP_TOKEN=secret rollbus frontend --http 0.0.0.0:8080 --allowed-host fleet.example.com",
-        "curl -s http://127.0.0.1:8080/v1/models    # in a second terminal",
-    ),
 )
 def frontend() -> None:
     """Serve the fleet over HTTP, for clients of vLLM, OpenAI and Dynamo.
@@ -275,6 +269,12 @@ def frontend() -> None:
     Without --http, only this machine can reach the service. The service reads bearer tokens from the environment:
     ROLLBUS_HTTP_TOKEN for requests, ROLLBUS_ADMIN_TOKEN for routes that change the fleet. With --json, the command
     prints one line {"http": URL} when the service is ready.
+
+    Examples:
+        rollbus frontend
+        rollbus frontend --http 127.0.0.1:8000
+        ROLLBUS_HTTP_TOKEN=secret rollbus frontend --http 0.0.0.0:8080 --allowed-host fleet.example.com
+        curl -s http://127.0.0.1:8080/v1/models    # in a second terminal
     """
 
 
@@ -284,7 +284,6 @@ def frontend() -> None:
     arg("file", "FILE", "file to write (default: fleet.toml)", nargs="?", default=Path("fleet.toml")),
     arg("--systemd", "FILE", "also write a unit of systemd (default: none)"),
     arg("--env", "FILE", "also write a file of variables (default: none)"),
-    examples=("rollbus init", "rollbus init fleet.toml --systemd fleet.service --env fleet.env"),
 )
 def init() -> None:
     """Write a commented file of settings for `rollbus up --config`.
@@ -292,6 +291,10 @@ def init() -> None:
     The file has every option of `rollbus up`, with its help and its default. --systemd also writes a unit that runs the
     fleet, and --env a file of environment variables with new tokens for the HTTP service. The unit reads that file, and
     so does `docker compose`. Existing files are not overwritten.
+
+    Examples:
+        rollbus init
+        rollbus init fleet.toml --systemd fleet.service --env fleet.env
     """
 
 
@@ -325,11 +328,6 @@ def init() -> None:
             type=None,
         ),
     ),
-    examples=(
-        "rollbus auth init --dir auth --trainer alice --worker w0",
-        "rollbus auth init --dir auth --publisher bob:my-model",
-        "rollbus auth remove --dir auth --trainer alice",
-    ),
     reads_no_credentials=True,
 )
 def auth() -> None:
@@ -346,6 +344,11 @@ def auth() -> None:
 
     A program connects as a user with `--creds FILE` or $ROLLBUS_CREDS. Each trainer, worker and frontend needs its own
     user, because the user's name is part of its subjects.
+
+    Examples:
+        rollbus auth init --dir auth --trainer alice --worker w0
+        rollbus auth init --dir auth --publisher bob:my-model
+        rollbus auth remove --dir auth --trainer alice
     """
 
 
@@ -388,10 +391,6 @@ def auth() -> None:
             type=None,
         ),
     ),
-    examples=(
-        "rollbus nats init --nodes a.example,b.example,c.example --dir nats",
-        "rollbus nats init --nodes a,b,c --server-cert server.pem --server-key server.key",
-    ),
     reads_no_credentials=True,
 )
 def nats() -> None:
@@ -400,6 +399,10 @@ def nats() -> None:
     `rollbus nats init --nodes A,B,C --dir DIR` writes a configuration for each of three or more servers into DIR, which
     also contains the users (see `rollbus auth`). The configuration has JetStream, routes with their own password, and
     TLS if certificate files are given. The command prints the next steps.
+
+    Examples:
+        rollbus nats init --nodes a.example,b.example,c.example --dir nats
+        rollbus nats init --nodes a,b,c --server-cert server.pem --server-key server.key
     """
 
 
@@ -409,13 +412,16 @@ def nats() -> None:
     arg("--input", "FILE", "prompts as JSONL, as for `generate` (default: examples/questions.jsonl)"),
     arg("--max-tokens", "N", "maximum tokens per prompt (default: 64)", default=64),
     arg("--state-dir", "DIR", "folder of the tiny MoE (default: ~/.cache/rollbus)"),
-    examples=("rollbus demo", "rollbus demo --max-tokens 16"),
 )
 def demo() -> None:
     """The tour: answer real questions with a real vLLM engine through a temporary NATS server.
 
     The tour needs no GPU, no model and no server. It creates a tiny mixture-of-experts model. The model is not trained,
     so its text is noise. All else is the same as with a trained model.
+
+    Examples:
+        rollbus demo
+        rollbus demo --max-tokens 16
     """
 
 
@@ -467,15 +473,6 @@ def demo() -> None:
     arg("--seed", "N", "seed of every prompt (default: none)", type=non_negative_int),
     arg("-n", "N", "samples per prompt (default: 1)"),
     arg("--timeout-s", "TIME", "timeout of each request in seconds (default: 3600)"),
-    examples=(
-        "echo '{\"prompt_token_ids\": [1, 2, 3]}' > prompts.jsonl",
-        "rollbus generate --input prompts.jsonl --output results.jsonl --max-tokens 32",
-        "rollbus generate --input prompts.jsonl --output four.jsonl -n 4 --temperature 0.8 --routed-experts npz",
-        (
-            "rollbus generate --input openai/gsm8k --subset main --split test --prompt-field question --output "
-            "gsm8k.parquet"
-        ),
-    ),
 )
 def generate() -> None:
     """Generate a result for every prompt of a data set and write the results to a file.
@@ -491,6 +488,12 @@ def generate() -> None:
     input (of a stream the first 1,000 rows) before it sends the first request. The object of a prompt that fails has an
     "error", and the command exits with 1. Run the same command again to continue after an interruption, or to retry
     failed prompts. Without a model, the model that answered the first prompt answers all.
+
+    Examples:
+        echo '{"prompt_token_ids": [1, 2, 3]}' > prompts.jsonl
+        rollbus generate --input prompts.jsonl --output results.jsonl --max-tokens 32
+        rollbus generate --input prompts.jsonl --output four.jsonl -n 4 --temperature 0.8 --routed-experts npz
+        rollbus generate --input openai/gsm8k --subset main --split test --prompt-field question --output gsm8k.parquet
     """
 
 
@@ -524,11 +527,6 @@ def generate() -> None:
     arg("--rounds", "N", "number of rounds (default: %(default)s)", default=5),
     flag("--stream", "stream chunks and measure their times"),
     arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0),
-    examples=(
-        "rollbus bench --concurrency 16 --rounds 1",
-        "rollbus bench --stream --routing",
-        "rollbus bench --input-tokens 1024 --output-tokens 256 --json",
-    ),
 )
 def bench() -> None:
     """Measure the throughput and latency of a fleet as a trainer sees them.
@@ -537,6 +535,11 @@ def bench() -> None:
     --output-tokens tokens. No prompt is in a prefix cache. The result is the median of the rounds with the lowest and
     the highest value. A warm-up round is not counted. With --stream, the bench reads chunks one by one and measures
     their times. If requests fail, the command counts them by error and exits with 1.
+
+    Examples:
+        rollbus bench --concurrency 16 --rounds 1
+        rollbus bench --stream --routing
+        rollbus bench --input-tokens 1024 --output-tokens 256 --json
     """
 
 
@@ -544,11 +547,12 @@ def bench() -> None:
     "print the completion script of a shell",
     "app:print_completion",
     arg("shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish")),
-    examples=(
-        "rollbus completion bash    # into ~/.local/share/bash-completion/completions/rollbus",
-        "rollbus completion zsh     # into _rollbus in a directory of $fpath",
-        "rollbus completion fish    # into ~/.config/fish/completions/rollbus.fish",
-    ),
 )
 def completion() -> None:
-    """Print a script that completes commands and options of `rollbus` in your shell."""
+    """Print a script that completes commands and options of `rollbus` in your shell.
+
+    Examples:
+        rollbus completion bash    # into ~/.local/share/bash-completion/completions/rollbus
+        rollbus completion zsh     # into _rollbus in a directory of $fpath
+        rollbus completion fish    # into ~/.config/fish/completions/rollbus.fish
+    """

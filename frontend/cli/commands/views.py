@@ -25,13 +25,17 @@ def _interval(text: str) -> float:
     "show the workers of the fleet and their queues",
     "watch.status:run",
     flag("--watch", "refresh each second until Ctrl-C; with --json one line per second"),
-    examples=("rollbus status", "rollbus status --watch", "rollbus status --json"),
 )
 def status() -> None:
     """Show the live workers of the fleet: their state, desired state and capabilities, and the queues.
 
     If no worker is live, the command exits with 5. With --watch, it continues even without workers, and Ctrl-C ends it
     with exit code 0.
+
+    Examples:
+        rollbus status
+        rollbus status --watch
+        rollbus status --json
     """
 
 
@@ -42,7 +46,6 @@ def status() -> None:
     arg("--sort", SORTS, "initial order of the workers (default: state, the worst first)", default="state"),
     arg("--model", "NAME", "show the workers of one model (default: all)"),
     flag("--once", "print the tables once (implied by --json)"),
-    examples=("rollbus top", "rollbus top --sort tokens --interval 5", "rollbus top --once", "rollbus top --json"),
 )
 def top() -> None:
     """Show the fleet in the terminal and update it: workers with their rates, queues, desired state and commands.
@@ -51,6 +54,12 @@ def top() -> None:
     workers. Keys: q quits, s changes the order, p selects the next model, arrows and page keys scroll. If stdout is not
     a terminal, the command prints the tables once. If it prints once and no worker is live, it exits with 5. Every role
     may use the command. It omits data that the user may not read.
+
+    Examples:
+        rollbus top
+        rollbus top --sort tokens --interval 5
+        rollbus top --once
+        rollbus top --json
     """
 
 
@@ -76,11 +85,6 @@ def top() -> None:
         default=50,
     ),
     flag("--once", "print the list once, also in a terminal (implied by --json)"),
-    examples=(
-        "rollbus requests",
-        "rollbus requests slowest --client trainer-0",
-        "rollbus requests failed --worker local-0 --json",
-    ),
 )
 def requests() -> None:
     """List the requests at the workers: running, slowest, failed or resumed. In a terminal, Enter opens a request's
@@ -90,6 +94,11 @@ def requests() -> None:
     listed: `rollbus status` counts them. In a terminal, the list is updated each second. Keys: arrows select, Enter
     opens the trace, b goes back, s shows the next list, q quits. If some workers do not answer, the command exits with
     3.
+
+    Examples:
+        rollbus requests
+        rollbus requests slowest --client trainer-0
+        rollbus requests failed --worker local-0 --json
     """  # noqa: D205 - two sentences
 
 
@@ -99,7 +108,6 @@ def requests() -> None:
     arg("request_id", "REQUEST", "id of the request"),
     arg("--model", "NAME", "name of the model whose workers to ask (default: every model)"),
     arg("--timeout-s", "TIME", "seconds to wait for the answers of all workers (default: 5)", default=5.0),
-    examples=("rollbus trace req-1", "rollbus trace chatcmpl-6f1c --json"),
 )
 def trace() -> None:
     """Show the history of one request of any client: its attempts, its workers, and its time in each phase.
@@ -107,6 +115,10 @@ def trace() -> None:
     REQUEST is the id from the client, or the id of an OpenAI answer. The command asks the workers. Each worker stores
     the history of its requests in flight and of its last 1,000 ended requests. If no worker knows the request, the
     command exits with 1. If some workers do not answer, it exits with 3.
+
+    Examples:
+        rollbus trace req-1
+        rollbus trace chatcmpl-6f1c --json
     """
 
 
@@ -114,13 +126,17 @@ def trace() -> None:
     "show why requests do not end, and the next command to run",
     "watch.why:run",
     arg("--model", "NAME", "only requests for this model (default: for all)"),
-    examples=("rollbus why", "rollbus why --model my-model", "rollbus why --json"),
 )
 def why() -> None:
     """Show what keeps a step from ending: stops and their authors, locks, late workers, and requests without a token.
 
     Each cause has the next command to run. The command reads the state of the fleet and asks the workers for their
     requests in flight. Users that may not read requests see the other causes.
+
+    Examples:
+        rollbus why
+        rollbus why --model my-model
+        rollbus why --json
     """
 
 
@@ -147,12 +163,6 @@ def why() -> None:
     ),
     arg("--png", "FILE", "also write the map as a PNG picture (default: none)"),
     arg("--timeout-s", "TIME", "seconds to wait for answers (default: 5)", default=5.0),
-    examples=(
-        "rollbus experts",
-        "rollbus experts --plane generated --last-s 10",
-        "rollbus experts --versions",
-        "rollbus experts --png experts.png",
-    ),
 )
 def experts() -> None:
     """Show how often the router chose each expert: a map of layers by experts, and the imbalance of each layer.
@@ -160,6 +170,12 @@ def experts() -> None:
     Workers count the positions that their engines compute, in intervals of 5 s: generated tokens, and prompt tokens
     that are not cached. The command asks up to 64 workers of the model. If some workers do not answer, it names them
     and exits with 3.
+
+    Examples:
+        rollbus experts
+        rollbus experts --plane generated --last-s 10
+        rollbus experts --versions
+        rollbus experts --png experts.png
     """
 
 
@@ -167,13 +183,16 @@ def experts() -> None:
     "show the published weights",
     "weights:run",
     arg("--model", "NAME", "name of the model (default: every model of the fleet)"),
-    examples=("rollbus weights", "rollbus weights --model policy --json"),
 )
 def weights() -> None:
     """Show the published weights of a model: the stored versions, their sizes, and the workers that have them.
 
     A version is an anchor (a whole checkpoint), or a delta with the changes since the version in the line above.
     Workers load the recorded version when they start.
+
+    Examples:
+        rollbus weights
+        rollbus weights --model policy --json
     """
 
 
@@ -182,7 +201,6 @@ def weights() -> None:
     "records:run",
     arg("directory", "DIR", "directory of the record"),
     arg("--svg", "FILE", "file for the picture (default: none)"),
-    examples=("rollbus record run/", "rollbus record run/ --svg run.svg"),
     reads_no_credentials=True,
 )
 def record() -> None:
@@ -191,18 +209,21 @@ def record() -> None:
     Programs record with `rb.record(DIR)`, and `rollbus generate` with --record DIR. The picture has the lengths, the
     staleness, the rewards and the throughput over time, and the updates of the weights. A record of a run that was
     killed, or that still runs, is readable too: the command prints what is missing.
+
+    Examples:
+        rollbus record run/
+        rollbus record run/ --svg run.svg
     """
 
 
-@command(
-    "find problems of machine, server and fleet",
-    "doctor.command:run",
-    examples=("rollbus doctor", "rollbus doctor --nats nats://127.0.0.1:4222 --json"),
-    reads_no_credentials=True,
-)
+@command("find problems of machine, server and fleet", "doctor.command:run", reads_no_credentials=True)
 def doctor() -> None:
     """Check this machine, the NATS server and the fleet, and print each problem with its remedy.
 
     The command changes nothing. If a check fails (`fail`), it exits with 1. Otherwise it exits with 0, even with
     warnings.
+
+    Examples:
+        rollbus doctor
+        rollbus doctor --nats nats://127.0.0.1:4222 --json
     """
