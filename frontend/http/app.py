@@ -32,7 +32,7 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **docs.REFERENCE_ROUTES, **page.ROUTES}
+OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **page.ROUTES}
 """Routes without a token: health, the served models, the API description, and the page without its data."""
 DATA: RouteTable = {
     **status.ROUTES,
@@ -70,9 +70,7 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
         middleware=[Middleware(_OriginCheck, service)] if is_open else [],
     )
     app.state.service = service
-    described = docs.document(OPEN, DATA, ADMIN, settings)
-    app.state.openapi = msgspec.json.encode(described)
-    app.state.reference_page = docs.page(described)
+    app.state.openapi = msgspec.json.encode(docs.document(OPEN, DATA, ADMIN, settings))
     return app
 
 

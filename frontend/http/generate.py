@@ -29,8 +29,6 @@ from .service import HttpRoute, RequestAborted, RouteTable, Service, aborted_res
 from .text import AnswerText, stop_strings, text_of
 from .tokens import (
     BLOCK,
-    GenerateAnswer,
-    GenerateChoice,
     RowsFormat,
     RowsJson,
     SampledToken,
@@ -324,11 +322,14 @@ async def _prepare(
 def _aborted(body: GenerateBody, error: RequestAborted) -> Response:
     """Return the answer to a request that was aborted before it was open: no tokens."""
     n = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
-    choices = [GenerateChoice(index, bus.FinishReason.ABORT, [], [], None, None, None) for index in range(n)]
+    nothing = dict.fromkeys(("logprobs", "sampling_mask", "routed_experts"))
+    ended = {"finish_reason": bus.FinishReason.ABORT, "token_ids": [], "weight_versions": [], **nothing}
+    choices = [{"index": index, **ended} for index in range(n)]
     usage, head = usage_of(0, 0), {"request_id": error.request_id, "model": body.model or error.model}
     if not body.stream:
-        nothing = dict.fromkeys(GenerateAnswer.__struct_fields__)
-        answer = {**nothing, **head, "created": int(time.time()), "choices": choices, "usage": usage}
+        absent = ("lora", "prompt_token_ids", "mm_placeholders", "kv_transfer_params", "ec_transfer_params")
+        answer = {**head, "created": int(time.time()), "choices": choices, "usage": usage, "prompt_logprobs": None}
+        answer |= dict.fromkeys(absent)
         return aborted_response(error, [answer], stream=False)
     events: list[dict[str, object]] = [{**head, "usage": None, "choices": [choice]} for choice in choices]
     if body.stream_options is not None and body.stream_options.include_usage:
@@ -391,4 +392,4 @@ async def _events(
             yield event_json(request, target, None, usage=usage_of(request.prompt_len, num_tokens))
 
 
-ROUTES: RouteTable = {("POST", "/inference/v1/generate"): HttpRoute(generate, GenerateBody, GenerateAnswer)}
+ROUTES: RouteTable = {("POST", "/inference/v1/generate"): HttpRoute(generate, GenerateBody)}

@@ -1,15 +1,12 @@
 """Routes that describe the service and its engines to clients of vLLM and OpenAI, and to browsers."""
 
 import platform
-import re
 from pathlib import Path
 
 import openai
 import pytest
 
 import rollbus
-from rollbus.frontend.http.docs import STYLE
-from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.status import parallel_config
 from tests.http.control_support import control_http
 from tests.http.openai_support import client_of
@@ -79,18 +76,3 @@ async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path)
         with pytest.raises(openai.NotFoundError, match=r"'org/other' is unknown; allowed: org/model-1\.5"):
             await client.models.retrieve("org/other")
     assert found.model_dump(exclude={"created"}) == listed.model_dump(exclude={"created"})
-
-
-async def test_the_reference_is_a_page_without_scripts(nats_url: str, fleet: str) -> None:
-    """The reference page lists all routes without a token, loads nothing, and its policy forbids scripts."""
-    async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
-        answer = await http.client.get("/docs")
-        paths = (await http.client.get("/openapi.json")).json()["paths"]
-    page = answer.text
-    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert re.match(r"default-src 'none'; style-src 'sha256-[\w+/]{43}='; ", answer.headers["Content-Security-Policy"])
-    assert f"<style>{STYLE}</style>" in page
-    shown = set(re.findall(r"<h2 id=\w+>([A-Z]+ /[^<]*)</h2>", page))
-    assert shown == {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
-    assert "<script" not in page
-    assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", page)

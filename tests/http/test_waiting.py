@@ -5,12 +5,10 @@ import json
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from rollbus.frontend.http.errors import without_paths
 from rollbus.frontend.http.settings import Settings
-from rollbus.frontend.http.tokens import ChatAnswer, CompletionAnswer, GenerateAnswer
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
@@ -160,13 +158,6 @@ def test_messages_have_no_directories(message: str, expected: str) -> None:
     assert without_paths(message).startswith(expected)
 
 
-ANSWERS = {
-    "/inference/v1/generate": GenerateAnswer,
-    "/v1/chat/completions": ChatAnswer,
-    "/v1/completions": CompletionAnswer,
-}
-
-
 async def has_open(http: Http, count: int) -> None:
     """Wait until the service has so many open requests."""
 
@@ -191,7 +182,7 @@ async def test_an_abort_of_all_ends_the_wait_for_a_start(
     ):
         await announce()
         await is_known(http)
-        bodies = {path: {**GENERATING[path], "model": "synthetic", **asked} for path in ANSWERS}
+        bodies = {path: {**GENERATING[path], "model": "synthetic", **asked} for path in GENERATING}
         generate = bodies["/inference/v1/generate"]
         generate["sampling_params"] = {"n": generate.pop("n")}
         waiting = {path: tasks.create_task(http.client.post(path, json=each)) for path, each in bodies.items()}
@@ -201,7 +192,7 @@ async def test_an_abort_of_all_ends_the_wait_for_a_start(
         await has_open(http, 0)
 
     assert (aborted.status_code, aborted.json()["aborted"]) == (200, len(answers)), aborted.text
-    for path, answer in answers.items():
+    for answer in answers.values():
         assert (answer.status_code, answer.headers["X-Request-Id"] in answer.text) == (200, True), answer.text
         if stream:
             *events, done = answer.text.removeprefix("data: ").split("\n\ndata: ")
@@ -211,7 +202,7 @@ async def test_an_abort_of_all_ends_the_wait_for_a_start(
             choices = [choice for event in found for choice in event["choices"]]
         else:
             choices = answer.json()["choices"]
-            msgspec.convert(answer.json(), ANSWERS[path])
+            assert answer.json()["usage"]["total_tokens"] == 0
         ended = [choice["index"] for choice in choices if choice["finish_reason"] == "abort"]
         assert ended == [0, 1]
 

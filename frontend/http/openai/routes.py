@@ -28,8 +28,6 @@ from ..sampling import SamplingFields
 from ..service import HttpRoute, RequestAborted, RouteTable, Service, aborted_response
 from ..text import AnswerText, text_of
 from ..tokens import (
-    ChatAnswer,
-    CompletionAnswer,
     Scores,
     Tokens,
     Usage,
@@ -491,14 +489,14 @@ async def _job(
     )
 
 
-_CHAT = HttpRoute(chat_completions, ChatBody, ChatAnswer)
+_CHAT = HttpRoute(chat_completions, ChatBody)
 ROUTES: RouteTable = {
     ("POST", "/v1/chat/completions"): _CHAT,
     # The path that prime-rl uses for requests with `tokens`.
     ("POST", "/v1/chat/completions/tokens"): _CHAT,
     ("POST", "/v1/chat/completions/render"): HttpRoute(render_chat, ChatBody),
     ("POST", "/v1/completions/render"): HttpRoute(render_completions, CompletionBody),
-    ("POST", "/v1/completions"): HttpRoute(completions, CompletionBody, CompletionAnswer),
+    ("POST", "/v1/completions"): HttpRoute(completions, CompletionBody),
 }
 
 

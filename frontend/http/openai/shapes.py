@@ -16,7 +16,6 @@ from ...tokenization import Tokenizer, token_text
 from ..answers import AnswerChoice
 from ..requests import RequestTarget
 from ..tokens import (
-    Message,
     SampledToken,
     Scored,
     Tokens,
@@ -95,7 +94,7 @@ class _ChatShape:
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         if delta:
             return {"delta": {"content": text}}
-        return {"message": Message("assistant", text, None)}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
         def named(each: Scored) -> tuple[str, float, list[int] | None]:
