@@ -3,150 +3,77 @@
 By default, routed experts are a JSON object.
 """
 
-import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
-from typing import Annotated, Any, Final
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ... import bus
 from ...schemas import limits
 from ...schemas.checks import describe
-from ...schemas.rows import Rows
 from ..tokenization import Tokenizer
-from .answers import AnswerChoice, collect_answers, updates, usage_of
+from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
-from .calls import JsonPieces
 from .errors import HttpError, invalid, unsupported
-from .requests import RequestTarget, build_request, check_length, find_target, id_headers, named_errors
+from .openai.requests import Options
+from .openai.shapes import AnswerShape, Namer, TokenBlocks
+from .requests import RequestTarget, build_request, check_length, find_target
 from .sampling import SamplingFields, bus_sampling, check_sampling, check_stream_options, sampling_names
-from .service import HttpRoute, RequestAborted, RouteTable, Service, aborted_response
-from .text import AnswerText, stop_strings, text_of
-from .tokens import (
-    BLOCK,
-    RowsFormat,
-    RowsJson,
-    SampledToken,
-    Scored,
-    Scores,
-    Tokens,
-    TopToken,
-    Usage,
-    list_json,
-    prompt_logprobs_json,
-    prompt_scores,
-    routed_experts_json,
-    rows_json,
-    whole_rows,
-)
+from .service import HttpRoute, RouteTable, Service
+from .settings import Settings
+from .text import stop_strings
+from .tokens import BLOCK, RowsFormat, SampledToken, Scored, Tokens, TopToken, list_json, rows_json
+from .writer import AnswerWriter, respond
 
 
-def answer_json(
-    request: bus.GenerateRequest,
-    target: RequestTarget,
-    choices: Sequence[AnswerChoice],
-    *,
-    with_prompt: bool,
-    as_json: RowsJson = routed_experts_json,
-) -> Iterator[bytes]:
-    """Return the complete answer in pieces. All checks run before the first piece.
-
-    Args:
-        as_json: format of the routed experts.
-
-    Raises:
-        HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
-    """
-    tokens = [choice.pop_update().tokens for choice in choices]
-    rows = [whole_rows(request, target, each) for each in tokens]
-    of_prompt = prompt_scores(request, tokens[0])
-    small = {
-        "request_id": request.request_id,
-        "model": target.name,
-        "lora": target.lora,
-        "created": int(time.time()),
-        "usage": usage_of(request.prompt_len, sum(choice.num_tokens for choice in choices), [choices[0].cached_tokens]),
-        "prompt_token_ids": np.asarray(request.prompt_token_ids).tolist() if with_prompt else None,
-        "mm_placeholders": None,
-        "kv_transfer_params": None,
-        "ec_transfer_params": None,
+class _Generate(AnswerShape):
+    has_text = False
+    nothing: ClassVar[dict[str, Any]] = {
+        "token_ids": [],
+        "weight_versions": [],
+        "logprobs": None,
+        "sampling_mask": None,
+        "routed_experts": None,
     }
 
-    def pieces() -> Iterator[bytes]:
-        yield msgspec.json.encode(small)[:-1] + b',"choices":['
-        for choice, own, own_rows in zip(choices, tokens, rows, strict=True):
-            yield b"," if choice.index else b""
-            yield from _choice_json(choice, own, own_rows, as_json)
-        yield b'],"prompt_logprobs":'
-        yield from prompt_logprobs_json(of_prompt)
+    def head(self, request_id: str, model: str, lora: str | None, created: int, *, is_event: bool) -> dict[str, Any]:
+        head: dict[str, Any] = {"request_id": request_id, "model": model}
+        if is_event:
+            return {**head, "usage": None}
+        absent = ("prompt_token_ids", "mm_placeholders", "kv_transfer_params", "ec_transfer_params")
+        return {**head, "lora": lora, "created": created, "usage": None, **dict.fromkeys(absent)}
+
+    def text(self, text: str, *, delta: bool) -> dict[str, Any]:
+        return {}
+
+    def fields(self, choice: AnswerChoice, update: Update, shown: dict[str, Any], *, with_ids: bool) -> dict[str, Any]:
+        ids, versions = update.tokens.ids.tolist(), update.tokens.weight_versions.tolist()
+        return {"index": choice.index, **shown, "token_ids": ids, "weight_versions": versions}
+
+    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+        def sampled(position: list[Scored]) -> SampledToken:
+            tops = [TopToken(namer.name(each.token_id), each.logprob, None) for each in position[: max(width, 1)]]
+            return SampledToken(tops[0].token, tops[0].logprob, None, tops)
+
+        yield b'{"content":'
+        yield from list_json(list(map(sampled, block)) for block in scores.blocks())
         yield b"}"
 
-    return pieces()
-
-
-def event_json(
-    request: bus.GenerateRequest,
-    target: RequestTarget,
-    update: tuple[AnswerChoice, Tokens] | None,
-    *,
-    usage: Usage | None = None,
-    prompt_token_ids: list[int] | None = None,
-    as_json: RowsJson = routed_experts_json,
-) -> bytes:
-    """Return one event of a stream. Without an `update` of a choice, it is the last event, with the usage only."""
-    small: dict[str, Any] = {"request_id": request.request_id, "model": target.name, "usage": usage}
-    if prompt_token_ids is not None:
-        small["prompt_token_ids"] = prompt_token_ids
-    pieces = [msgspec.json.encode(small)[:-1], b',"choices":[']
-    if update is not None:
-        choice, tokens = update
-        pieces += _choice_json(choice, tokens, tokens.rows, as_json)
-    return b"".join((*pieces, b"]}"))
-
-
-def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None, as_json: RowsJson) -> Iterator[bytes]:
-    small = {
-        "index": choice.index,
-        "finish_reason": choice.finish_reason,
-        "token_ids": tokens.ids.tolist(),
-        "weight_versions": tokens.weight_versions.tolist(),
-    }
-    yield msgspec.json.encode(small)[:-1] + b',"logprobs":'
-    yield from _logprobs_json(tokens.scores, choice.request.sampling.logprobs)
-    yield b',"sampling_mask":'
-    if tokens.masks is None:
-        yield b"null"
-    else:
+    def masks(self, tokens: Tokens) -> Iterator[bytes]:
+        yield b',"sampling_mask":'
+        if tokens.masks is None:
+            yield b"null"
+            return
         # Block by block, because the masks of a long answer are millions of ids.
         masks = tokens.masks.split()
         blocks = (masks[at : at + BLOCK] for at in range(0, len(masks), BLOCK))
         yield from list_json([ids.tolist() for ids in block] for block in blocks)
-    yield b',"routed_experts":'
-    if rows is None:
-        yield b"null"
-    else:
-        yield from as_json(rows, tokens.start)
-    yield b"}"
 
 
-def _logprobs_json(scores: Scores, width: int | None) -> Iterator[bytes]:
-    """Yield the object `logprobs`: each sampled token first, then its most likely alternatives."""
-    if width is None:
-        yield b"null"
-        return
-    yield b'{"content":'
-    yield from list_json([_sampled(position, width) for position in block] for block in scores.blocks())
-    yield b"}"
-
-
-def _sampled(position: list[Scored], width: int) -> SampledToken:
-    tops = [TopToken(f"token_id:{each.token_id}", each.logprob, None) for each in position[: max(width, 1)]]
-    return SampledToken(tops[0].token, tops[0].logprob, None, tops)
+GENERATE: Final[AnswerShape] = _Generate()
 
 
 class GenerateStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -282,30 +209,12 @@ async def generate(service: Service, request: Request) -> Response:
     """Continue token ids. The answer is an event stream if the body sets `stream`."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
-    try:
-        async with service.preparing(request, body.request_id):
-            target, tokenizer, built = await _prepare(service, request, body)
-    except RequestAborted as error:
-        return _aborted(body, error)
-    choices = [
-        AnswerChoice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
-        for child in range(built.sampling.n)
-    ]
-    if body.stream:
-        events = _events(service, request, body, target, built, choices)
-        return await service.stream(request, events, id_headers(built))
-    with named_errors(body_names(body), built):
-        await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
-        with_prompt = service.settings.returns_tokens or bool(body.return_token_ids)
-        as_json = rows_json(body.routed_experts_format, npy=service.settings.routed_experts_npy)
-        pieces = answer_json(built, target, choices, with_prompt=with_prompt, as_json=as_json)
-        return JsonPieces(pieces, id_headers(built))
+    num_choices = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
+    prepare = partial(_prepare, service, request, body)
+    return await respond(service, request, body, GENERATE, prepare, num_choices=num_choices)
 
 
-async def _prepare(
-    service: Service, request: Request, body: GenerateBody
-) -> tuple[RequestTarget, Tokenizer | None, bus.GenerateRequest]:
-    """Return the target, the tokenizer if the request needs one, and the request to the fleet."""
+async def _prepare(service: Service, request: Request, body: GenerateBody) -> AnswerWriter:
     check_supported(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     if body.routed_experts_format is not None and target.capabilities.routed_experts is None:
@@ -316,25 +225,32 @@ async def _prepare(
     room = target.room(len(body.token_ids))
     sampling, fields = request_fields(body, tokenizer, room, returns_tokens=service.settings.returns_tokens)
     built = build_request(service, request, target, sampling=sampling, fields=fields, names=body_names(body))
-    return target, tokenizer, built
+    return AnswerWriter(
+        shape=GENERATE,
+        target=target,
+        tokenizer=tokenizer,
+        requests=[built],
+        options=_options(body, built.sampling.logprobs, service.settings),
+        names=body_names(body),
+    )
 
 
-def _aborted(body: GenerateBody, error: RequestAborted) -> Response:
-    """Return the answer to a request that was aborted before it was open: no tokens."""
-    n = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
-    nothing = dict.fromkeys(("logprobs", "sampling_mask", "routed_experts"))
-    ended = {"finish_reason": bus.FinishReason.ABORT, "token_ids": [], "weight_versions": [], **nothing}
-    choices = [{"index": index, **ended} for index in range(n)]
-    usage, head = usage_of(0, 0), {"request_id": error.request_id, "model": body.model or error.model}
-    if not body.stream:
-        absent = ("lora", "prompt_token_ids", "mm_placeholders", "kv_transfer_params", "ec_transfer_params")
-        answer = {**head, "created": int(time.time()), "choices": choices, "usage": usage, "prompt_logprobs": None}
-        answer |= dict.fromkeys(absent)
-        return aborted_response(error, [answer], stream=False)
-    events: list[dict[str, object]] = [{**head, "usage": None, "choices": [choice]} for choice in choices]
-    if body.stream_options is not None and body.stream_options.include_usage:
-        events.append({**head, "usage": usage, "choices": []})
-    return aborted_response(error, events, stream=True)
+def _options(body: GenerateBody, logprobs: int | None, settings: Settings) -> Options:
+    params, stream = body.sampling_params, body.stream_options or GenerateStreamOptions()
+    return Options(
+        text=bool(params.stop),
+        stops=stop_strings(params.stop),
+        include_stop=params.include_stop_str_in_output is True,
+        skip_special_tokens=params.skip_special_tokens is not False,
+        top_logprobs=logprobs,
+        token_ids=settings.returns_tokens or bool(body.return_token_ids),
+        as_token_ids=True,
+        extra=frozenset(),
+        routed_experts=True,
+        as_json=rows_json(body.routed_experts_format, npy=settings.routed_experts_npy),
+        usage=bool(stream.include_usage),
+        continuous_usage=bool(stream.include_usage and stream.continuous_usage_stats),
+    )
 
 
 async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBody) -> Tokenizer | None:
@@ -350,46 +266,6 @@ async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBo
         return await service.tokenizer(target.worker)
     except HttpError as error:
         raise unsupported(f"{PREFIX}{name}", error.message) from error
-
-
-def _text(request: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenizer | None) -> AnswerText | None:
-    """Return the text in which stop strings are searched; None if the request has none."""
-    if tokenizer is None or not params.stop:
-        return None
-    return text_of(
-        request,
-        tokenizer,
-        stop_strings(params.stop),
-        include_stop=params.include_stop_str_in_output is True,
-        skip_special_tokens=params.skip_special_tokens is not False,
-    )
-
-
-async def _events(
-    service: Service,
-    http_request: Request,
-    body: GenerateBody,
-    target: RequestTarget,
-    request: bus.GenerateRequest,
-    choices: Sequence[AnswerChoice],
-) -> AsyncGenerator[bytes, None]:
-    """Yield one event for each chunk, with its routed experts. If the body asks for it, a last event has the usage."""
-    options = body.stream_options or GenerateStreamOptions()
-    as_json = rows_json(body.routed_experts_format, npy=service.settings.routed_experts_npy)
-    with_prompt = service.settings.returns_tokens or body.return_token_ids
-    prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
-    with named_errors(body_names(body), request):
-        async with aclosing(updates(service, http_request, [request], choices)) as found:
-            async for choice, update in found:
-                usage: Usage | None = None
-                if options.include_usage and options.continuous_usage_stats:
-                    usage = usage_of(request.prompt_len, choice.num_tokens)
-                tokens = (choice, update.tokens)
-                yield event_json(request, target, tokens, usage=usage, prompt_token_ids=prompt, as_json=as_json)
-                prompt = None
-        if options.include_usage:
-            num_tokens = sum(choice.num_tokens for choice in choices)
-            yield event_json(request, target, None, usage=usage_of(request.prompt_len, num_tokens))
 
 
 ROUTES: RouteTable = {("POST", "/inference/v1/generate"): HttpRoute(generate, GenerateBody)}

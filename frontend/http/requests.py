@@ -341,9 +341,9 @@ def _request_id(headers: Mapping[str, str], from_body: str | None, user: str) ->
     return {"request_id": uuid.uuid4().hex} if given is None else {"request_id": given, "id_scope": user}
 
 
-def id_headers(request: bus.GenerateRequest) -> dict[str, str]:
+def id_headers(request_id: str) -> dict[str, str]:
     """Return the headers of every answer to a token request. `Edge` leaves out an empty header."""
-    return {REQUEST_ID_HEADER: request.request_id if request.request_id.isascii() else ""}
+    return {REQUEST_ID_HEADER: request_id if request_id.isascii() else ""}
 
 
 @contextmanager
@@ -369,7 +369,7 @@ def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None =
         else:
             failure = http_error(error)
         if request is not None:
-            failure.headers.update(id_headers(request))
+            failure.headers.update(id_headers(request.request_id))
         if failure is error:
             raise
         raise failure from error

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,8 +30,8 @@ from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from .access import user_of
-from .calls import Admission, EventStream, JsonPieces, until_disconnect
-from .edge import REQUEST_ID_HEADER, given_request_id
+from .calls import Admission, EventStream, until_disconnect
+from .edge import given_request_id
 from .errors import HttpError
 from .live.fleet import LiveFleet
 from .metrics import Metrics
@@ -176,18 +175,6 @@ class Preparation:
             self.is_aborted = True
             self.scope.reschedule(0.0)
         return True
-
-
-def aborted_response(error: RequestAborted, documents: Sequence[object], *, stream: bool) -> Response:
-    """Return the answer to an aborted request: the only document, or a stream of documents."""
-    headers = {REQUEST_ID_HEADER: error.request_id if error.request_id.isascii() else ""}
-    first, *others = map(msgspec.json.encode, documents)
-    return EventStream(first, _events(others), headers) if stream else JsonPieces([first], headers)
-
-
-async def _events(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
-    for event in events:
-        yield event
 
 
 MIN_AHEAD: Final = 8

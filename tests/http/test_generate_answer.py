@@ -1,5 +1,6 @@
 """The JSON of `/inference/v1/generate` for handmade results."""
 
+import asyncio
 import base64
 import dataclasses
 import json
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 import rollbus
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.generate import answer_json
+from rollbus.frontend.http.generate import GENERATE
+from rollbus.frontend.http.openai.requests import Options
 from rollbus.frontend.http.requests import RequestTarget
 from rollbus.frontend.http.tokens import ENCODED_BYTES, Tokens, routed_experts_json
+from rollbus.frontend.http.writer import AnswerWriter
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.presences import presence
 
@@ -48,7 +51,22 @@ def answer(**changes: Any) -> Any:
     """Return the response of the result with some fields changed."""
     choice = AnswerChoice(0, WANTED, None, keep=True)
     choice.add(Tokens.of_generation(dataclasses.replace(RESULT, **changes), WANTED))
-    return json.loads(b"".join(answer_json(WANTED, TARGET, [choice], with_prompt=False)))
+    options = Options(
+        text=False,
+        stops=(),
+        include_stop=False,
+        skip_special_tokens=True,
+        top_logprobs=1,
+        token_ids=False,
+        as_token_ids=True,
+        extra=frozenset(),
+        routed_experts=True,
+        as_json=routed_experts_json,
+        usage=False,
+        continuous_usage=False,
+    )
+    writer = AnswerWriter(shape=GENERATE, target=TARGET, tokenizer=None, requests=[WANTED], options=options, names={})
+    return json.loads(b"".join(asyncio.run(writer.answer_json([choice]))))
 
 
 def test_the_sampled_token_comes_first_among_its_top_logprobs() -> None:

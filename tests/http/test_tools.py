@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.http.openai import parsers, routes
+from rollbus.frontend.http import writer
+from rollbus.frontend.http.openai import parsers
 from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
@@ -124,8 +125,8 @@ async def test_a_stream_has_comments_while_a_call_is_held_back(
     body = {"messages": [USER], "tools": [TOOL], "stream": True}
     streams = []
     async with serving(nats_url, fleet, tmp_path) as (http, client):
-        for seconds in (routes.KEEP_ALIVE_S, 0.0):
-            monkeypatch.setattr(routes, "KEEP_ALIVE_S", seconds)
+        for seconds in (writer.KEEP_ALIVE_S, 0.0):
+            monkeypatch.setattr(writer, "KEEP_ALIVE_S", seconds)
             streams.append((await http.client.post(CHAT, json=body)).text.split("\n\n"))
         message, _, _ = await asked(client, stream=True, extra_body={"return_token_ids": False})
 

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from .... import bus
 from ....schemas.rows import Rows
 from ...tokenization import Tokenizer, token_text
-from ..answers import AnswerChoice
+from ..answers import AnswerChoice, Update
 from ..requests import RequestTarget
 from ..tokens import (
     SampledToken,
@@ -36,23 +36,44 @@ class TokenBlocks(Protocol):
         """Yield blocks with the tokens of each position. The first token of a position is its actual token."""
 
 
-class AnswerShape(Protocol):
-    """The answer format of one route."""
+class AnswerShape:
+    """The answer format of one route. The methods here are those of OpenAI's formats."""
 
-    id_prefix: str
-    object: str
-    event_object: str
-    prompt_is_common: bool
+    id_prefix = ""
+    object = ""
+    event_object = ""
+    prompt_is_common = True
     """True if all answers belong to one prompt, so that its token ids and logprobs are fields of the whole response."""
+    has_text = True
+    """False: the answers have only tokens, which each event of a stream has."""
+    nothing: ClassVar[dict[str, Any]] = {"stop_reason": None, "logprobs": None}
+    """Fields of an answer that was aborted before its first token."""
+
+    def head(self, request_id: str, model: str, lora: str | None, created: int, *, is_event: bool) -> dict[str, Any]:
+        """Return the first fields of a response or an event."""
+        name = self.event_object if is_event else self.object
+        return {"id": f"{self.id_prefix}{request_id}", "object": name, "created": created, "model": model}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return the event content before the first text of an answer in a stream; None: there is none."""
+        return None
 
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         """Return the fields for the text of an answer, or for a part of the text."""
+        return {"text": text}
+
+    def fields(self, choice: AnswerChoice, update: Update, shown: dict[str, Any], *, with_ids: bool) -> dict[str, Any]:
+        """Return the first fields of an answer, or of a part of an answer."""
+        ids = {"token_ids": update.tokens.ids.tolist()} if with_ids else {}
+        return {"index": choice.index, **shown, "stop_reason": choice.stop_reason, **ids}
 
     def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: "Namer", width: int) -> Iterator[bytes]:
         """Yield the logprobs of the answer's next tokens as JSON pieces, with `width` alternatives to each token."""
+        raise NotImplementedError
+
+    def masks(self, tokens: Tokens) -> Iterator[bytes]:
+        """Yield a field with the tokens' sampling masks in pieces, if the format has any."""
+        return iter(())
 
 
 class Namer:
@@ -77,11 +98,10 @@ def _tops(position: list[Scored], width: int) -> list[Scored]:
     return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
-class _ChatShape:
+class _ChatShape(AnswerShape):
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     event_object = "chat.completion.chunk"
-    prompt_is_common = True
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return {
@@ -112,17 +132,11 @@ class _ChatShape:
         yield b',"refusal":null}'
 
 
-class _Completion:
+class _Completion(AnswerShape):
     id_prefix = "cmpl-"
     object = "text_completion"
     event_object = "text_completion"
     prompt_is_common = False
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return None
-
-    def text(self, text: str, *, delta: bool) -> dict[str, Any]:
-        return {"text": text}
 
     def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
         def names() -> Iterator[list[str]]:

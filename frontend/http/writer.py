@@ -1,0 +1,347 @@
+"""The answers to one HTTP request as JSON, whole or as the events of a stream, in the shape of its route."""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import bus
+from ...schemas.rows import Rows
+from ..tokenization import Tokenizer
+from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
+from .calls import NO_EVENT, EventStream, JsonPieces
+from .openai.parsers import AnswerParts, AnswerReader
+from .openai.requests import Echo, EchoedScores, Options
+from .openai.shapes import AnswerShape, Namer, Reading, RequestClock, nvext_json, parts_json
+from .requests import RequestTarget, id_headers, named_errors
+from .service import RequestAborted, Service
+from .text import AnswerText, text_of
+from .tokens import Scores, Tokens, Usage, prompt_logprobs_json, prompt_scores, whole_rows
+
+KEEP_ALIVE_S: Final = 15.0
+"""Seconds without an event, while text is held back, after which a stream has a comment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerWriter:
+    """Writes the answers to one HTTP request."""
+
+    shape: AnswerShape
+    target: RequestTarget
+    tokenizer: Tokenizer | None
+    """None: both the request and the answer have only token ids."""
+    requests: Sequence[bus.GenerateRequest]
+    """One request for each prompt."""
+    options: Options
+    names: Mapping[str, str]
+    """The body's names for fields of `GenerateRequest`."""
+    clock: RequestClock = field(default_factory=RequestClock)
+    reading: Reading | None = None
+    """Parsing of a chat's answers; None: the whole text is content."""
+    echo: Echo | None = None
+    """The prompts before the answers; None: no `echo`."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def answer(self, service: Service, http_request: Request) -> Response:
+        """Return one response with all answers.
+
+        Raises:
+            HttpError: the request failed.
+        """
+        with named_errors(self.names, self.requests[0]):
+            choices = self._choices(keep=True)
+            await collect_answers(service, http_request, self.requests, choices, may_stop=bool(self.options.stops))
+            return JsonPieces(await self.answer_json(choices), id_headers(self.requests[0].request_id))
+
+    async def stream(self, service: Service, http_request: Request) -> Response:
+        """Return a stream of the answers.
+
+        Raises:
+            HttpError: the request failed before the first event.
+        """
+        events = self._events(service, http_request)
+        return await service.stream(http_request, events, id_headers(self.requests[0].request_id))
+
+    def _choices(self, *, keep: bool) -> list[AnswerChoice]:
+        """Return the empty answers, ordered by prompt and then by child request."""
+        return [
+            AnswerChoice(at * request.sampling.n + child, request, self._text(request), keep=keep)
+            for at, request in enumerate(self.requests)
+            for child in range(request.sampling.n)
+        ]
+
+    def _text(self, request: bus.GenerateRequest) -> AnswerText | None:
+        """Return the empty text of a new answer; None if the request needs no text."""
+        if not self.options.text or self.tokenizer is None:
+            return None
+        return text_of(
+            request,
+            self.tokenizer,
+            self.options.stops,
+            include_stop=self.options.include_stop,
+            skip_special_tokens=self.options.skip_special_tokens,
+        )
+
+    def _echoed(self, choice: AnswerChoice, update: Update, *, is_first: bool = True) -> Update:
+        at = choice.index // self.requests[0].sampling.n
+        return update if self.echo is None else self.echo.update(at, update, is_first=is_first)
+
+    def _readers(self, choices: Sequence[AnswerChoice]) -> list[AnswerReader | None]:
+        reading = self.reading if self.options.text else None
+        return [None if reading is None else reading.reader(choice.request) for choice in choices]
+
+    def _shown(
+        self,
+        choice: AnswerChoice,
+        update: Update,
+        reader: AnswerReader | None,
+        parts: AnswerParts | None,
+        *,
+        delta: bool = False,
+    ) -> dict[str, Any]:
+        """Return the text or the parsed parts of an answer, and its finish reason."""
+        if reader is None or parts is None:
+            return {**self.shape.text(update.text, delta=delta), "finish_reason": choice.finish_reason}
+        reason = choice.finish_reason
+        return {
+            **parts_json(parts, delta=delta),
+            "finish_reason": None if reason is None else reader.finish_reason(reason),
+        }
+
+    async def answer_json(self, choices: Sequence[AnswerChoice]) -> Iterator[bytes]:
+        """Return the response in pieces. All errors are raised before the first piece.
+
+        Args:
+            choices: all answers, each of which has ended.
+
+        Raises:
+            HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
+        """
+        whole = [self._echoed(choice, choice.pop_update()) for choice in choices]
+        readers = self._readers(choices)
+        parts = [
+            None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
+            for reader, update in zip(readers, whole, strict=True)
+        ]
+        shown = [self._shown(*each) for each in zip(choices, whole, readers, parts, strict=True)]
+        n = self.requests[0].sampling.n
+        # If a prompt has several answers, the first answer has the logprobs of the prompt.
+        of_prompts = [
+            prompt_scores(choice.request, whole[choice.index - choice.index % n].tokens) for choice in choices
+        ]
+        with_rows = self.options.routed_experts
+        rows = [
+            whole_rows(choice.request, self.target, update.tokens) if with_rows else None
+            for choice, update in zip(choices, whole, strict=True)
+        ]
+        nvext = self._nvext(whole[0].tokens) if self.options.extra else None
+        head = {
+            **self._head(is_event=False),
+            "usage": self._usage(choices),
+            **self._prompt_ids(self.requests[0], of_answer=True),
+        }
+
+        def pieces() -> Iterator[bytes]:
+            yield msgspec.json.encode(head)[:-1] + b',"choices":['
+            for choice, update, of_prompt, text, of_choice in zip(choices, whole, of_prompts, shown, rows, strict=True):
+                yield b"," if choice.index else b""
+                more = self._prompt_ids(choice.request, of_answer=False)
+                yield from self._choice_json(choice, update, {**text, **more}, of_prompt, rows=of_choice)
+            yield b"]"
+            if self.shape.prompt_is_common:
+                yield b',"prompt_logprobs":'
+                yield from self._prompt_logprobs(of_prompts[0])
+            if nvext is not None:
+                yield b',"nvext":'
+                yield from nvext
+            yield b"}"
+
+        return pieces()
+
+    def _choice_json(
+        self,
+        choice: AnswerChoice,
+        update: Update,
+        shown: dict[str, Any],
+        of_prompt: Scores | None = None,
+        *,
+        rows: Rows | None,
+        delta: bool = False,
+    ) -> Iterator[bytes]:
+        """Yield the JSON of one answer, or of an answer in a stream event, in pieces."""
+        fields = self.shape.fields(choice, update, shown, with_ids=self.options.token_ids)
+        yield msgspec.json.encode(fields)[:-1] + b',"logprobs":'
+        width = self.options.top_logprobs
+        if width is None or (delta and self.shape.has_text and not len(update.tokens.ids)):
+            yield b"null"
+        else:
+            scores: Scores | EchoedScores = update.tokens.scores
+            if self.echo is not None and of_prompt is not None:
+                scores = self.echo.scores(choice.request, of_prompt, update.tokens.scores)
+            yield from self.shape.logprobs(choice, scores, self._namer, width)
+        if not (delta or self.shape.prompt_is_common):
+            yield b',"prompt_logprobs":'
+            yield from self._prompt_logprobs(of_prompt)
+        yield from self.shape.masks(update.tokens)
+        if self.options.routed_experts:
+            yield b',"routed_experts":'
+            yield from (b"null",) if rows is None else self.options.as_json(rows, update.tokens.start)
+        yield b"}"
+
+    def _prompt_logprobs(self, scores: Scores | None) -> Iterator[bytes]:
+        return prompt_logprobs_json(scores, self._namer.name if self.shape.has_text else None)
+
+    def _nvext(self, tokens: Tokens) -> Iterator[bytes]:
+        return nvext_json(self.options.extra, self.requests[0], self.target, tokens, self.clock)
+
+    async def _events(self, service: Service, http_request: Request) -> AsyncGenerator[bytes, None]:
+        with named_errors(self.names, self.requests[0]):
+            choices = self._choices(keep=bool(self.options.extra))
+            has_begun = [False] * len(choices)
+            readers = self._readers(choices)
+            silent_since: float | None = None
+            async with aclosing(updates(service, http_request, self.requests, choices)) as found:
+                async for choice, part in found:
+                    if len(part.tokens.ids):
+                        self.clock.token()
+                    is_first = not has_begun[choice.index]
+                    update = self._echoed(choice, part, is_first=is_first)
+                    opening = self.shape.opening(choice.index) if is_first else None
+                    if opening is not None:
+                        yield self._event(msgspec.json.encode(opening), choices, choice, prompt=not any(has_begun))
+                    prompt = opening is None and not any(has_begun)
+                    has_begun[choice.index] = True
+                    reader, parts = readers[choice.index], None
+                    if reader is not None:
+                        ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
+                        parts = await reader.add(update.text, ids, final=final)
+                    if not self._is_news(choice, update, parts):
+                        # A tool call is held back until it is complete, which may take minutes.
+                        if silent_since is None:
+                            silent_since = time.monotonic()
+                        elif time.monotonic() - silent_since >= KEEP_ALIVE_S:
+                            yield NO_EVENT
+                            silent_since = time.monotonic()
+                        continue
+                    silent_since = None
+                    more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
+                    text = self._shown(choice, update, reader, parts, delta=True)
+                    shown = b"".join(
+                        self._choice_json(choice, update, {**text, **more}, rows=update.tokens.rows, delta=True)
+                    )
+                    nvext = b""
+                    if choice.finish_reason and self.options.extra:
+                        nvext = b"".join(self._nvext(choice.pop_update().tokens))
+                    yield self._event(shown, choices, choice, prompt=prompt, nvext=nvext)
+            if self.options.usage:
+                yield self._event(None, choices)
+
+    def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:
+        """Return True if an event for this update has new content for the client."""
+        if not self.shape.has_text:
+            return True
+        options = self.options
+        shows_tokens = options.token_ids or options.top_logprobs is not None or options.routed_experts
+        text = update.text if parts is None else parts
+        return bool(text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
+
+    def _event(
+        self,
+        shown: bytes | None,
+        choices: Sequence[AnswerChoice],
+        choice: AnswerChoice | None = None,
+        *,
+        prompt: bool = False,
+        nvext: bytes = b"",
+    ) -> bytes:
+        """Return one event of a stream. If `shown` is None, the event has no choice and only the usage."""
+        event = {**self._head(is_event=True), "choices": [] if shown is None else [msgspec.Raw(shown)]}
+        if self.options.usage:
+            is_due = shown is None or self.options.continuous_usage
+            event["usage"] = self._usage(choices, choice) if is_due else None
+        if prompt:
+            event |= self._prompt_ids(self.requests[0], of_answer=True)
+        if nvext:
+            event["nvext"] = msgspec.Raw(nvext)
+        return msgspec.json.encode(event)
+
+    @cached_property
+    def _namer(self) -> Namer:
+        return Namer(self.tokenizer, as_token_ids=self.options.as_token_ids)
+
+    def _head(self, *, is_event: bool) -> dict[str, Any]:
+        request_id, created = self.requests[0].request_id, self.created
+        return self.shape.head(request_id, self.target.name, self.target.lora, created, is_event=is_event)
+
+    def _usage(self, choices: Sequence[AnswerChoice], choice: AnswerChoice | None = None) -> Usage:
+        if choice is not None and not self.shape.has_text:
+            return usage_of(choice.request.prompt_len, choice.num_tokens)
+        # If a prompt has several answers, count the cached tokens of the first answer. The other answers may have found
+        # the prompt that the first answer computed.
+        firsts = choices[:: self.requests[0].sampling.n]
+        return usage_of(
+            sum(request.prompt_len for request in self.requests),
+            sum(choice.num_tokens for choice in choices),
+            [choice.cached_tokens for choice in firsts],
+        )
+
+    def _prompt_ids(self, request: bus.GenerateRequest, *, of_answer: bool) -> dict[str, Any]:
+        """Return the prompt's token ids, if the shape has them at this place and the request asks for token ids."""
+        if not self.options.token_ids or self.shape.prompt_is_common is not of_answer:
+            return {}
+        return {"prompt_token_ids": np.asarray(request.prompt_token_ids).tolist()}
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: Any,
+    shape: AnswerShape,
+    prepare: Callable[[], Awaitable[AnswerWriter]],
+    *,
+    num_choices: int,
+) -> Response:
+    """Prepare the token requests of an HTTP request and answer it, as a stream if its body asks for one.
+
+    Args:
+        body: the decoded body. It has at least `request_id`, `model`, `stream` and `stream_options`.
+        num_choices: number of answers if the request is aborted before its token requests are open.
+    """
+    stream = bool(body.stream)
+    try:
+        async with service.preparing(request, body.request_id):
+            writer = await prepare()
+    except RequestAborted as error:
+        with_usage = not stream or (body.stream_options is not None and bool(body.stream_options.include_usage))
+        head = shape.head(error.request_id, body.model or error.model, None, int(time.time()), is_event=stream)
+        documents = _aborted(shape, head, num_choices, stream=stream, with_usage=with_usage)
+        first, *others = map(msgspec.json.encode, documents)
+        headers = id_headers(error.request_id)
+        return EventStream(first, _each(others), headers) if stream else JsonPieces([first], headers)
+    return await (writer.stream(service, request) if stream else writer.answer(service, request))
+
+
+def _aborted(
+    shape: AnswerShape, head: dict[str, Any], num_choices: int, *, stream: bool, with_usage: bool
+) -> list[dict[str, Any]]:
+    """Return the answer to a request that was aborted before it was open, or the events of its stream: no tokens."""
+    nothing: dict[str, Any] = {} if stream else {"prompt_logprobs": None}
+    ended = {"finish_reason": bus.FinishReason.ABORT, **shape.nothing, **({} if shape.prompt_is_common else nothing)}
+    choices = [{"index": index, **shape.text("", delta=stream), **ended} for index in range(num_choices)]
+    if not stream:
+        return [{**head, "choices": choices, "usage": usage_of(0, 0), **(nothing if shape.prompt_is_common else {})}]
+    parts = [part for choice in choices for part in (shape.opening(choice["index"]), choice) if part is not None]
+    events = [{**head, "choices": [part]} for part in parts]
+    return [*events, {**head, "choices": [], "usage": usage_of(0, 0)}] if with_usage else events
+
+
+async def _each(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+    for event in events:
+        yield event
