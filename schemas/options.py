@@ -9,10 +9,11 @@ import math
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Final, get_args
+from typing import Any, Final, get_args
 from urllib.parse import unquote, urlsplit
 
 from .errors import InvalidRequest
@@ -21,17 +22,8 @@ from .presence import Role
 SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhd]))+", re.ASCII)
 DURATION_PART: Final = re.compile(r"([\d.]+)(ms|[smhd])", re.ASCII)
-BYTES: Final = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
+_PREFIXES: Final = list(enumerate("kmgt", start=1))
+BYTES: Final = {"": 1, **{p: 1000**i for i, p in _PREFIXES}, **{f"{p}i": 1024**i for i, p in _PREFIXES}}
 SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b", re.ASCII | re.IGNORECASE)
 DEFAULT_LEASE_S: Final = 5.0
 """Five heartbeats. A busy machine may delay some of them, and peers still detect a dead worker within seconds."""
@@ -52,136 +44,78 @@ ON_CPU: Final = "the installed vLLM computes only on the CPU"
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all workers of one command share."""
+    add = partial(_add_option, parser)
     parser.add_argument(
         "--engine",
         choices=("vllm", "synthetic"),
         default="vllm",
         help="synthetic: generated tokens without a model, for load tests (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--served-model-name",
-        metavar="NAME",
-        help="name of the model in requests (default: the model's id, or the name of its folder)",
+        "NAME",
+        "name of the model in requests (default: the model's id, or the name of its folder)",
     )
-    parser.add_argument(
-        "--engine-args",
-        metavar="JSON",
-        type=json_object,
-        help='arguments of the engine, such as {"dtype": "bfloat16"} (default: none)',
-    )
-    parser.add_argument(
-        "--kv-transfer-config",
-        metavar="JSON",
-        type=json_object,
-        help="configuration of vLLM's KV connector, through which prefill and decode workers share KV",
-    )
-    parser.add_argument(
-        "--weight-version",
-        metavar="N",
-        type=non_negative_int,
-        default=0,
-        help="version of the weights in --model (default: 0)",
-    )
-    _add_times(parser)
-    _add_weights(parser)
-    add_otel(parser)
-
-
-def _add_times(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--start-timeout",
-        metavar="TIME",
-        type=duration,
-        default=DEFAULT_START_TIMEOUT_S,
-        help="time within which a worker must serve; requests may wait for it (default: %(default)g seconds)",
-    )
-    parser.add_argument(
-        "--engine-timeout-s",
-        metavar="TIME",
-        type=duration,
-        default=DEFAULT_ENGINE_TIMEOUT_S,
-        help="time without a step after which an engine with open requests counts as dead (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--transfer-idle-s",
-        metavar="TIME",
-        type=duration,
-        default=DEFAULT_IDLE_S,
-        help="time without a command after which an open transfer of weights ends (default: %(default)g)",
-    )
-
-
-def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--weight-root",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="folder with weights and LoRA adapters that commands may name; may be repeated (default: none)",
-    )
-    parser.add_argument(
-        "--cache-dir",
-        metavar="DIR",
-        help="folder of fetched weights, one copy for all workers on this machine (default: ~/.cache/rollbus)",
-    )
-    parser.add_argument(
-        "--stage-bytes",
-        metavar="SIZE",
-        type=size,
-        help="size of the fetched weights on this machine, for all workers of the fleet (default: no limit)",
-    )
-    parser.add_argument(
-        "--fetch-rate",
-        metavar="SIZE",
-        type=size,
-        help="bytes per second at which a worker fetches weights (default: no limit)",
-    )
+    add("--engine-args", "JSON", 'arguments of the engine, such as {"dtype": "bfloat16"} (default: none)', json_object)
+    text = "configuration of vLLM's KV connector, through which prefill and decode workers share KV"
+    add("--kv-transfer-config", "JSON", text, json_object)
+    add("--weight-version", "N", "version of the weights in --model (default: 0)", non_negative_int, default=0)
+    text = "time within which a worker must serve; requests may wait for it (default: %(default)g seconds)"
+    add("--start-timeout", "TIME", text, duration, default=DEFAULT_START_TIMEOUT_S)
+    text = "time without a step after which an engine with open requests counts as dead (default: %(default)g)"
+    add("--engine-timeout-s", "TIME", text, duration, default=DEFAULT_ENGINE_TIMEOUT_S)
+    text = "time without a command after which an open transfer of weights ends (default: %(default)g)"
+    add("--transfer-idle-s", "TIME", text, duration, default=DEFAULT_IDLE_S)
+    text = "folder with weights and LoRA adapters that commands may name; may be repeated (default: none)"
+    add("--weight-root", "DIR", text, action="append", default=[])
+    text = "folder of fetched weights, one copy for all workers on this machine (default: ~/.cache/rollbus)"
+    add("--cache-dir", "DIR", text)
+    text = "size of the fetched weights on this machine, for all workers of the fleet (default: no limit)"
+    add("--stage-bytes", "SIZE", text, size)
+    add("--fetch-rate", "SIZE", "bytes per second at which a worker fetches weights (default: no limit)", size)
     parser.add_argument(
         "--no-prove-reload",
         action="store_true",
         help="skip the second load of the weights at the start, which verifies that weight updates work",
     )
+    add_otel(parser)
 
 
 def add_process_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of one worker."""
-    parser.add_argument(
-        "--role",
-        choices=get_args(Role),
-        help="prefill: compute prompts for decode workers; both: serve whole requests (default: both)",
-    )
-    parser.add_argument(
-        "--worker-id",
-        metavar="ID",
-        help="id of the worker, unique in the fleet (default: host, process id and four characters)",
-    )
-    parser.add_argument(
-        "--probe",
-        metavar="HOST:PORT",
-        help="address for /health, /ready and /metrics over HTTP, for supervisors (default: none)",
-    )
-    parser.add_argument(
-        "--listen-s",
-        metavar="TIME",
-        type=duration_or_zero,
-        help="time to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
-    )
-    parser.add_argument(
-        "--lease-s",
-        metavar="TIME",
-        type=duration,
-        default=DEFAULT_LEASE_S,
-        help="time without presence after which peers treat the worker as lost (default: %(default)g)",
-    )
+    add = partial(_add_option, parser)
+    text = "prefill: compute prompts for decode workers; both: serve whole requests (default: both)"
+    parser.add_argument("--role", choices=get_args(Role), help=text)
+    add("--worker-id", "ID", "id of the worker, unique in the fleet (default: host, process id and four characters)")
+    add("--probe", "HOST:PORT", "address for /health, /ready and /metrics over HTTP, for supervisors (default: none)")
+    text = "time to listen for another worker of this id before serving (default: one lease; 0 with a default id)"
+    add("--listen-s", "TIME", text, duration_or_zero)
+    text = "time without presence after which peers treat the worker as lost (default: %(default)g)"
+    add("--lease-s", "TIME", text, duration, default=DEFAULT_LEASE_S)
+
+
+def _add_option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    value: str,
+    text: str,
+    read: Callable[[str], object] | None = None,
+    **settings: Any,
+) -> None:
+    """Add an option with a value.
+
+    Args:
+        value: placeholder of the value in the help.
+        text: its help.
+        read: type of the value, or None for a string.
+    """
+    parser.add_argument(name, metavar=value, help=text, type=read, **settings)
 
 
 def add_otel(parser: argparse.ArgumentParser) -> None:
     """Add the option that enables tracing."""
-    parser.add_argument(
-        "--otel",
-        action="store_true",
-        help="export spans of requests, configured by the variables OTEL_*; needs the extra otel",
-    )
+    text = "export spans of requests, configured by the variables OTEL_*; needs the extra otel"
+    parser.add_argument("--otel", action="store_true", help=text)
 
 
 def flags_of(args: argparse.Namespace, *added: Callable[[argparse.ArgumentParser], None]) -> list[str]:
