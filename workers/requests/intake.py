@@ -92,21 +92,20 @@ class WaitingFollowers:
 
     def __init__(self, links: WorkerLinks, execute: Callable[[Instructions], None], stats: IntakeStats) -> None:
         self.turns: SlotTurns[str] = SlotTurns()
-        self.backlog = self.turns.backlog
         self._links = links
         self._execute = execute
-        # The followers of the backlog, by engine name.
+        # By engine name.
         self._requests: dict[str, GenerateRequest] = {}
         self._stats = stats
 
     def __len__(self) -> int:
         """Number of waiting followers."""
-        return len(self.backlog)
+        return len(self.turns)
 
     def add(self, name: str, client: str, request: GenerateRequest, turn: Turn) -> None:
         """Add an offered follower by its engine name."""
         self._requests[name] = request
-        self.backlog.add(name, client, lane_of(request.priority), turn, time.monotonic())
+        self.turns.add(name, SlotRequest(client, lane_of(request.priority)), turn, time.monotonic())
 
     def pop(self, lanes_waiting: Collection[Lane] | None, num_free: int) -> tuple[str, GenerateRequest] | None:
         """Return the follower that gets the next free slot, or None, as `SlotTurns.pop` does."""
@@ -116,22 +115,22 @@ class WaitingFollowers:
     def remove(self, names: Collection[str]) -> None:
         """Remove followers that have ended. Unknown names are ignored."""
         if names and self._requests:
-            self.backlog.remove(names)
+            self.turns.remove(names)
             for name in names:
                 self._requests.pop(name, None)
 
     def clear(self) -> None:
         """Remove all followers, because this worker has lost its lease."""
-        self.remove(self.backlog.pop_all())
+        self.remove(self.turns.pop_all())
 
     def refuse_all(self) -> None:
         """Reject all followers. Their clients put them into the queue."""
-        self._refuse(self.backlog.pop_all(), "this worker accepts no requests now")
+        self._refuse(self.turns.pop_all(), "this worker accepts no requests now")
 
     def refuse_stalled(self) -> None:
         """Reject followers that waited for `STALLED_S` while no follower of their lane got a slot."""
         reason = f"no follower of this lane got a slot on this worker for {STALLED_S:g} s"
-        self._refuse(self.backlog.pop_stalled(time.monotonic()), reason)
+        self._refuse(self.turns.pop_stalled(time.monotonic()), reason)
 
     def _refuse(self, names: list[str], reason: str) -> None:
         if names:
@@ -201,7 +200,7 @@ class RequestIntake:
             # The followers left slots to the queue, but the last pull returned no request.
             self._has_incoming.set()
         # Followers arrive with pulled requests: more of these would wait here while other workers have free slots.
-        return math.ceil((free - num_due) / (1 + self.followers.backlog.mean_followers))
+        return math.ceil((free - num_due) / (1 + self._turns.mean_followers))
 
     @property
     def _is_prefill(self) -> bool:
@@ -231,7 +230,6 @@ class RequestIntake:
         elif self._is_stopping or len(self._incoming) >= MAX_ARRIVALS or not self._lifecycle.may_accept():
             self._nak([message])
         elif (incoming := self._decode(message.client, message.data, message)) is not None:
-            self._turns.shares.count_queued(self._puller.lanes_waiting())
             self._add(incoming)
 
     def accept_direct(self, client: str, data: bytes) -> None:
@@ -274,7 +272,7 @@ class RequestIntake:
         found: defaultdict[Turn | Literal["now"] | None, list[Sibling]] = defaultdict(list)
         for sample in incoming.samples:
             num_free, left = room - len(found["now"]), capacity - len(found["queued"]) - len(found["placed"])
-            begins = self._turns.admit_placed(request, waiting, num_free=num_free, capacity=left, now=now)
+            begins = self._turns.admit(request, waiting, num_free=num_free, capacity=left, now=now)
             found[begins].append(sample)
         return found
 
@@ -432,10 +430,8 @@ class RequestIntake:
         message = incoming.message
         self.stats.count_placed(len(offered) if message is None else 0, incoming.envelope.placed_for)
         if message is not None:
-            group = request.group_id or request.request_id
-            self.followers.backlog.add_queued(
-                incoming.client, group, message.lane, now, num_waiting=message.num_pending
-            )
+            led = SlotRequest(incoming.client, message.lane, request.group_id or request.request_id)
+            self._turns.count_queued(led, self._puller.lanes_waiting(), now, num_behind=message.num_pending)
         if incoming.turn is not None:
             for name, one in offered.items():
                 self.followers.add(name, incoming.client, one, incoming.turn)
