@@ -159,7 +159,7 @@ async def test_a_worker_leads_to_its_log_and_its_requests(browser: Chrome, nats_
 
 async def test_charts_mark_what_happened(browser: Chrome, nats_url: str, fleet: str) -> None:
     """Charts have marks for updates, pauses and starts, those of one worker without those of other workers."""
-    said = [presence(worker=f"w{i}", uptime_s=60.0 * i) for i in range(1, 4)]
+    said = [presence(worker=f"w{i}", uptime_s=600.0 * i) for i in range(1, 4)]
     async with (
         announced(nats_url, fleet, lambda _: said),
         http_before(nats_url, fleet) as http,
