@@ -62,7 +62,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     epoch: int | None = None
     """Epoch of the desired state that contains the command. None: not recorded yet; the workers record the command."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Seconds for each worker to execute the command. docs/protocol.md defines the state after a timeout."""
+    """Seconds for each worker to execute the command. For the state after a timeout, see docs/protocol.md."""
     by: str | None = None
     """User of the HTTP service for whom the command is sent: `http:` and a name. None: the controller sends it for
     itself. Only workers with `Capabilities.transfer_leases` decode it."""
@@ -263,7 +263,7 @@ class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="
     """Number of the first interval to return, for `window` `recent`. An interval number is Unix time / 5 s. 0: all kept
     intervals, which cover two minutes."""
     window: Literal["recent", "versions"] = "recent"
-    """`recent`: the last intervals. `versions`: all counts under each of the last 8 weight versions."""
+    """`recent`: the last intervals; `versions`: all counts under each of the last 8 weight versions."""
     timeout_s: float = READ_TIMEOUT_S
 
 

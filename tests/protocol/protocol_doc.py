@@ -1,7 +1,7 @@
 """Write the generated parts of docs/protocol.md: `python -m tests.protocol.protocol_doc`.
 
 A part lies between `<!-- kind: name -->` and `<!-- end -->`. The parts are the table of subjects, the states of a
-machine with the docstrings below them, its events, and its diagram.
+machine with the docstrings below them, and its diagram.
 """
 
 import enum
@@ -18,12 +18,10 @@ from rollbus.bus.protocol.states import (
     WORKER,
     WORKER_REQUEST,
     StateMachine,
-    WorkerEvent,
-    WorkerRequestEvent,
     WorkerRequestState,
 )
 from rollbus.schemas.presence import ClientState, WorkerState
-from tests.schemas.wire_tables import docstrings, markdown
+from tests.schemas.wire_tables import bullets, docstrings
 
 DOC = Path(__file__).parents[2] / "docs" / "protocol.md"
 PART = re.compile(r"<!-- (\w+: \w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -33,7 +31,6 @@ STATES: dict[str, type[enum.StrEnum]] = {
     "worker": WorkerState,
     "client": ClientState,
 }
-EVENTS: dict[str, type[enum.StrEnum]] = {"request": RequestEvent, "held": WorkerRequestEvent, "worker": WorkerEvent}
 MACHINES: dict[str, StateMachine[Any, Any]] = {"request": REQUEST, "held": WORKER_REQUEST, "worker": WORKER}
 
 
@@ -67,7 +64,7 @@ def with_parts(text: str) -> str:
 
 def names_of_parts() -> set[str]:
     """Return the names of all parts that the document must have."""
-    kinds = {"states": set(STATES), "events": set(EVENTS), "diagram": set(MACHINES)}
+    kinds = {"states": set(STATES), "diagram": set(MACHINES)}
     kinds["table"] = {"subjects", "fallbacks"}
     return {f"{kind}: {name}" for kind, names in kinds.items() for name in names}
 
@@ -81,13 +78,11 @@ def meanings(kind: type[enum.StrEnum]) -> dict[str, str]:
 def _part(kind: str, name: str) -> str:
     match kind:
         case "states":
-            return _meaning_table("state", STATES[name])
-        case "events":
-            return _meaning_table("event", EVENTS[name])
+            return _meaning_list(STATES[name])
         case "diagram":
             return f"```mermaid\n{diagram(MACHINES[name])}\n```\n"
         case _:
-            return _subjects() if name == "subjects" else _meaning_table("reason", PrefillFallback)
+            return _subjects() if name == "subjects" else _meaning_list(PrefillFallback)
 
 
 def diagram(machine: StateMachine[Any, Any]) -> str:
@@ -110,8 +105,8 @@ def _subjects() -> str:
     return "".join(f"{line}\n" for line in (rollbus.bus.subjects.__doc__ or "").splitlines() if line.startswith("|"))
 
 
-def _meaning_table(head: str, kind: type[enum.StrEnum]) -> str:
-    return markdown([head, "meaning"], ([f"`{value}`", meaning] for value, meaning in meanings(kind).items()))
+def _meaning_list(kind: type[enum.StrEnum]) -> str:
+    return bullets(f"`{value}`: {meaning}" for value, meaning in meanings(kind).items())
 
 
 if __name__ == "__main__":

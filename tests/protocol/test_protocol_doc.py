@@ -11,5 +11,5 @@ def test_the_generated_parts_of_the_document_equal_the_code() -> None:
 
 
 def test_the_document_contains_each_machine_exactly_once() -> None:
-    """The document contains the states, events and diagram of each machine exactly once."""
+    """The document contains the states and the diagram of each machine exactly once."""
     assert sorted(match[1] for match in PART.finditer(DOC.read_text())) == sorted(names_of_parts())

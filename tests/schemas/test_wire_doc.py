@@ -1,4 +1,4 @@
-"""The tables of docs/wire.md equal the code, and its sessions run."""
+"""The generated parts of docs/wire.md equal the code, and its sessions run."""
 
 import doctest
 
@@ -7,15 +7,15 @@ import pytest
 from tests.schemas.wire_tables import DOC, ENUMS, LISTS, STRUCTS, TABLE, with_tables
 
 
-def test_the_tables_of_the_document_equal_the_code() -> None:
+def test_the_generated_parts_of_the_document_equal_the_code() -> None:
     """Fields, codes and limits in the document equal the code. `python -m tests.schemas.wire_tables` writes them."""
     text = DOC.read_text()
 
     assert text == with_tables(text)
 
 
-def test_the_document_has_a_table_for_each_struct_and_enum() -> None:
-    """The document has a table for each struct and each enum of the wire format."""
+def test_the_document_has_a_part_for_each_struct_and_enum() -> None:
+    """The document has a part for each struct and enum of the wire format; protocol.md and metrics.md have the rest."""
     assert {match[1] for match in TABLE.finditer(DOC.read_text())} == {*STRUCTS, *ENUMS, *LISTS}
 
 

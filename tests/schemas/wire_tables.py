@@ -1,6 +1,7 @@
-"""Write the tables of docs/wire.md from the code: `python -m tests.schemas.wire_tables`.
+"""Write the generated parts of docs/wire.md from the code: `python -m tests.schemas.wire_tables`.
 
-A table lies between `<!-- table: name -->` and `<!-- end -->`. Meanings are the docstrings below the fields.
+A part lies between `<!-- table: name -->` and `<!-- end -->`. Meanings are the docstrings below the fields: the whole
+text for the messages of a request, which every client sends or receives, and otherwise the first sentence.
 """
 
 import ast
@@ -8,7 +9,7 @@ import enum
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,74 +30,84 @@ CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
 The column of allowed values has the text of their error messages.
 """
 COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
-_STRUCTS: tuple[type[msgspec.Struct], ...] = (
+_OF_REQUESTS: tuple[type[msgspec.Struct], ...] = (
     *CHECKED_IN_CODE,
-    *(
-        messages.RequestMessage,
-        messages.Sibling,
-        messages.KvTransfer,
-        messages.Frame,
-        messages.RequestKey,
-        messages.LinkMessage,
-    ),
-    *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.SamplingMask, chunk.PromptLogprobs),
-    *(chunk.End, chunk.ChunkError),
+    *(messages.RequestMessage, messages.Sibling, messages.KvTransfer, messages.Frame, messages.RequestKey),
+    *(messages.LinkMessage, chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.SamplingMask),
+    *(chunk.PromptLogprobs, chunk.End, chunk.ChunkError),
+)
+_OTHERS: tuple[type[msgspec.Struct], ...] = (
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
-    presence.SamplingLimits,
-    *(presence.WorkerCounters, presence.EngineStats),
-    *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
+    *(presence.SamplingLimits, presence.EngineStats, presence.ClientPresence, control.Command),
+    *(weights.WeightSource, weights.Canary, weights.Verified),
     *(weights.Staging, weights.OpenTransfer, weights.PublishedVersion, weights.UpdateTiming),
     *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
     *(telemetry.RequestTimeline, telemetry.RequestProgress, telemetry.LostAttempt, telemetry.TimelineEvent),
-    *(acks.Ack, acks.AckError, control.DesiredState, control.Recorded, control.SeenCommand),
-    control.Certificate,
-    *(kind for kind in COMMANDS if len(kind.__struct_fields__) > len(control.Command.__struct_fields__)),
+    *(acks.Ack, acks.AckError, control.DesiredState, control.Recorded, control.SeenCommand, control.Certificate),
 )
-STRUCTS = {kind.__name__: kind for kind in _STRUCTS}
-ENUMS = {
-    kind.__name__: kind
-    for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, acks.AckStatus, ControlCode)
+STRUCTS = {kind.__name__: kind for kind in (*_OF_REQUESTS, *_OTHERS)}
+ENUMS = {kind.__name__: kind for kind in (chunk.FinishReason, acks.AckStatus, ControlCode)}
+NAMED_RANGES = {
+    (0, limits.MAX_POSITION): "position",
+    (0, 2**31 - 1): "int32",
+    (0, 2**53): "int53",
+    (0, 2**63 - 1): "count",
+    (1, 2**63 - 1): "count from 1",
 }
-LISTS = ("commands", "errors", "limits")
-"""Tables that combine several structs or enums."""
+"""Ranges of integers that many fields have. The page explains the names."""
+LISTS = ("commands", "fields", "errors", "limits")
+"""Parts that combine several structs or enums."""
+LOCAL_LIMITS = {"MAX_IN_FLIGHT", "MAX_OVER", "MAX_REMEMBERED_IDS", "MAX_STEP_GROUPS"}
+"""Limits of arguments and memory of the Python client, which no message shows."""
 
 
 def with_tables(text: str) -> str:
-    """Return the document with each table as the code defines it now."""
-    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{table(match[1])}<!-- end -->", text)
+    """Return the document with each part as the code defines it now."""
+    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{part(match[1])}<!-- end -->", text)
 
 
-def table(name: str) -> str:
-    """Return a table in Markdown."""
+def part(name: str) -> str:
+    """Return a generated part in Markdown."""
     if name == "errors":
         return markdown(["code", "meaning", "party that must act", "retry", "possibly started"], error_rows())
     if name == "limits":
-        return markdown(["limit", "value", "why"], limit_rows())
+        return bullets(limit_items())
     if name == "commands":
         return markdown(["command", "register", "`timeout_s`", "meaning"], command_rows())
+    if name == "fields":
+        return bullets(f"`{kind.__struct_config__.tag}` {item}" for kind in COMMANDS for item in struct_items(kind))
     if name in ENUMS:
-        return markdown(["value", "meaning"], enum_rows(ENUMS[name]))
+        return bullets(f"`{value}`: {meaning}" for value, meaning in enum_meanings(ENUMS[name]))
     kind = STRUCTS[name]
     if kind in CHECKED_IN_CODE:
-        return markdown(["field", "allowed", "default", "meaning"], checked_rows(kind))
-    rows = list(struct_rows(kind))
+        return bullets(checked_items(kind))
     if kind.__struct_config__.array_like:
-        numbered = ([str(at), *row] for at, row in enumerate(rows))
-        return markdown(["#", "field", "type", "default", "meaning"], numbered)
-    return markdown(["field", "type", "default", "meaning"], rows)
+        return "".join(f"{at}. {escaped(item)}\n" for at, item in enumerate(struct_items(kind)))
+    return bullets(struct_items(kind))
 
 
 def markdown(head: list[str], rows: Any) -> str:
     """Return a Markdown table. Cells are escaped, and None becomes nil."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(map(escaped, line)) + " |\n" for line in lines)
+    lines = ["| " + " | ".join(escaped(cell).replace("|", "\\|") for cell in line) + " |\n" for line in (head, *rows)]
+    return f"{lines[0]}|{'---|' * len(head)}\n{''.join(lines[1:])}"
 
 
-def escaped(cell: str) -> str:
-    """Escape text so that a Markdown cell shows it unchanged."""
-    parts = re.sub(r"\bNone\b", "nil", cell).split("`")
+def bullets(items: Iterable[str]) -> str:
+    """Return a Markdown list. Items are escaped, and None becomes nil."""
+    return "".join(f"- {escaped(item)}\n" for item in items)
+
+
+def escaped(text: str) -> str:
+    """Escape text so that Markdown shows it unchanged."""
+    parts = re.sub(r"\bNone\b", "nil", text).split("`")
     # Every other part is code, which needs no escape.
-    return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts)).replace("|", "\\|")
+    return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts))
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring."""
+    found = re.match(r".*?\.(?= [A-Z`0]|$)", text)
+    return found[0] if found else text
 
 
 def error_rows() -> Iterator[list[str]]:
@@ -111,11 +122,12 @@ def error_rows() -> Iterator[list[str]]:
         ]
 
 
-def limit_rows() -> Iterator[list[str]]:
-    """Yield a row for each limit, with the reason from its docstring."""
+def limit_items() -> Iterator[str]:
+    """Yield each limit with its value and what it limits. The docstring in `schemas/limits.py` also has the reason."""
     reasons = docstrings(inspect.getsource(limits))
     for name in sorted(filter(str.isupper, vars(limits))):
-        yield [f"`{name}`", f"{getattr(limits, name):,}", reasons[name]]
+        if name not in LOCAL_LIMITS:
+            yield f"`{name}` = {getattr(limits, name):,}: {re.split(r'[:;] |[.]( |$)', reasons[name])[0]}."
 
 
 def command_rows() -> Iterator[list[str]]:
@@ -127,23 +139,22 @@ def command_rows() -> Iterator[list[str]]:
             register = "`lora:<name>`"
         else:
             register = "none" if kind.sets is None else f"`{kind.sets}`"
-        yield [name, register, f"`{timeout:g}`", " ".join(inspect.getdoc(kind).split())]  # type: ignore[union-attr]
+        yield [name, register, f"`{timeout:g}`", first_sentence(" ".join((inspect.getdoc(kind) or "").split()))]
 
 
-def enum_rows(kind: type[enum.StrEnum]) -> Iterator[list[str]]:
-    """Yield a row for each value."""
+def enum_meanings(kind: type[enum.StrEnum]) -> Iterator[tuple[str, str]]:
+    """Yield each value with its meaning."""
     meanings = docstrings(inspect.getsource(kind))
-    for member in kind:
-        yield [f"`{member.value}`", meanings[member.name]]
+    return ((member.value, meanings[member.name]) for member in kind)
 
 
-def checked_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
-    """Yield a row for each field of a request, with the allowed values from its error message."""
+def checked_items(kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Yield each field of a request, with the allowed values from its error message."""
     meanings = docstrings(inspect.getsource(kind))
     for field in msgspec.structs.fields(kind):
-        if field.name == "id_scope":
-            continue  # Never on the wire.
-        yield [f"`{field.name}`", allowed(kind, field.name), default(field), meanings[field.name]]
+        if field.name != "id_scope":  # Never on the wire.
+            initial = " = nil" if field.default is None else default(field)
+            yield f"`{field.name}` ({allowed(kind, field.name)}{initial}): {meanings[field.name]}"
 
 
 def allowed(kind: type[Any], name: str) -> str:
@@ -162,8 +173,8 @@ def allowed(kind: type[Any], name: str) -> str:
     raise ValueError(f"{kind.__name__}.{name} accepts anything")
 
 
-def struct_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
-    """Yield a row for each field of a message. For a command, omit the fields that all commands have."""
+def struct_items(kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Yield each field of a message. For a command, omit the fields that all commands have."""
     meanings = docstrings(inspect.getsource(kind))
     common = control.Command.__struct_fields__ if kind in COMMANDS else ()
     info = wire_types.type_info(kind)
@@ -171,22 +182,21 @@ def struct_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
         raise TypeError(f"{kind.__name__} is no struct")
     for field, typed in zip(msgspec.structs.fields(kind), info.fields, strict=True):
         if field.name not in common:
-            yield [f"`{field.name}`", type_name(typed.type), default(field), meanings[field.name]]
+            meaning = meanings[field.name] if kind in _OF_REQUESTS else first_sentence(meanings[field.name])
+            yield f"`{field.name}` ({type_name(typed.type)}{default(field)}): {meaning}"
 
 
 def default(field: msgspec.structs.FieldInfo) -> str:
-    """Return the text for the default of a field."""
-    if field.required:
-        return "required"
-    if field.default is None:
-        return "nil"
+    """Return the text for a default: empty for a required field, for None beside `?`, and for the version."""
+    if field.required or field.default is None or field.name == "v":
+        return ""
     if isinstance(field.default, msgspec.Struct):
-        return "all defaults"
+        return ", all defaults"
     if field.default_factory is dict:
-        return "`{}`"
+        return " = `{}`"
     if field.default is msgspec.NODEFAULT:
-        return "random"
-    return f"`{msgspec.json.encode(field.default).decode()}`" if field.default != b"" else "empty"
+        return ", random"
+    return f" = `{msgspec.json.encode(field.default).decode()}`" if field.default != b"" else ", empty"
 
 
 def type_name(kind: wire_types.Type) -> str:
@@ -196,7 +206,7 @@ def type_name(kind: wire_types.Type) -> str:
             members = [type_name(member) for member in kind.types if not isinstance(member, wire_types.NoneType)]
             if len(members) == len(COMMANDS):
                 return "a command"
-            return " or ".join([*members, "nil"] if kind.includes_none else members)
+            return " or ".join(members) + "?" * kind.includes_none
         case wire_types.LiteralType():
             return " or ".join(f"`{value}`" for value in kind.values)
         case wire_types.EnumType() | wire_types.StructType():
@@ -216,11 +226,13 @@ def scalar_name(kind: wire_types.Type) -> str:
     """Return the name of a scalar type with its bounds."""
     match kind:
         case wire_types.IntType():
+            if (kind.ge, kind.le) in NAMED_RANGES:
+                return NAMED_RANGES[kind.ge, kind.le]
             return "int" + range_text(kind.ge, kind.le)
         case wire_types.FloatType():
             return "float" + (" above 0" if kind.gt == 0 else range_text(kind.ge, kind.le))
         case wire_types.StrType():
-            return "str" + (f", {kind.min_length or 0} to {kind.max_length} characters" if kind.max_length else "")
+            return "str" + (f"({kind.max_length})" if kind.max_length else "")
     names = {
         wire_types.BytesType: "bin",
         wire_types.BoolType: "bool",
@@ -234,7 +246,7 @@ def range_text(low: float | None, high: float | None) -> str:
     """Return the bounds of a number as text."""
     if low is None:
         return ""
-    return f", {low:,} or more" if high is None else f", {low:,} to {high:,}"
+    return f" from {low:,}" if high is None else f", {low:,} to {high:,}"
 
 
 def docstrings(source: str) -> dict[str, str]:
