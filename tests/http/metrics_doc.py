@@ -1,4 +1,4 @@
-"""Write the table of docs/metrics.md from the metrics of the service: `python -m tests.http.metrics_doc`."""
+"""Write the list of docs/metrics.md from the metrics of the service: `python -m tests.http.metrics_doc`."""
 
 import re
 from collections.abc import Iterator
@@ -15,6 +15,13 @@ TABLE = re.compile(r"<!-- table -->\n.*?<!-- end -->", re.DOTALL)
 EXPORTED = {"counter": "_total"}
 """Suffixes that the Prometheus format appends to the names of a kind."""
 
+COMMON_LABELS = {
+    "rollbus_worker_": {"`worker`", "`model`"},
+    "rollbus_weights_": {"`worker`", "`model`"},
+    "vllm:": {"`model_name`", "`engine`", "`worker`"},
+}
+"""Labels of all metrics with a prefix, which the page states once."""
+
 
 class NoClient:
     """A client without any activity."""
@@ -25,8 +32,8 @@ class NoClient:
         return rollbus.ClientStats(**empty)
 
 
-def rows() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield name, kind, labels, unit and meaning of each metric."""
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, kind, labels and meaning of each metric."""
     registry = Metrics(NoClient())._registry  # type: ignore[arg-type]
     of_workers = {family.name: family.label_names for family in worker_families(())}
     for collector in list(registry._collector_to_names):
@@ -41,21 +48,22 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
                 name,
                 family.type,
                 ", ".join(f"`{label}`" for label in labels),
-                _unit(family.name),
                 family.documentation,
             )
 
 
-def _unit(name: str) -> str:
-    return next((unit for unit in ("seconds", "bytes", "tokens") if unit in name.split("_")), "")
-
-
 def with_table(text: str) -> str:
-    """Return the page with the current table."""
-    lines = ["| metric | kind | labels | unit | meaning |\n", "| --- | --- | --- | --- | --- |\n"]
-    lines += [f"| `{name}` | {' | '.join(rest)} |\n" for name, *rest in sorted(rows())]
-    table = "<!-- table -->\n" + "".join(lines) + "<!-- end -->"
-    return TABLE.sub(lambda _: table, text)
+    """Return the page with the current list."""
+    items = "".join(
+        f"- `{name}` ({shown(name, kind, labels)}): {meaning}\n" for name, kind, labels, meaning in sorted(rows())
+    )
+    return TABLE.sub(lambda _: f"<!-- table -->\n{items}<!-- end -->", text)
+
+
+def shown(name: str, kind: str, labels: str) -> str:
+    """Return the kind of a metric with the labels that not all metrics of its prefix have."""
+    common = next((common for prefix, common in COMMON_LABELS.items() if name.startswith(prefix)), set())
+    return ", ".join([kind, *(label for label in labels.split(", ") if label and label not in common)])
 
 
 if __name__ == "__main__":

@@ -106,11 +106,11 @@ async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
 
 
 async def test_the_page_lists_exactly_the_exported_metrics(nats_url: str, fleet: str) -> None:
-    """docs/metrics.md lists exactly the exported metrics, with kind, labels, unit and meaning."""
+    """docs/metrics.md lists exactly the exported metrics, with kind, labels and meaning."""
     async with http_service(nats_url, fleet) as http:
         text = (await http.client.get("/metrics")).text
     page = DOC.read_text()
-    listed = {name: (kind, meaning) for name, kind, _, _, meaning in rows()}
+    listed = {name: (kind, meaning) for name, kind, _, meaning in rows()}
 
     assert with_table(page) == page
     assert {name: kind for name, (kind, _) in listed.items()} == dict(TYPE.findall(text))
