@@ -41,9 +41,11 @@ def table(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     conditions = dict(name.split("=") for name in chosen if "=" in name)
     rows = [{name: cell(median(value)) for name, value in row.items()} for row in report["rows"]]
     kept = [row for row in rows if is_selected(row, conditions)]
-    lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in kept)]
-    head = f"`{report['command']}`, {report['machine']}\n\n"
-    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [
+        f"| {' | '.join(line)} |\n" for line in (columns, *([row.get(name, "") for name in columns] for row in kept))
+    ]
+    lines.insert(1, f"|{'---|' * len(columns)}\n")
+    return f"`{report['command']}`, {report['machine']}\n\n{''.join(lines)}"
 
 
 def is_selected(row: Mapping[str, str], conditions: Mapping[str, str]) -> bool:

@@ -378,8 +378,8 @@ def _figure(value: float) -> str:
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    shown = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+    first, *others = (f"| {' | '.join(line)} |" for line in (head, *lines))
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def with_tables(text: str, report: Mapping[str, Any]) -> str:

@@ -69,11 +69,11 @@ def with_tables(text: str) -> str:
 def part(name: str) -> str:
     """Return a generated part in Markdown."""
     if name == "errors":
-        return markdown(["code", "meaning", "party that must act", "retry", "possibly started"], error_rows())
+        return bullets(error_items())
     if name == "limits":
-        return bullets(limit_items())
+        return "; ".join(limit_items()) + ".\n"
     if name == "commands":
-        return markdown(["command", "register", "`timeout_s`", "meaning"], command_rows())
+        return bullets(command_items())
     if name == "fields":
         return bullets(f"`{kind.__struct_config__.tag}` {item}" for kind in COMMANDS for item in struct_items(kind))
     if name in ENUMS:
@@ -84,12 +84,6 @@ def part(name: str) -> str:
     if kind.__struct_config__.array_like:
         return "".join(f"{at}. {escaped(item)}\n" for at, item in enumerate(struct_items(kind)))
     return bullets(struct_items(kind))
-
-
-def markdown(head: list[str], rows: Any) -> str:
-    """Return a Markdown table. Cells are escaped, and None becomes nil."""
-    lines = ["| " + " | ".join(escaped(cell).replace("|", "\\|") for cell in line) + " |\n" for line in (head, *rows)]
-    return f"{lines[0]}|{'---|' * len(head)}\n{''.join(lines[1:])}"
 
 
 def bullets(items: Iterable[str]) -> str:
@@ -110,36 +104,29 @@ def first_sentence(text: str) -> str:
     return found[0] if found else text
 
 
-def error_rows() -> Iterator[list[str]]:
-    """Yield a row for each error code."""
+def error_items() -> Iterator[str]:
+    """Yield each error code with the party that must act, whether a retry may help, and whether it may have started."""
     for code, facts in ERRORS.items():
-        yield [
-            f"`{code}`",
-            facts.meaning,
-            facts.fault,
-            "yes" if facts.retryable else "no",
-            "possibly" if facts.admitted else "no",
-        ]
+        notes = [facts.fault, *["retry"] * facts.retryable, *["started"] * facts.admitted]
+        yield f"`{code}` ({', '.join(notes)}): {facts.meaning}"
 
 
 def limit_items() -> Iterator[str]:
-    """Yield each limit with its value and what it limits. The docstring in `schemas/limits.py` also has the reason."""
-    reasons = docstrings(inspect.getsource(limits))
+    """Yield each limit with its value. The docstrings in `schemas/limits.py` have the reasons."""
     for name in sorted(filter(str.isupper, vars(limits))):
         if name not in LOCAL_LIMITS:
-            yield f"`{name}` = {getattr(limits, name):,}: {re.split(r'[:;] |[.]( |$)', reasons[name])[0]}."
+            yield f"`{name}` {getattr(limits, name):,}"
 
 
-def command_rows() -> Iterator[list[str]]:
-    """Yield a row for each command."""
+def command_items() -> Iterator[str]:
+    """Yield each command with its register and its default timeout."""
     for kind in COMMANDS:
-        name = f"`{kind.__struct_config__.tag}`"
         timeout = next(field.default for field in msgspec.structs.fields(kind) if field.name == "timeout_s")
+        register = f"`{kind.sets}`, " if kind.sets is not None else ""
         if kind in (control.LoadLora, control.UnloadLora):
-            register = "`lora:<name>`"
-        else:
-            register = "none" if kind.sets is None else f"`{kind.sets}`"
-        yield [name, register, f"`{timeout:g}`", first_sentence(" ".join((inspect.getdoc(kind) or "").split()))]
+            register = "`lora:<name>`, "
+        meaning = first_sentence(" ".join((inspect.getdoc(kind) or "").split()))
+        yield f"`{kind.__struct_config__.tag}` ({register}{timeout:g} s): {meaning}"
 
 
 def enum_meanings(kind: type[enum.StrEnum]) -> Iterator[tuple[str, str]]:
