@@ -170,6 +170,8 @@ def struct_items(kind: type[msgspec.Struct]) -> Iterator[str]:
     for field, typed in zip(msgspec.structs.fields(kind), info.fields, strict=True):
         if field.name not in common:
             meaning = meanings[field.name] if kind in _OF_REQUESTS else first_sentence(meanings[field.name])
+            if kind.__module__ == presence.__name__:
+                meaning = re.sub("; None: .*", ".", meaning)  # The page says once what nil means in presence.
             yield f"`{field.name}` ({type_name(typed.type)}{default(field)}): {meaning}"
 
 
