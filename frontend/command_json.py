@@ -51,7 +51,7 @@ ACK_FIELDS = ("model", "weight_version", "in_flight", "seconds", "stage", "canar
 def _line_as_json(line: WorkerLine) -> dict[str, Any]:
     ack = line.ack
     code = None if ack is None or ack.error is None else ack.error.code
-    found = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
+    found: dict[str, Any] = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
     if ack is None:
         return found | dict.fromkeys(ACK_FIELDS)
     found |= {name: getattr(ack, name) for name in ACK_FIELDS}
