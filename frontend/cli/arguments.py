@@ -44,6 +44,11 @@ def arg(name: str, value: str | Collection[str] | None, text: str, **settings: A
     return lambda parser: parser.add_argument(name, help=text, **settings)
 
 
+def workers_option(text: str) -> Option:
+    """Return the option that names workers. It may be repeated."""
+    return arg("--worker", "ID", text, dest="only_workers", action="append")
+
+
 def flag(name: str, text: str, **settings: Any) -> Option:
     """Return an option without a value."""
     return lambda parser: parser.add_argument(name, action="store_true", help=text, **settings)

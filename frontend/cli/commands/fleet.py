@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, cast, get_args
 
 from ....schemas.control import PauseMode
 from ....schemas.options import non_negative_int
-from ..arguments import Declared, Option, Run, arg, command, flag, group, one_of
+from ..arguments import Declared, Option, Run, arg, command, flag, group, one_of, workers_option
 
 if TYPE_CHECKING:
     from ....bus import CommandResult, Fleet
@@ -36,17 +36,11 @@ def send_options(*, has_worker: bool = True) -> Option:
     Args:
         has_worker: with --worker; False if the workers are positional arguments.
     """
-    worker = arg(
-        "--worker",
-        "ID",
-        "only this worker; may be repeated (default: all workers, including those that start later)",
-        dest="only_workers",
-        action="append",
-    )
+    text = "only this worker; may be repeated (default: all workers, including those that start later)"
     return group(
         "workers of the command",
         arg("--model", "NAME", "only workers that serve this model (default: all models)"),
-        *([worker] if has_worker else []),
+        *([workers_option(text)] if has_worker else []),
         arg(
             "--expect",
             "N",

@@ -158,17 +158,20 @@ def user_option(role: str) -> Option:
     return arg(f"--{role}", "NAME", f"name of a user with the role {role}{default}", action="append", default=[])
 
 
+def tls_file(name: str, text: str) -> Option:
+    """Return the option of a file for TLS, by default none."""
+    return arg(name, "FILE", text, default="", type=None)
+
+
+CLIENT_CA: Final = tls_file("--client-ca", "CA that must have signed the certificates of clients (default: none)")
+
+
 def cert_options(what: str, side: str) -> tuple[Option, Option]:
     """Return the options of `nats init` for a certificate and its key."""
+    text = f"path of the certificate for {side}, the same on each machine (default: no TLS)"
     return (
-        arg(
-            f"--{what}-cert",
-            "FILE",
-            f"path of the certificate for {side}, the same on each machine (default: no TLS)",
-            default="",
-            type=None,
-        ),
-        arg(f"--{what}-key", "FILE", "path of the certificate's key, the same on each machine", default="", type=None),
+        tls_file(f"--{what}-cert", text),
+        tls_file(f"--{what}-key", "path of the certificate's key, the same on each machine"),
     )
 
 
@@ -318,15 +321,9 @@ def init() -> None:
     group(
         "configuration of the server, which init creates and never changes",
         arg("--listen", "HOST:PORT", f"address of the server (default: {DEFAULT_LISTEN})"),
-        arg("--server-cert", "FILE", "certificate for TLS (default: no TLS)", default="", type=None),
-        arg("--server-key", "FILE", "key of the TLS certificate (default: no TLS)", default="", type=None),
-        arg(
-            "--client-ca",
-            "FILE",
-            "CA that must have signed the certificates of clients (default: none)",
-            default="",
-            type=None,
-        ),
+        tls_file("--server-cert", "certificate for TLS (default: no TLS)"),
+        tls_file("--server-key", "key of the TLS certificate (default: no TLS)"),
+        CLIENT_CA,
     ),
     reads_no_credentials=True,
 )
@@ -376,19 +373,10 @@ def auth() -> None:
         ),
         *cert_options("server", "clients"),
         *cert_options("cluster", "the other servers"),
-        arg(
-            "--client-ca",
-            "FILE",
-            "CA that must have signed the certificates of clients (default: none)",
-            default="",
-            type=None,
-        ),
-        arg(
+        CLIENT_CA,
+        tls_file(
             "--cluster-ca",
-            "FILE",
             "CA that must have signed the certificates of the other servers (required with --cluster-cert)",
-            default="",
-            type=None,
         ),
     ),
     reads_no_credentials=True,

@@ -6,7 +6,7 @@ from typing import Final, get_args
 from ....schemas.limits import MAX_TIMELINES
 from ....schemas.options import duration
 from ....schemas.telemetry import RequestKind
-from ..arguments import arg, command, flag, one_of
+from ..arguments import arg, command, flag, one_of, workers_option
 
 SORTS: Final = ("state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits")
 """Orders of the workers in `rollbus top`."""
@@ -69,13 +69,7 @@ def top() -> None:
     arg("show", get_args(RequestKind), "the list (default: running)", nargs="?", default="running"),
     arg("--client", "NAME", "only requests of this client (default: of all)"),
     arg("--model", "NAME", "only requests for this model (default: for all)"),
-    arg(
-        "--worker",
-        "ID",
-        "only requests at this worker; may be repeated (default: at all workers)",
-        dest="only_workers",
-        action="append",
-    ),
+    workers_option("only requests at this worker; may be repeated (default: at all workers)"),
     arg(
         "--limit",
         "N",
@@ -144,13 +138,7 @@ def why() -> None:
     "show how often the router chose each expert",
     "watch.experts:run",
     arg("--model", "NAME", "name of the model (default: the only model of the fleet)"),
-    arg(
-        "--worker",
-        "ID",
-        "id of a worker; may be repeated (default: all workers, or a sample of 64)",
-        dest="only_workers",
-        action="append",
-    ),
+    workers_option("id of a worker; may be repeated (default: all workers, or a sample of 64)"),
     arg(
         "--plane",
         ("both", "prompt", "generated"),

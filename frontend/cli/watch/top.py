@@ -53,34 +53,21 @@ Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "n
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
 """Sort keys in the order in which the key `s` selects them."""
 Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end", "open", "back"]
-_SORT_KEYS: Final[dict[bytes, Key]] = {
-    b"q": "quit",
-    b"Q": "quit",
-    b"s": "sort",
-    b"p": "model",
-    b"k": "up",
-    b"j": "down",
-    b" ": "page_down",
-    b"\r": "open",
-    b"\n": "open",
-    b"b": "back",
-    b"\x7f": "back",
-    b"\x1b[D": "back",
-    b"\x1bOD": "back",
-    b"\x1b[A": "up",
-    b"\x1bOA": "up",
-    b"\x1b[B": "down",
-    b"\x1bOB": "down",
-    b"\x1b[5~": "page_up",
-    b"\x1b[6~": "page_down",
-    b"\x1b[H": "home",
-    b"\x1bOH": "home",
-    b"\x1b[1~": "home",
-    b"\x1b[F": "end",
-    b"\x1bOF": "end",
-    b"\x1b[4~": "end",
+_BYTES_OF: Final[dict[Key, tuple[bytes, ...]]] = {
+    "quit": (b"q", b"Q"),
+    "sort": (b"s",),
+    "model": (b"p",),
+    "up": (b"k", b"\x1b[A", b"\x1bOA"),
+    "down": (b"j", b"\x1b[B", b"\x1bOB"),
+    "page_up": (b"\x1b[5~",),
+    "page_down": (b" ", b"\x1b[6~"),
+    "home": (b"\x1b[H", b"\x1bOH", b"\x1b[1~"),
+    "end": (b"\x1b[F", b"\x1bOF", b"\x1b[4~"),
+    "open": (b"\r", b"\n"),
+    "back": (b"b", b"\x7f", b"\x1b[D", b"\x1bOD"),
 }
 """Bytes that terminals send, as xterm defines them, with and without application mode."""
+_KEY_OF: Final = {each: key for key, sequences in _BYTES_OF.items() for each in sequences}
 _SEQUENCE: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}[@-~]|O[@-~])|[^\x1b]|\x1b(?![\[O])", re.DOTALL)
 _PREFIX: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}|O)?\Z")
 
@@ -109,7 +96,7 @@ class KeyReader:
         # The length of a prefix is bounded, so little is buffered.
         self._rest = partial[0] if partial else b""
         found = _SEQUENCE.findall(data[: len(data) - len(self._rest)])
-        return [_SORT_KEYS[sequence] for sequence in found if sequence in _SORT_KEYS]
+        return [_KEY_OF[sequence] for sequence in found if sequence in _KEY_OF]
 
 
 def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> TopOptions | None:
@@ -185,7 +172,7 @@ def worker_cells(worker: WorkerPresence, rates: Rates) -> list[str]:
     ]
 
 
-_KEYS: Final[dict[Sort, Callable[[WorkerPresence, Rates], float]]] = {
+_SORT_KEYS: Final[dict[Sort, Callable[[WorkerPresence, Rates], float]]] = {
     "worker": lambda _worker, _rates: 0.0,
     "in-flight": lambda worker, _: worker.in_flight,
     "kv": lambda worker, _: _or_last(_kv(worker)),
@@ -207,7 +194,7 @@ def sorted_workers(workers: Sequence[WorkerPresence], rates: FleetRates, sort: S
     """
     if sort == "state":
         return sorted(workers, key=severity)
-    key = _KEYS[sort]
+    key = _SORT_KEYS[sort]
     return sorted(workers, key=lambda worker: (-key(worker, rates.of(worker.worker)), worker.worker))
 
 
