@@ -111,8 +111,8 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(tmp_path: Path, caps
     log.path.unlink()
     log.path.symlink_to("/dev/full")
     with log.own_logs(also_stderr=False):
-        log._file.close()
-        log._file.stream = log.path.open("w")
+        log.close()
+        log.stream = log.path.open("w")
         for _ in range(3):
             log.write("local-0", "line")
 

@@ -33,8 +33,8 @@ MAX_FILES: Final = 10
 PREFIX: Final = "up-"
 
 
-class LogFile:
-    """The log file of one run.
+class LogFile(RotatingFileHandler):
+    """The log file of one run: the lines of the workers, and the logs of this process.
 
     Args:
         folder: created if missing. Older files beyond the newest `MAX_FILES` are deleted.
@@ -50,12 +50,13 @@ class LogFile:
                 # Another `up` may delete the file at the same time.
                 path.unlink(missing_ok=True)
         self.path = folder / f"{PREFIX}{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-        self._file = _File(self.path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+        self._is_broken = False
+        super().__init__(self.path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+        self.setFormatter(_LineFormatter(f"[rollbus] {TEXT}"))
 
     def write(self, process: str, line: str) -> None:
         """Append a line of the output of a process."""
-        if not self._file.is_broken:
-            self._file.emit(logging.makeLogRecord({"msg": f"[{process}] {line}"}))
+        self.handle(logging.makeLogRecord({"name": "", "msg": f"[{process}] {line}"}))
 
     @contextmanager
     def own_logs(self, *, also_stderr: bool) -> Iterator[None]:
@@ -66,34 +67,30 @@ class LogFile:
         """
         root = logging.getLogger()
         before = root.handlers[:]
-        root.handlers[:] = [*(before if also_stderr else ()), _Forward(self)]
+        root.handlers[:] = [*(before if also_stderr else ()), self]
         try:
             yield
         finally:
             root.handlers[:] = before
             with contextlib.suppress(OSError):  # `handleError` has already reported a full disk
-                self._file.close()
+                self.close()
 
-
-class _File(RotatingFileHandler):
-    is_broken = False
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, unless an earlier one could not be written."""
+        if not self._is_broken:
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
         """Report once that the file cannot be written, for example on a full disk. The fleet keeps running."""
         del record
-        self.is_broken = True
+        self._is_broken = True
         note(f"the log file cannot be written, logging to it stops: {sys.exception()}")
 
 
-class _Forward(logging.Handler):
-    def __init__(self, log: LogFile) -> None:
-        super().__init__()
-        self._log = log
-        self.setFormatter(TextFormatter(TEXT))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to the log file."""
-        self._log.write("rollbus", self.format(record))
+class _LineFormatter(TextFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a process, which comes from no logger, as it is."""
+        return super().format(record) if record.name else record.getMessage()
 
 
 STARTING: Final = "starting"
