@@ -1,10 +1,11 @@
-"""`rollbus auth`: the users of a NATS server, their files and certificates."""
+"""`rollbus auth`: the users of a NATS server and their files. `rollbus nats init`: the configurations of a cluster."""
 
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from ...bus.auth.cluster import ClusterConfig, parse_nodes, write_cluster
 from ...bus.auth.credentials import DEFAULT_FLEET, Role, Tls
 from ...bus.auth.users import (
     CONFIG_FILE,
@@ -16,6 +17,7 @@ from ...bus.auth.users import (
     remove_user,
     write_server_config,
 )
+from ...schemas.options import check_writable
 from .commands.machine import DEFAULT_LISTEN, ROLES, SINGLE
 from .console import print_json, program, write
 from .exits import CommandFailed, ExitCode
@@ -64,10 +66,7 @@ def _models_of(args: argparse.Namespace) -> dict[WantedUser, tuple[str, ...]]:
 
 def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[WantedUser, tuple[str, ...]]) -> int:
 
-    if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
-        raise CommandFailed(
-            "TLS requires --server-cert and --server-key; --client-ca is allowed only with both", ExitCode.USAGE
-        )
+    tls = _read_tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
     has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
     if has_cluster and given:
@@ -81,7 +80,6 @@ def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[
         _check_settings(server, given)
     # An existing publisher may be named without its models.
     entries = ensure_users(args.dir, users, {one: names for one, names in models.items() if names})
-    tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
     if has_cluster:
         server = args.dir / CONFIG_FILE
     else:
@@ -165,3 +163,67 @@ def _show(server: Path, entries: tuple[UserFile, ...], *, has_cluster: bool) -> 
     write(
         f"Then create the queue of each model, since workers may not: {program()} make-queue MODEL --creds {admin.path}"
     )
+
+
+def run_nats(args: argparse.Namespace) -> int:
+    """Write the configurations, and print the next steps."""
+    refuse_options(args, ["nats"], "for the action init, which does not connect to a server")
+
+    if not args.nodes:
+        raise CommandFailed("init requires servers, for example --nodes a.example,b.example,c.example", ExitCode.USAGE)
+    nodes = parse_nodes(args.nodes)
+    client_tls = _read_tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
+    route_tls = _read_tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")
+    if route_tls.cert and not route_tls.ca:
+        raise CommandFailed("--cluster-cert requires --cluster-ca: servers verify each other", ExitCode.USAGE)
+    config = ClusterConfig(
+        name=args.cluster,
+        store_dir=args.store_dir.absolute(),
+        max_file_store=args.max_file_store,
+        client_tls=client_tls,
+        route_tls=route_tls,
+    )
+    if args.dir.is_dir():
+        check_writable("the directory", args.dir)
+    paths = write_cluster(args.dir, nodes, config) if args.dir.is_dir() else ()
+    fleet = args.fleet or DEFAULT_FLEET
+    users = ensure_users(args.dir, [(fleet, role, str(role)) for role in (Role.ADMIN, Role.FRONTEND, Role.VIEWER)])
+    paths = paths or write_cluster(args.dir, nodes, config)
+    scheme = "tls" if client_tls.cert else "nats"
+    url = ",".join(f"{scheme}://{node.url}" for node in nodes)
+    if args.json:
+        files = {node.name: str(path) for node, path in zip(nodes, paths, strict=True)}
+        print_json({"nodes": files, "url": url, "admin": str(users[0].path)})
+    else:
+        rows = [(node.name, node.url, str(path)) for node, path in zip(nodes, paths, strict=True)]
+        _show_nodes(args.dir, rows, url, users[0].path)
+    return ExitCode.OK
+
+
+def _show_nodes(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path) -> None:
+
+    print_table(("server", "address", "configuration"), rows)
+    name = program()
+    write(
+        f"""
+1. Create users: {name} auth init --dir {folder} --trainer NAME --worker NAME ...
+2. Copy to each machine its configuration and {folder / "users.conf"}, into one folder. Only nats-server may read them.
+3. On each machine: nats-server -c FILE
+4. For all programs: export ROLLBUS_NATS={url}
+5. As an admin: {name} make-queue MODEL --creds {admin}
+6. {name} doctor --creds {admin}"""
+    )
+
+
+def _read_tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> Tls:
+    """Return the files of the options, as absolute paths.
+
+    Raises:
+        CommandFailed: one of them lacks another.
+    """
+    if bool(cert) != bool(key) or (ca and not cert):
+        raise CommandFailed(
+            f"TLS requires --{what}-cert and --{what}-key; {ca_option} is allowed only with both", ExitCode.USAGE
+        )
+    ca, cert, key = (str(Path(file).absolute()) if file else "" for file in (ca, cert, key))
+    return Tls(ca=ca, cert=cert, key=key)

@@ -283,7 +283,7 @@ def frontend() -> None:
 
 @command(
     "write a file of settings for `rollbus up`",
-    "local.init:run",
+    "local.up:run_init",
     arg("file", "FILE", "file to write (default: fleet.toml)", nargs="?", default=Path("fleet.toml")),
     arg("--systemd", "FILE", "also write a unit of systemd (default: none)"),
     arg("--env", "FILE", "also write a file of variables (default: none)"),
@@ -351,7 +351,7 @@ def auth() -> None:
 
 @command(
     "servers of a NATS cluster: configuration",
-    "nats:run",
+    "auth:run_nats",
     arg("action", ("init",), "write configurations"),
     group(
         "init",

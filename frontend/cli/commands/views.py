@@ -204,7 +204,7 @@ def record() -> None:
     """
 
 
-@command("find problems of machine, server and fleet", "doctor.command:run", reads_no_credentials=True)
+@command("find problems of machine, server and fleet", "doctor.server:run", reads_no_credentials=True)
 def doctor() -> None:
     """Check this machine, the NATS server and the fleet, and print each problem with its remedy.
 

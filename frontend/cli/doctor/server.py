@@ -1,12 +1,14 @@
-"""Checks of the NATS server, of the permissions of this user, and of the fleet.
+"""Checks of the NATS server, of the permissions of this user, and of the fleet, and the findings of all checks.
 
 Only admins can check streams: leaders, current replicas and limits for each client.
 """
 
+import argparse
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -24,9 +26,11 @@ from ....bus.protocol.weights.chain import needed_for_chain
 from ....bus.publish.chain_store import ChainKey, read_chain
 from ....bus.subjects import BUCKET, Subjects
 from ....schemas.errors import BusBroken, ControlError, PermissionDenied
-from ..console import gib, size
+from ..console import gib, print_json, size
+from ..exits import ExitCode
+from ..tables import print_table
 from .connection import enter
-from .host import Finding, Status, fail, ok, warn
+from .host import Finding, HostProbe, Status, examine_machine, fail, ok, warn
 
 
 async def examine_published(nats: Connection, fleet: str, models: Iterable[str]) -> AsyncIterator[Finding]:
@@ -378,3 +382,27 @@ async def _fleet(nats: Connection, fleet: str, client: str) -> AsyncIterator[Fin
             yield fail(f"queue of {model}", found, advice)
     for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues} - problems.keys()):
         yield warn(f"queue of {model}", "does not exist", f"an admin can create it: rollbus make-queue {model}")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Run the checks and print the findings."""
+    findings = list(examine_machine(HostProbe.this()))
+    target = DoctorTarget(url=args.nats, creds=os.environ.get("ROLLBUS_CREDS") or None, fleet=args.fleet)
+    findings += [finding async for finding in examine_bus(target)]
+    is_well = all(finding.status is not Status.FAIL for finding in findings)
+    show_findings(args, findings, is_well=is_well)
+    return ExitCode.OK if is_well else ExitCode.FAILED
+
+
+def show_findings(args: argparse.Namespace, findings: list[Finding], *, is_well: bool) -> None:
+    """Print the findings, the worst first."""
+    if args.json:
+        print_json({"ok": is_well, "findings": [asdict(finding) for finding in findings]})
+        return
+    worst_first = [Status.FAIL, Status.WARN, Status.OK]
+    rows: list[tuple[str, str, str]] = []
+    for finding in sorted(findings, key=lambda finding: worst_first.index(finding.status)):
+        rows.append((finding.status, finding.check, finding.found))
+        if finding.advice:
+            rows.append(("", "", f"-> {finding.advice}"))
+    print_table(("state", "check", "found"), rows)

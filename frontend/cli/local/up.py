@@ -1,8 +1,10 @@
-"""`rollbus up`: NATS, workers and the HTTP service on this machine, until a signal."""
+"""`rollbus up`: NATS, workers and the HTTP service on this machine, until a signal. `rollbus init`: its settings."""
 
 import argparse
 import asyncio
 import json
+import secrets
+import shlex
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,11 +16,12 @@ from urllib.parse import urlsplit
 
 from ....bus.logs import LOG_VARIABLE
 from ....schemas.options import check_start, check_writable, is_hub_id
-from ..app import run_async, until_signalled
+from ..app import CliParser, common_options, run_async, until_signalled
+from ..arguments import COMMANDS, add_options
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json, program, waiting, write
 from ..exits import CommandFailed, ExitCode
-from ..options import use_model, without_password, worker_flags
+from ..options import config_template, use_model, without_password, worker_flags
 from .display import FleetDisplay, LogFile
 from .fleet import (
     TINY_MOE,
@@ -237,3 +240,60 @@ def _is_taken(port: int) -> bool:
         except OSError:
             return True
     return False
+
+
+UNIT = """\
+# Copy this file to /etc/systemd/system, then run: systemctl enable --now {name}
+[Unit]
+Description=rollbus fleet of {config}
+After=network-online.target
+
+[Service]
+WorkingDirectory={directory}
+EnvironmentFile=-{env}
+ExecStart={program} up --config {config}
+Restart=on-failure
+RestartPreventExitStatus=2
+KillMode=mixed
+TimeoutStopSec=45
+
+[Install]
+WantedBy=multi-user.target
+"""
+ENV = """\
+# Environment of rollbus. The tokens are secrets.
+ROLLBUS_HTTP_TOKEN={http}
+ROLLBUS_ADMIN_TOKEN={admin}
+# ROLLBUS_NATS=nats://127.0.0.1:4222
+# ROLLBUS_CREDS=/etc/rollbus/trainer.json
+"""
+
+
+def run_init(args: argparse.Namespace) -> int:
+    """Write the files."""
+    options = CliParser(add_help=False)
+    add_options(options, COMMANDS["up"].options)
+    config, env = args.file.absolute(), (args.env or args.file.with_suffix(".env")).absolute()
+    files = {args.file: config_template((common_options(), options), args.file.name)}
+    if args.systemd is not None:
+        program = Path(sys.executable).with_name("rollbus")
+        files[args.systemd] = UNIT.format(
+            name=args.systemd.stem,
+            config=shlex.quote(str(config)),
+            directory=config.parent,
+            env=env,
+            program=shlex.quote(str(program)),
+        )
+    if args.env is not None:
+        files[args.env] = ENV.format(http=secrets.token_urlsafe(32), admin=secrets.token_urlsafe(32))
+    for path in files:
+        if path.exists():
+            raise CommandFailed(f"{path} exists; name another file", ExitCode.USAGE)
+        check_writable("the directory", path.absolute().parent)
+    for path, text in files.items():
+        # The file of variables has secrets.
+        path.touch(0o600 if path == args.env else 0o666, exist_ok=False)
+        path.write_text(text)
+        write(f"wrote {path}")
+    write(f"Edit {args.file}, then: rollbus up --config {args.file}")
+    return ExitCode.OK
