@@ -44,25 +44,11 @@ def token_text(data: bytes) -> str:
 
 
 RESERVED: Final = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations"),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+        *("sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    )
 )
 """Names that `chat_template_kwargs` must not set. Requests have separate fields for some of them. The service sets the
 others.
@@ -252,19 +238,11 @@ PROVEN_MODELS: Final = (None, "glm4_moe", "gpt_oss", "llama", "qwen3", "qwen3_mo
 """Types of models for which transformers takes the class that the tokenizer names."""
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 HARMLESS: Final = frozenset(
-    {
+    (
         *("added_tokens_decoder", "additional_special_tokens", "backend", "chat_template", "extra_special_tokens"),
-        *(
-            "clean_up_tokenization_spaces",
-            "is_local",
-            "local_files_only",
-            "model_input_names",
-            "model_max_length",
-            "padding_side",
-        ),
-        *("tokenizer_class", "truncation_side"),
-        *NAMED_TOKENS,
-    }
+        *("clean_up_tokenization_spaces", "is_local", "local_files_only", "model_input_names", "model_max_length"),
+        *("padding_side", "tokenizer_class", "truncation_side", *NAMED_TOKENS),
+    )
 )
 """Fields of `tokenizer_config.json` that do not change the ids, after the checks of this module."""
 

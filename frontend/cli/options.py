@@ -162,16 +162,8 @@ def _flag_of(action: argparse.Action) -> str:
 
 
 OTHER_WEIGHTS: Final = (
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.gguf",
-    "*.onnx*",
-    "*.h5",
-    "*.msgpack",
-    "*.ot",
-    "*.tflite",
+    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf"),
+    *("*.onnx*", "*.h5", "*.msgpack", "*.ot", "*.tflite"),
 )
 """Files not to download: copies of the weights in formats that vLLM does not load from a folder."""
 OTHER_FOLDERS: Final = ("original/*", "onnx/*", "openvino/*", "coreml/*")
