@@ -71,18 +71,12 @@ async def with_version(service: Service, update: Update, version: int | None, mo
 
 
 async def _next_version(service: Service, model: str | None) -> int:
-    state = await service.rb.fleet.state()
-    models = {worker.model for worker in state.workers}
-    if not models:
-        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
-    if model is None and len(models) > 1:
-        raise invalid("model", "is missing", f"one of {', '.join(sorted(models))}")
-    if model is not None and model not in models:
-        raise invalid("model", f"is {model!r}", f"one of {', '.join(sorted(models))}")
-    workers = [worker for worker in state.workers if model in (None, worker.model)]
-    desired = state.desired.get(workers[0].model)
-    recorded = [served_version(desired, worker.worker) or 0 for worker in workers]
-    return max(*(worker.served_version for worker in workers), *recorded) + 1
+    state = await fleet_state(service, model)
+    models = sorted({worker.model for worker in state.workers})
+    if len(models) > 1:
+        raise invalid("model", "is missing", f"one of {', '.join(models)}")
+    recorded = [served_version(state.desired.get(models[0]), worker.worker) or 0 for worker in state.workers]
+    return max(*(worker.served_version for worker in state.workers), *recorded) + 1
 
 
 CHUNK_FIELDS: Final = frozenset({"update_info", "transfer", "model", "workers", "timeout_s"})

@@ -7,7 +7,6 @@ among the last recorded commands of its model. A later pause, resume or drain su
 """
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -197,54 +196,33 @@ async def begin_pause(service: Service, command: Pause) -> Response:
     Raises:
         HttpError, RollbusError: the errors of a pause without `async`, if the pause was not recorded.
     """
-    changed = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        sending = tasks.create_task(_send(service, command, changed))
-        while not await _is_set(changed, READ_S) and not await _is_recorded(service, command):
-            pass
-        # The pause stays recorded. This service does not wait for the remaining acks.
-        sending.cancel()
-    error = None if sending.cancelled() else sending.result()
-    if isinstance(error, bus.CommandIncomplete):
-        return ledger_response(error, command.command)
-    if isinstance(error, InvalidRequest):
-        raise http_error(error, NAMES)
-    if error is not None:
-        raise error
-    url = f"/v1/rl/operations/{command.id}"
-    body = {
-        "id": command.id,
-        "operation": command.command,
-        "status": "running" if sending.cancelled() else "succeeded",
-        "url": url,
-    }
-    answer = json_response(body, 202)
-    answer.headers.update({"Location": url, "Preference-Applied": "respond-async"})
-    return answer
-
-
-async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    return event.is_set()
-
-
-async def _send(service: Service, command: Pause, changed: asyncio.Event) -> RollbusError | None:
-    """Send the command to the fleet. Set `changed` at the first ack of a worker, or when the command has ended."""
-    loop = asyncio.get_running_loop()
+    loop, acked = asyncio.get_running_loop(), asyncio.Event()
 
     def on_ack(_ack: Ack) -> None:
         # Workers send acks only for recorded commands.
-        loop.call_soon_threadsafe(changed.set)
+        loop.call_soon_threadsafe(acked.set)
 
     try:
-        await service.rb.fleet.send(command, on_ack=on_ack)
-    except RollbusError as error:
-        return error
-    finally:
-        changed.set()
-    return None
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(service.rb.fleet.send(command, on_ack=on_ack))
+                waiting = tasks.create_task(acked.wait())
+                first = asyncio.FIRST_COMPLETED
+                while not (await asyncio.wait((sending, waiting), timeout=READ_S, return_when=first))[0]:
+                    if await _is_recorded(service, command):
+                        break
+                # The pause stays recorded. This service does not wait for the remaining acks.
+                waiting.cancel()
+                sending.cancel()
+    except bus.CommandIncomplete as error:
+        return ledger_response(error, command.command)
+    except InvalidRequest as error:
+        raise http_error(error, NAMES) from None
+    status = "running" if sending.cancelled() else "succeeded"
+    url = f"/v1/rl/operations/{command.id}"
+    answer = json_response({"id": command.id, "operation": command.command, "status": status, "url": url}, 202)
+    answer.headers.update({"Location": url, "Preference-Applied": "respond-async"})
+    return answer
 
 
 async def _is_recorded(service: Service, command: Pause) -> bool:
@@ -284,51 +262,38 @@ def operation_as_json(state: bus.FleetState, command_id: str) -> dict[str, Any] 
         for model, desired in state.desired.items()
         if (epoch := _epoch_of(desired, command_id)) is not None
     }
-    if not epochs:
+    commands = [
+        recorded.command
+        for model in epochs
+        for registers in (state.desired[model].registers, *state.desired[model].workers.values())
+        for recorded in registers.values()
+        if recorded.command.id == command_id
+    ]
+    if not epochs or any(not isinstance(command, Pause) for command in commands):
         return None
-    lines: list[dict[str, Any]] = []
-    modes: set[str] = set()
-    for model, epoch in epochs.items():
-        desired = state.desired[model]
-        own = [worker for worker in state.workers if worker.model == model and worker.state not in SILENT]
-        commands = _standing(desired, command_id)
-        if any(not isinstance(command, Pause) for command in commands):
-            return None
-        modes.update(command.mode for command in commands if isinstance(command, Pause))
-        lines += _lines(desired, command_id, own, epoch)
+    lines = [line for model, epoch in epochs.items() for line in _lines(state, model, command_id, epoch)]
     return {
         "id": command_id,
         "operation": "pause",
         "status": _status(line["result"] for line in lines),
-        "mode": modes.pop() if modes else None,
+        "mode": next((command.mode for command in commands if isinstance(command, Pause)), None),
         "inflight_requests": sum(line["in_flight"] for line in lines),
         "epochs": epochs,
         "workers": lines,
     }
 
 
-def _standing(desired: DesiredState, command_id: str) -> list[object]:
-    """Return the command once for each register that still contains it."""
-    return [
-        recorded.command
-        for registers in (desired.registers, *desired.workers.values())
-        for recorded in registers.values()
-        if recorded.command.id == command_id
-    ]
-
-
-def _lines(
-    desired: DesiredState, command_id: str, workers: list[WorkerPresence], epoch: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the progress of each worker to which the pause applies.
+def _lines(state: bus.FleetState, model: str, command_id: str, epoch: int) -> Iterator[dict[str, Any]]:
+    """Yield the progress of each worker of a model to which the pause applies.
 
     If later commands have replaced the pause everywhere, yield all workers of the model as `stale`, because the desired
     state no longer has the workers of the pause.
     """
+    workers = [worker for worker in state.workers if worker.model == model and worker.state not in SILENT]
     standing = {
         worker.worker: recorded.command
         for worker in workers
-        if (recorded := effective(desired, worker.worker).get("pause")) is not None
+        if (recorded := effective(state.desired[model], worker.worker).get("pause")) is not None
         and recorded.command.id == command_id
     }
     for worker in workers:
