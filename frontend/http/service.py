@@ -7,12 +7,13 @@ users' turns. Otherwise a flood from one user would delay all later requests of 
 
 import asyncio
 import heapq
+import itertools
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,97 +39,6 @@ from .metrics import Metrics
 from .openai.parsers import Parsers
 from .settings import Settings
 from .text import TokenizerLoads
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One queued request.
-
-    Args:
-        user: the user that sent the request.
-        size: number of samples.
-        priority: compared with the same user's requests only. Lower is more urgent.
-    """
-
-    user: str
-    size: int = 1
-    priority: int = 0
-    serial: int = 0
-    """Position in the order of arrival."""
-    is_due: bool = False
-    """True if the request was scheduled. It then counts as open."""
-    has_ended: bool = False
-
-    def __lt__(self, other: "Ticket") -> bool:
-        """Return True if this request comes before another request of the same user."""
-        return (self.priority, self.serial) < (other.priority, other.serial)
-
-
-class FairLine:
-    """The requests for one model: the waiting requests by user, and the number of open samples of each user.
-
-    The next request belongs to the user with the fewest open samples. Among equal users, it belongs to the user that
-    was scheduled least recently.
-    """
-
-    def __init__(self) -> None:
-        # Heaps. A user without waiting requests has no entry.
-        self._waiting: dict[str, list[Ticket]] = {}
-        # Entries exist for users with waiting or open requests. `_last_turns` has the same users.
-        self._under_way: dict[str, int] = {}
-        self._last_turns: dict[str, int] = {}
-        self._serial = 0
-
-    def __bool__(self) -> bool:
-        """Return True if a request waits or is open."""
-        return bool(self._under_way)
-
-    def add(self, ticket: Ticket) -> None:
-        """Add a request to the line."""
-        self._serial += 1
-        ticket.serial = self._serial
-        self._under_way.setdefault(ticket.user, 0)
-        heapq.heappush(self._waiting.setdefault(ticket.user, []), ticket)
-
-    def next(self, room: int) -> Ticket | None:
-        """Return the next request and count it as open; None if all waiting requests must still wait.
-
-        Args:
-            room: limit on open samples. The last request may exceed it.
-        """
-        if not self._waiting or sum(self._under_way.values()) >= room:
-            return None
-        user = min(self._waiting, key=lambda user: (self._under_way[user], self._last_turns.get(user, 0)))
-        ticket = self._waiting[user][0]
-        self._leave(ticket)
-        self._serial += 1
-        self._last_turns[user] = self._serial
-        self._under_way[user] += ticket.size
-        ticket.is_due = True
-        return ticket
-
-    def end(self, ticket: Ticket) -> None:
-        """Remove a waiting or open request. Repeated calls are safe."""
-        if ticket.has_ended:
-            return
-        ticket.has_ended = True
-        if ticket.is_due:
-            self._under_way[ticket.user] -= ticket.size
-        else:
-            self._leave(ticket)
-        if not self._under_way[ticket.user] and ticket.user not in self._waiting:
-            del self._under_way[ticket.user]
-            self._last_turns.pop(ticket.user, None)
-
-    def _leave(self, ticket: Ticket) -> None:
-        line = self._waiting[ticket.user]
-        if line[0] is ticket:
-            heapq.heappop(line)
-        else:
-            line.remove(ticket)
-            heapq.heapify(line)
-        if not line:
-            del self._waiting[ticket.user]
 
 
 class RequestAborted(Exception):
@@ -208,8 +118,25 @@ class FleetTurn:
     """Call this when the request has ended in the fleet. Repeated calls are safe."""
 
 
+@dataclass(slots=True, order=True)
+class _Waiting:
+    """A request and its turn."""
+
+    priority: int
+    serial: int
+    """Position in the order of arrival."""
+    user: str = field(compare=False)
+    request: bus.GenerateRequest = field(compare=False)
+    due: asyncio.Future[None] = field(compare=False)
+    """Done as soon as the request may go to the fleet. It then counts as open."""
+
+    @property
+    def model(self) -> str:
+        return self.request.model or ""
+
+
 class Turns:
-    """The waiting requests of all models.
+    """The waiting requests of all models. Users take turns; of one user's requests, the most urgent is first.
 
     Args:
         workers: returns the current workers.
@@ -220,10 +147,12 @@ class Turns:
         self._workers = workers
         self._default_room = default_room
         self._metrics = metrics
-        # By model. Only models with requests have an entry.
-        self._lines: dict[str, FairLine] = {}
-        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
-        self._by_request: dict[int, asyncio.Future[None]] = {}
+        self._serials = itertools.count()
+        # By model: the heaps of all users with waiting requests, in the order of the users' turns.
+        self._waiting: dict[str, dict[str, list[_Waiting]]] = {}
+        # Open samples by model.
+        self._open: Counter[str] = Counter()
+        self._by_request: dict[int, _Waiting] = {}
 
     @asynccontextmanager
     async def turn(self, user: str, request: bus.GenerateRequest) -> AsyncIterator[FleetTurn]:
@@ -232,50 +161,66 @@ class Turns:
         Raises:
             RequestTimeout: the request's turn did not come within its timeout.
         """
-        model, arrived_at = request.model or "", time.monotonic()
-        ticket = Ticket(user, request.sampling.n, request.priority)
-        self._lines.setdefault(model, FairLine()).add(ticket)
-        end = partial(self._end, model, ticket)
-        try:
-            self._call_up(model)
-            yield FleetTurn(request if ticket.is_due else await self._wait(ticket, request), arrived_at, end)
-        finally:
-            end()
+        arrived_at, due = time.monotonic(), asyncio.get_running_loop().create_future()
+        waiting = _Waiting(request.priority, next(self._serials), user, request, due)
+        heapq.heappush(self._waiting.setdefault(waiting.model, {}).setdefault(user, []), waiting)
+        with ExitStack() as until_end:
+            until_end.callback(self._end, waiting)
+            self._call_up(waiting.model)
+            yield FleetTurn(request if due.done() else await self._wait(waiting), arrived_at, until_end.close)
 
-    async def _wait(self, ticket: Ticket, request: bus.GenerateRequest) -> bus.GenerateRequest:
-        begun = time.monotonic()
+    async def _wait(self, waiting: _Waiting) -> bus.GenerateRequest:
+        begun, request = time.monotonic(), waiting.request
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
-        waiter = self._waiters[ticket] = self._by_request[id(request)] = asyncio.get_running_loop().create_future()
+        self._by_request[id(request)] = waiting
         try:
-            with self._metrics.waiting.labels(request.model or "").track_inprogress():
-                async with asyncio.timeout(timeout_s):
-                    await waiter
-        except TimeoutError:
-            message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
-            raise RequestTimeout(stage="admission", message=message, request_id=request.request_id) from None
+            with self._metrics.waiting.labels(waiting.model).track_inprogress():
+                await asyncio.wait([waiting.due], timeout=timeout_s)
         finally:
-            del self._waiters[ticket], self._by_request[id(request)]
+            del self._by_request[id(request)]
+        if not waiting.due.done():
+            message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
+            raise RequestTimeout(stage="admission", message=message, request_id=request.request_id)
         return replace(request, timeout_s=max(timeout_s - (time.monotonic() - begun), MIN_LEFT_S))
 
     def end_wait(self, request: bus.GenerateRequest) -> None:
         """Let a request that is aborted go to the client of the bus before its turn, because only that aborts it."""
-        if (waiter := self._by_request.get(id(request))) is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def _end(self, model: str, ticket: Ticket) -> None:
-        line = self._lines.get(model)
-        if line is None:
-            return
-        line.end(ticket)
-        self._call_up(model)
-        if not line:
-            del self._lines[model]
+        if (waiting := self._by_request.get(id(request))) is not None and not waiting.due.done():
+            self._begin(waiting)
 
     def _call_up(self, model: str) -> None:
         room = room_of(self._workers(), model) or self._default_room
-        while (ticket := self._lines[model].next(room)) is not None:
-            if (waiter := self._waiters.get(ticket)) is not None and not waiter.done():
-                waiter.set_result(None)
+        # The last request may exceed the room.
+        while (users := self._waiting.get(model)) and self._open[model] < room:
+            self._begin(next(iter(users.values()))[0])
+
+    def _begin(self, waiting: _Waiting) -> None:
+        self._leave(waiting)
+        self._open[waiting.model] += waiting.request.sampling.n
+        waiting.due.set_result(None)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """Remove a waiting request. All other users have their turns before the next request of its user."""
+        users = self._waiting[waiting.model]
+        others = users.pop(waiting.user)
+        if others[0] is waiting:
+            heapq.heappop(others)
+        else:
+            others.remove(waiting)
+            heapq.heapify(others)
+        if others:
+            users[waiting.user] = others
+        elif not users:
+            del self._waiting[waiting.model]
+
+    def _end(self, waiting: _Waiting) -> None:
+        if not waiting.due.done():
+            self._leave(waiting)
+        else:
+            self._open[waiting.model] -= waiting.request.sampling.n
+        self._call_up(waiting.model)
+        if not self._open[waiting.model]:
+            del self._open[waiting.model]
 
 
 ABORT_AGAIN_S: Final = 0.02

@@ -1,7 +1,6 @@
 """Users of one HTTP service share the capacity of the fleet, so many requests of one user do not delay others."""
 
 import asyncio
-import random
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +12,7 @@ import rollbus
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.metrics import Metrics
-from rollbus.frontend.http.service import MIN_AHEAD, FairLine, Ticket, Turns, room_of
+from rollbus.frontend.http.service import MIN_AHEAD, Turns, room_of
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.metrics_doc import NoClient
@@ -28,96 +27,87 @@ ROOM = 1 + MIN_AHEAD
 FLOOD = 30
 
 
-def lined_up(*users: str, size: int = 1) -> tuple[FairLine, list[Ticket]]:
-    """Return a line with one request of each user, in this order."""
-    line = FairLine()
-    tickets = [Ticket(user, size) for user in users]
-    for ticket in tickets:
-        line.add(ticket)
-    return line, tickets
+def turns_of(room: int) -> Turns:
+    """Return the turns of models that run so many samples at a time."""
+    return Turns(list, room, Metrics(NoClient()))  # type: ignore[arg-type]
 
 
-def turns(line: FairLine) -> list[str]:
-    """Return the users in the order of their turns, with one request in flight at a time."""
-    order = []
-    while (ticket := line.next(1)) is not None:
-        order.append(ticket.user)
-        line.end(ticket)
+async def order_of(asked: list[tuple[str, rollbus.GenerateRequest]], room: int = 1) -> list[str]:
+    """Return the users in the order of their turns, if their requests arrive in this order while another one runs."""
+    turns, order = turns_of(room), []
+
+    async def take_turn(user: str, request: rollbus.GenerateRequest) -> None:
+        async with turns.turn(user, request):
+            order.append(user)
+
+    async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled(room)):
+        for user, request in asked:
+            tasks.create_task(take_turn(user, request))
+            await asyncio.sleep(0)
+    assert not any(vars(turns)[name] for name in ("_waiting", "_open", "_by_request"))
     return order
 
 
-def test_users_take_turns() -> None:
+def sampled(n: int = 1, priority: int = 0) -> rollbus.GenerateRequest:
+    """Return a request for so many samples."""
+    sampling = rollbus.SamplingParams(n=n)
+    return rollbus.GenerateRequest(prompt_token_ids=[1], model="m", sampling=sampling, priority=priority)
+
+
+async def test_users_take_turns() -> None:
     """Users take turns, however many requests of one user were added before those of another."""
-    line, _ = lined_up(*"aaaaa", *"bb", "c")
-    assert turns(line) == list("abcabaaa")
-    assert not line
+    assert await order_of([(user, sampled()) for user in "aaaaabbc"]) == list("abcabaaa")
 
 
-def test_one_user_alone_is_served_in_order() -> None:
+async def test_the_most_urgent_request_of_a_user_is_first() -> None:
     """The requests of one user run by priority, then in order of arrival."""
-    line = FairLine()
-    tickets = [Ticket("a", priority=priority) for priority in (0, 5, 0, -1)]
-    for ticket in tickets:
-        line.add(ticket)
-    assert [line.next(9) for _ in range(5)] == [tickets[3], tickets[0], tickets[2], tickets[1], None]
+    requests = [sampled(priority=priority) for priority in (0, 5, 0, -1)]
+    turns, order = turns_of(1), []
+
+    async def take_turn(request: rollbus.GenerateRequest) -> None:
+        async with turns.turn("a", request) as turn:
+            order.append(turn.request.request_id)
+
+    async with asyncio.TaskGroup() as tasks, turns.turn("a", sampled()):
+        for request in requests:
+            tasks.create_task(take_turn(request))
+            await asyncio.sleep(0)
+    assert order == [requests[at].request_id for at in (3, 0, 2, 1)]
 
 
-def test_a_request_starts_as_soon_as_there_is_room_for_a_sample() -> None:
-    """A request for many samples starts as soon as there is room for one sample, and does not block others."""
-    line, (first, large, last) = lined_up("a", "b", "c")
-    large.size = 9
-    assert line.next(1) is first
-    assert line.next(1) is None
-    assert line.next(2) is large
-    assert line.next(4) is None
-    line.end(first)
-    assert line.next(9) is None
-    line.end(large)
-    assert line.next(4) is last
+async def test_a_request_starts_as_soon_as_there_is_room_for_a_sample() -> None:
+    """A request for many samples starts as soon as there is room for one. Ends that are reported twice count once."""
+    turns = turns_of(2)
+    async with turns.turn("a", sampled()) as first, turns.turn("b", sampled(9)) as large, asyncio.TaskGroup() as tasks:
+
+        async def take_turn() -> None:
+            async with turns.turn("c", sampled()):
+                pass
+
+        last = tasks.create_task(take_turn())
+        for _ in range(2):
+            first.end()
+            await asyncio.sleep(0)
+            assert not last.done()
+        large.end()
+        await last
 
 
-def test_the_user_with_the_fewest_samples_in_flight_is_next() -> None:
-    """The user with the fewest samples in flight is next, so a request for many samples counts as several turns."""
-    line, tickets = lined_up("a", "a", "b", "b", "b", "b")
-    tickets[0].size = 3
-    assert [ticket.user for _ in range(6) if (ticket := line.next(100))] == ["a", "b", "b", "b", "a", "b"]
+async def test_a_request_that_leaves_the_line_takes_no_place() -> None:
+    """Nothing is kept of requests that are cancelled while they wait, and later requests have their turns."""
+    turns = turns_of(1)
 
+    async def take_turn(user: str) -> str:
+        async with turns.turn(user, sampled()):
+            return user
 
-def test_an_ended_request_frees_its_place_exactly_once() -> None:
-    """An ended request frees its place exactly once, even if its end is reported twice, waiting or in flight."""
-    line, (first, second, third) = lined_up("a", "a", "b")
-    line.end(first)
-    line.end(first)
-    assert line.next(1) is second
-    line.end(second)
-    line.end(second)
-    assert line.next(1) is third
-    line.end(third)
-    assert not line
-
-
-def test_the_line_keeps_nothing_of_ended_requests() -> None:
-    """The line keeps nothing of ended requests, in any order of arrivals and ends."""
-    chance = random.Random(1)
-    line = FairLine()
-    waiting: list[Ticket] = []
-    under_way: list[Ticket] = []
-    for _ in range(3000):
-        action = chance.random()
-        if action < 0.4:
-            waiting.append(Ticket(chance.choice("abcd"), chance.randint(1, 4), chance.randint(-1, 1)))
-            line.add(waiting[-1])
-        elif action < 0.7 and (ticket := line.next(6)) is not None:
-            waiting.remove(ticket)
-            under_way.append(ticket)
-        elif waiting or under_way:
-            leaving = chance.choice([tickets for tickets in (waiting, under_way) if tickets])
-            line.end(leaving.pop(chance.randrange(len(leaving))))
-        assert sum(ticket.size for ticket in under_way) < 6 + 4
-    for ticket in (*waiting, *under_way):
-        line.end(ticket)
-    assert not line
-    assert not any(vars(line)[name] for name in ("_waiting", "_under_way", "_last_turns"))
+    async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled()):
+        waiting = [tasks.create_task(take_turn(user)) for user in "aabbc"]
+        await asyncio.sleep(0)
+        for leaving in (waiting[1], waiting[2], waiting[4]):
+            leaving.cancel()
+    assert [task.cancelled() for task in waiting] == [False, True, True, False, True]
+    assert not any(vars(turns)[name] for name in ("_waiting", "_open", "_by_request"))
 
 
 def test_a_later_user_gets_a_share_of_a_full_limit() -> None:
@@ -185,7 +175,7 @@ def another_user(http: Http, by: str) -> httpx.AsyncClient:
 
 async def test_a_request_waits_no_longer_than_its_timeout() -> None:
     """A request that waits too long fails like one in the fleet's queue. Otherwise, it keeps the rest of its time."""
-    waiting = Turns(list, 1, Metrics(NoClient()))  # type: ignore[arg-type]
+    waiting = turns_of(1)
     prompt = rollbus.GenerateRequest(prompt_token_ids=[1], model="m")
     async with waiting.turn("a", prompt) as turn:
         assert turn.request is prompt
