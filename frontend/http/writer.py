@@ -265,7 +265,9 @@ class AnswerWriter:
         event = {**self._head(is_event=True), "choices": [] if shown is None else [msgspec.Raw(shown)]}
         if self.options.usage:
             is_due = shown is None or self.options.continuous_usage
-            event["usage"] = self._usage(choices, choice) if is_due else None
+            has_text = self.shape.has_text
+            counted = choices if choice is None or has_text else [choice]
+            event["usage"] = self._usage(counted, with_cached=has_text) if is_due else None
         if prompt:
             event |= self._prompt_ids(self.requests[0], of_answer=True)
         if nvext:
@@ -280,16 +282,14 @@ class AnswerWriter:
         request_id, created = self.requests[0].request_id, self.created
         return self.shape.head(request_id, self.target.name, self.target.lora, created, is_event=is_event)
 
-    def _usage(self, choices: Sequence[AnswerChoice], choice: AnswerChoice | None = None) -> Usage:
-        if choice is not None and not self.shape.has_text:
-            return usage_of(choice.request.prompt_len, choice.num_tokens)
+    def _usage(self, choices: Sequence[AnswerChoice], *, with_cached: bool = True) -> Usage:
         # If a prompt has several answers, count the cached tokens of the first answer. The other answers may have found
         # the prompt that the first answer computed.
         firsts = choices[:: self.requests[0].sampling.n]
         return usage_of(
             sum(request.prompt_len for request in self.requests),
             sum(choice.num_tokens for choice in choices),
-            [choice.cached_tokens for choice in firsts],
+            [choice.cached_tokens for choice in firsts] if with_cached else (),
         )
 
     def _prompt_ids(self, request: bus.GenerateRequest, *, of_answer: bool) -> dict[str, Any]:
