@@ -18,9 +18,9 @@ from ...schemas.errors import InvalidRequest, NoWorkers, RequestError
 from ...schemas.limits import MAX_IN_FLIGHT
 from ...schemas.request import GenerateRequest, TokenIds, as_request, check_continuable
 from ...schemas.sampling import SamplingParams
-from .call_registry import CallRegistry
 from .calls import Call
 from .generation import Generation, join_samples
+from .runtime import Runtime
 from .times import BatchTimes
 
 T = TypeVar("T")
@@ -103,10 +103,10 @@ class Batch:
         InvalidRequest: `max_in_flight` is not an integer from 1 to `MAX_IN_FLIGHT`.
     """
 
-    def __init__(self, registry: CallRegistry, *, max_in_flight: int, times: BatchTimes | None) -> None:
-        self._registry = registry
+    def __init__(self, runtime: Runtime, *, max_in_flight: int, times: BatchTimes | None) -> None:
+        self._runtime = runtime
         self._max_in_flight = check_int("max_in_flight", max_in_flight, 1, MAX_IN_FLIGHT)
-        self._max_unread_bytes = registry.config.max_unread_bytes
+        self._max_unread_bytes = runtime.config.max_unread_bytes
         self._times = BatchTimes() if times is None else times
         self._times.start(time.monotonic())
         self._in_flight: set[Call] = set()
@@ -135,13 +135,13 @@ class Batch:
         # With nothing in flight no result can free memory. Unread results of other calls must then not block this
         # batch.
         return not self._in_flight or (
-            len(self._in_flight) < self._max_in_flight and self._registry.unread_bytes < self._max_unread_bytes
+            len(self._in_flight) < self._max_in_flight and self._runtime.unread_bytes < self._max_unread_bytes
         )
 
     async def open(self, request: GenerateRequest) -> Generation | None:
         """Open a request. Return its result if it was rejected, else None. Without workers, set `no_workers`."""
         try:
-            call = await self._registry.open(request, streams=False)
+            call = await self._runtime.open(request, streams=False)
         except NoWorkers as exc:
             self.no_workers = exc
             return None
@@ -168,7 +168,7 @@ class Batch:
         while not self._ended:
             await self.wait_for_news()
         call = self._ended[0]
-        generation = await self._registry.pop_result(call)
+        generation = await self._runtime.pop_result(call)
         self._ended.popleft()
         self._in_flight.remove(call)
         return generation
@@ -176,7 +176,7 @@ class Batch:
     def close(self) -> None:
         """Abort all requests in flight."""
         for call in self._in_flight:
-            self._registry.remove(call)
+            self._runtime.remove(call)
 
 
 def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:

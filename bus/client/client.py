@@ -37,13 +37,13 @@ from ..queue.streams import QueueDepth, queue_clients
 from ..subjects import Subjects
 from ..tracing.spans import Tracing, check_tracing
 from .batch import AsyncRequests, Batch, InexactGroups, PromptForm, Prompts, Requests, Source, check_request
-from .call_registry import CallRegistry, check_ids
 from .config import ClientConfig
 from .fleet import Fleet
 from .fleet_state import CommandListener
 from .generation import Generation
 from .groups import GroupSampler
 from .record.writer import RunRecorder
+from .runtime import Runtime
 from .times import BatchTimes, ClientStats
 
 DEFAULT_WORKER_GRACE_S = 15.0
@@ -68,12 +68,13 @@ class Client:
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
         # Set while connected.
-        self._connected: CallRegistry | None = None
+        self._connected: Runtime | None = None
+        self._fleet: Fleet
 
     def __repr__(self) -> str:
         """Return one line with the state."""
-        registry = self._connected
-        state = "closed" if registry is None else f"calls={registry.num_calls} unread_bytes={registry.unread_bytes}"
+        runtime = self._connected
+        state = "closed" if runtime is None else f"calls={runtime.num_calls} unread_bytes={runtime.unread_bytes}"
         return f"<Client {self._config.client} fleet={self._config.subjects.fleet} {state}>"
 
     @property
@@ -83,10 +84,11 @@ class Client:
         Raises:
             BusClosed: the client is not connected.
         """
-        return self._registry.fleet
+        self._runtime  # noqa: B018 - a closed client fails here
+        return self._fleet
 
     @property
-    def _registry(self) -> CallRegistry:
+    def _runtime(self) -> Runtime:
         if self._connected is None:
             raise BusClosed("this client is not connected; use it inside `async with`, or take `rollbus.sync.connect`")
         self._connected.thread.check_usable()
@@ -98,30 +100,30 @@ class Client:
         Raises:
             BusClosed: the client is not connected.
         """
-        return self._registry.stats()
+        return self._runtime.stats()
 
     async def __aenter__(self) -> Self:
         """Connect, subscribe to the messages of workers, and ask all workers for their presence."""
         if self._connected is not None:
             raise BusClosed("this client is already connected; enter it only once")
-        registry = CallRegistry(replace(self._config, incarnation=uuid.uuid4().hex[:12]))
+        runtime = Runtime(replace(self._config, incarnation=uuid.uuid4().hex[:12]))
         try:
-            await registry.start()
+            await runtime.start()
         except BusBroken as exc:
             # As in `connect`: the traceback of the thread adds nothing to the message.
             raise exc.with_traceback(None) from None
-        self._connected = registry
+        self._connected, self._fleet = runtime, Fleet(runtime)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort all open requests and close the connection."""
-        registry = self._connected
-        if registry is None:
+        runtime = self._connected
+        if runtime is None:
             raise BusClosed("this client is not connected")
         self._connected = None
-        await registry.close()
+        await runtime.close()
 
     async def generate(
         self,
@@ -147,15 +149,15 @@ class Client:
             RequestError: the request was rejected, failed or timed out. All chunks received before have been yielded.
             BusClosed: the client is not connected.
         """
-        registry = self._registry
-        call = await registry.open(as_request(request, fields), streams=True, wait_limit=wait_limit)
+        runtime = self._runtime
+        call = await runtime.open(as_request(request, fields), streams=True, wait_limit=wait_limit)
         if on_end is not None:
             call.when_ended(lambda _: on_end())
         try:
             while (chunk := await call.next_chunk()) is not None:
                 yield chunk
         finally:
-            registry.remove(call)
+            runtime.remove(call)
 
     async def complete(
         self,
@@ -178,15 +180,15 @@ class Client:
             RequestError: the request was rejected, failed or timed out.
             BusClosed: the client is not connected.
         """
-        registry = self._registry
-        call = await registry.open(as_request(request, fields), streams=False, wait_limit=wait_limit)
+        runtime = self._runtime
+        call = await runtime.open(as_request(request, fields), streams=False, wait_limit=wait_limit)
         try:
             await call.wait()
             if call.error is not None:
                 raise call.error
-            return await registry.pop_result(call)
+            return await runtime.pop_result(call)
         finally:
-            registry.remove(call)
+            runtime.remove(call)
 
     async def complete_many(
         self,
@@ -219,7 +221,7 @@ class Client:
             BusClosed: the client is not connected.
             Exception: `requests` raised it. The client has aborted all open requests.
         """
-        batch = batch_of(self, max_in_flight=max_in_flight, times=times)
+        batch = Batch(self._runtime, max_in_flight=max_in_flight, times=times)
         source = Source("requests", requests, lambda drawn: check_request(drawn, fields), batch.news.set)
         is_over = False
         try:
@@ -288,7 +290,7 @@ class Client:
             raise InvalidRequest(field="inexact", problem=f"is {inexact!r}", allowed="refuse, continue or drop")
         form = PromptForm(n, SamplingParams() if sampling is None else sampling, inexact)
         planner = GroupPlanner(need=need, limit=limit, max_lag=max_lag)
-        return GroupSampler(self._registry, prompts, form, planner, record)
+        return GroupSampler(self._runtime, prompts, form, planner, record)
 
     def record(
         self,
@@ -311,7 +313,7 @@ class Client:
             InvalidRequest: this client has an open record, a value is not valid, or pyarrow is not installed.
             OSError: the folder cannot be written.
         """
-        return self._registry.start_record(folder, experts, max_buffered_bytes)
+        return self._runtime.start_record(folder, experts, max_buffered_bytes)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Abort requests of this client. Each of their response streams ends once, with `finish_reason` ABORT.
@@ -324,29 +326,24 @@ class Client:
             Ids of the requests that were open. Unknown ids and ids of ended requests are left out.
 
         Raises:
-            InvalidRequest: `request_ids` is empty.
+            InvalidRequest: `request_ids` is empty, or a single string.
             BusClosed: the client is not connected.
         """
-        return await self._registry.abort(check_ids(request_ids))
+        if isinstance(request_ids, str):
+            raise InvalidRequest(field="request_ids", problem="is a string", allowed="a list of request ids")
+        ids = list(request_ids)
+        if not ids:
+            raise InvalidRequest(field="request_ids", problem="is empty", allowed="at least one request id")
+        return await self._runtime.abort(ids)
 
 
-def registry_of(client: Client) -> CallRegistry:
-    """Return the call registry of a connected client, for code that shares its connection and thread.
+def runtime_of(client: Client) -> Runtime:
+    """Return the runtime of a connected client, for code that shares its connection and thread.
 
     Raises:
         BusClosed: the client is not connected.
     """
-    return client._registry
-
-
-def batch_of(client: Client, *, max_in_flight: int, times: BatchTimes | None) -> Batch:
-    """Start a batch of a connected client; see `Client.complete_many`.
-
-    Raises:
-        BusClosed: the client is not connected.
-        ValueError: `max_in_flight` is below 1.
-    """
-    return Batch(client._registry, max_in_flight=max_in_flight, times=times)
+    return client._runtime
 
 
 def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two
@@ -431,10 +428,10 @@ class FleetWatch:
     presence every second.
     """
 
-    def __init__(self, registry: CallRegistry) -> None:
-        self._thread = registry.thread
-        self._runtime = registry.runtime
-        self._subjects = registry.config.subjects
+    def __init__(self, runtime: Runtime) -> None:
+        self._thread = runtime.thread
+        self._runtime = runtime
+        self._subjects = runtime.config.subjects
         self._listener = CommandListener(self._runtime.nats, self._subjects, self._runtime.watcher.table)
         self.fleet = self._subjects.fleet
 
@@ -537,4 +534,4 @@ def watch_fleet(client: Client) -> FleetWatch:
     Raises:
         BusClosed: the client is not connected.
     """
-    return FleetWatch(registry_of(client))
+    return FleetWatch(runtime_of(client))

@@ -193,7 +193,7 @@ class AttemptCoordinator:
         """Counters of all parts of the client."""
 
     def debug_state(self) -> dict[str, int]:
-        """Return counts; see `ClientRuntime.debug_state`."""
+        """Return counts; see `Runtime.debug_state`."""
         return {"calls": len(self._calls), "suspects": len(self._suspects)}
 
     @property

@@ -197,7 +197,7 @@ class RequestDispatcher:
         self.queue_waits = DurationsByModel()
 
     def debug_state(self) -> dict[str, int]:
-        """Return counts; see `ClientRuntime.debug_state`."""
+        """Return counts; see `Runtime.debug_state`."""
         counts = {"pending": len(self._pending), "published": len(self._published), "queued": len(self._queued)}
         return counts | self.placement.debug_state() | self.publisher.debug_state()
 

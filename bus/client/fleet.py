@@ -19,8 +19,7 @@ from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.telemetry.experts import ExpertAnswers, merge_answers
 from ..protocol.telemetry.requests import RequestList, RequestTrace, merge_list, merge_timelines
 from .fleet_state import FleetState, experts_command, read_experts, read_fleet_state
-from .runtime import ClientRuntime
-from .thread import LoopThread
+from .runtime import Runtime
 
 Path = str | os.PathLike[str]
 MAX_COUNT: Final = 1_000_000
@@ -139,9 +138,10 @@ def unique_names(field: str, names: Iterable[str]) -> tuple[str, ...]:
 class WeightCommands:
     """The part of `Fleet` that changes weights and adapters."""
 
-    def __init__(self, thread: LoopThread[Any], runtime: ClientRuntime) -> None:
-        self._thread = thread
+    def __init__(self, runtime: Runtime) -> None:
+        self._thread = runtime.thread
         self._runtime = runtime
+        self._watcher = runtime.watcher
 
     async def check_weights(
         self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]
@@ -318,20 +318,12 @@ class Fleet(WeightCommands):
 
     After `NoWorkers`, `InvalidRequest`, `ControlError` and `RemoteProtocolError` nothing was changed. If the caller
     cancels a command, the recorded part stays recorded, and the workers still execute it.
-
-    Args:
-        thread: thread on which `runtime` runs.
     """
-
-    def __init__(self, name: str, thread: LoopThread[Any], runtime: ClientRuntime) -> None:
-        super().__init__(thread, runtime)
-        self._name = name
-        self._watcher = runtime.watcher
 
     def __repr__(self) -> str:
         """Return one line with each worker and its state."""
         workers = (f"{worker.worker}:{worker.state}" for worker in self._watcher.snapshot.workers)
-        return f"<Fleet {self._name} {' '.join(workers) or 'empty'}>"
+        return f"<Fleet {self._watcher.subjects.fleet} {' '.join(workers) or 'empty'}>"
 
     @property
     def workers(self) -> tuple[WorkerPresence, ...]:
@@ -371,7 +363,7 @@ class Fleet(WeightCommands):
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._watcher.check_queues(self._runtime.client))
+        return await self._thread.run(self._watcher.check_queues(self._runtime.config.client))
 
     async def paused_since(self, model: str) -> datetime | None:
         """Return the time of the last command that pauses a worker of `model`, by the clock of the NATS server.

@@ -29,7 +29,7 @@ from ..protocol.telemetry.command_book import CommandBook, CommandLine
 from ..protocol.telemetry.experts import INTERVAL_S, choose_workers, loads_of
 from ..queue.streams import QueueDepth
 from ..subjects import Subjects
-from .runtime import ClientRuntime
+from .runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
         return stale_workers(self.workers, self.desired)
 
 
-async def read_fleet_state(runtime: ClientRuntime, settle_s: float) -> FleetState:
+async def read_fleet_state(runtime: Runtime, settle_s: float) -> FleetState:
     """Ask all workers for their state, and wait up to `settle_s` more seconds for stale workers. See `Fleet.state`.
 
     Raises:

@@ -21,10 +21,10 @@ from ...schemas.errors import BusClosed, NoWorkers, RequestError
 from ...schemas.request import GenerateRequest
 from ..protocol.groups import GroupPlanner, GroupState
 from .batch import PromptForm, Prompts, Source
-from .call_registry import CallRegistry
 from .calls import Call
 from .generation import Generation, Group, GroupStats, GroupStep, join_samples, lengths_of
 from .record.writer import RunRecorder
+from .runtime import Runtime
 
 OWN_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 """Finish reasons of complete answers."""
@@ -147,7 +147,7 @@ class GroupSampler:
     Use it from the loop of its client. Leaving aborts all requests in flight.
 
     Args:
-        registry: call registry of the client.
+        runtime: runtime of the client.
         prompts: the caller's prompts.
         form: builds the requests from the prompts.
         planner: decides about the groups. No other object may use it.
@@ -156,13 +156,13 @@ class GroupSampler:
 
     def __init__(
         self,
-        registry: CallRegistry,
+        runtime: Runtime,
         prompts: Prompts,
         form: PromptForm,
         planner: GroupPlanner,
         recorder: RunRecorder | None = None,
     ) -> None:
-        self._registry = registry
+        self._runtime = runtime
         self._form = form
         self._planner = planner
         self._recorder = recorder
@@ -198,7 +198,7 @@ class GroupSampler:
         """Abort all requests in flight."""
         self._is_entered = False
         for call in self._group_of:
-            self._registry.remove(call)
+            self._runtime.remove(call)
         self._group_of.clear()
         self._groups.clear()
         await self._prompts.close()
@@ -229,7 +229,7 @@ class GroupSampler:
         """
         if not self._is_entered:
             raise BusClosed("these groups are not open; call `step` inside `async with`")
-        self._registry.thread.check_usable()
+        self._runtime.thread.check_usable()
         if self._is_stepping:
             raise RuntimeError("a step of these groups is still running; wait for it before the next step")
         self._is_stepping = True
@@ -239,10 +239,10 @@ class GroupSampler:
             self._is_stepping = False
 
     async def _run_step(self, version: int | None, begun_at: float) -> GroupStep:
-        recorder = self._recorder or self._registry.recorder
+        recorder = self._recorder or self._runtime.recorder
         if recorder is not None:
             await recorder.wait_for_room()
-        paused_s = await self._registry.paused_s()
+        paused_s = await self._runtime.thread.call(self._runtime.pauses.paused_s)
         await self._settle()
         start = self._planner.begin_step(self._lags(version))
         for number in start.dropped:
@@ -267,15 +267,15 @@ class GroupSampler:
 
     async def _end_step(self, version: int | None, begun_at: float, paused_s: dict[str, float]) -> GroupStep:
         stopping = self._planner.stop()
-        in_flight = await self._registry.stop(self._ids(stopping))
-        now_paused_s = await self._registry.paused_s()
+        in_flight = await self._runtime.stop(self._ids(stopping))
+        now_paused_s = await self._runtime.thread.call(self._runtime.pauses.paused_s)
         # Groups that completed at the same moment are included.
         await self._collect()
         # No await follows, so a cancellation cannot lose the groups that are returned.
         num_complete = len(self._planner.having(GroupState.COMPLETE))
         taken = [self._groups.pop(number).result(self._step) for number in self._planner.pop_step()]
         policies = {(generation.model, generation.lora) for group in taken for generation in group.generations}
-        newest = [found for policy in policies if (found := self._registry.newest_version(*policy)) is not None]
+        newest = [found for policy in policies if (found := self._newest(*policy)) is not None]
         pauses = [now_paused_s.get(model, 0.0) - paused_s.get(model, 0.0) for model, _ in policies if model]
         carried = [length for group in self._groups.values() for length in group.lengths(in_flight)]
         stats = GroupStats(
@@ -308,7 +308,7 @@ class GroupSampler:
             except TimeoutError:
                 deadline = None
                 # Abort them: they end now with the tokens received so far.
-                await self._registry.abort(self._ids(stopping))
+                await self._runtime.abort(self._ids(stopping))
 
     def _ids(self, numbers: tuple[int, ...]) -> list[str]:
         return [call.request.request_id for number in numbers for call in self._groups[number].calls]
@@ -320,8 +320,11 @@ class GroupSampler:
                 if isinstance(group.key, (int, str)):
                     columns["group_key"] = str(group.key)
                 for generation in group.generations:
-                    newest = self._registry.newest_version(generation.model, generation.lora)
+                    newest = self._newest(generation.model, generation.lora)
                     recorder.add(generation, newest_version=newest, group=columns)
+
+    def _newest(self, model: str | None, lora: str | None) -> int | None:
+        return self._runtime.watcher.snapshot.newest_version(model, lora)
 
     def _lags(self, version: int | None) -> dict[int, int]:
         """Return by how many versions the oldest token of each group is behind."""
@@ -334,7 +337,7 @@ class GroupSampler:
             if oldest is None:
                 continue
             if group.policy not in newest:
-                newest[group.policy] = version if version is not None else self._registry.newest_version(*group.policy)
+                newest[group.policy] = version if version is not None else self._newest(*group.policy)
             now = newest[group.policy]
             lags[number] = 0 if now is None else now - oldest
         return lags
@@ -366,7 +369,7 @@ class GroupSampler:
         is_sent = False
         try:
             for request, indexes in group.rest():
-                call = await self._registry.open(request, streams=False)
+                call = await self._runtime.open(request, streams=False)
                 group.add(call, indexes)
                 self._group_of[call] = group
                 call.when_ended(self._on_end)
@@ -396,7 +399,7 @@ class GroupSampler:
             if group is None:
                 continue
             group.end(call)
-            self._registry.remove(call)
+            self._runtime.remove(call)
             if group.error is not None:
                 self._forget_calls(group)
                 self._fail(group)
@@ -409,7 +412,7 @@ class GroupSampler:
         """Abort the calls of a group."""
         for call in group.calls:
             del self._group_of[call]
-            self._registry.remove(call)
+            self._runtime.remove(call)
         group.forget_calls()
 
     def _fail(self, group: OpenGroup) -> None:

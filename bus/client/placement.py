@@ -81,7 +81,7 @@ class RequestPlacement:
         self.silent: Container[str] = frozenset()  # workers that get no requests
 
     def debug_state(self) -> dict[str, int]:
-        """Return counts; see `ClientRuntime.debug_state`."""
+        """Return counts; see `Runtime.debug_state`."""
         followers = sum(map(len, self._leaders.values())) + sum(len(followers) for _, followers in self._admitted)
         return {"placed": len(self._held), "followers": followers}
 

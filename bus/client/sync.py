@@ -24,7 +24,7 @@ from ...schemas.sampling import SamplingParams
 from ..protocol.fleet.presence import WaitLimit
 from . import client as with_asyncio
 from .batch import Batch, InexactGroups, Prompt, Requests, check_request
-from .client import Client, batch_of, registry_of
+from .client import Client, runtime_of
 from .fleet import Fleet
 from .generation import Generation, GroupStep
 from .groups import GroupSampler
@@ -353,7 +353,7 @@ class BlockingClient:
             if self._owner is None:
                 client = self._awaited
                 # Not `self`: this client must not be referenced by its thread.
-                owner = OwnerThread(client, lambda: registry_of(client).thread.is_current)
+                owner = OwnerThread(client, lambda: runtime_of(client).thread.is_current)
                 owner.start()
                 self._on_dropped = weakref.finalize(self, owner.request_stop)
                 # At exit, the owner threads are stopped and awaited.
@@ -434,7 +434,7 @@ class BlockingClient:
         """
         requests = _check_iterable("requests", requests)
         owner, source = self._connected, iter(requests)
-        batch, is_over = batch_of(self._awaited, max_in_flight=max_in_flight, times=times), False
+        batch, is_over = Batch(runtime_of(self._awaited), max_in_flight=max_in_flight, times=times), False
         try:
             while True:
                 if batch.has_room and not is_over:

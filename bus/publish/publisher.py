@@ -12,9 +12,8 @@ from typing import Any, Final, Self, TypeVar, Unpack
 from ...schemas.checks import check_int, check_name
 from ...schemas.control import LoadLora
 from ...schemas.errors import BusClosed, InvalidRequest
-from ..client.call_registry import CallRegistry
-from ..client.client import Client, connect, registry_of
-from ..client.runtime import ClientRuntime
+from ..client.client import Client, connect, runtime_of
+from ..client.runtime import Runtime
 from ..client.sync import BlockingClient
 from ..client.thread import LoopThread
 from ..nats.server import Server
@@ -104,7 +103,7 @@ class WeightPublisher:
         self._rank = check_int("rank", rank, 0, num_ranks - 1)
         self._exits: contextlib.ExitStack | contextlib.AsyncExitStack | None = None
         # Set while open.
-        self._thread: LoopThread[ClientRuntime] | None = None
+        self._thread: LoopThread[None] | None = None
         self._publisher: VersionPublisher
 
     def __repr__(self) -> str:
@@ -131,10 +130,10 @@ class WeightPublisher:
             if self._is_own:
                 await stack.enter_async_context(self._client)
             folder = None if self._folder is None else await asyncio.to_thread(read_checkpoint_folder, self._folder)
-            registry = registry_of(self._client)
-            publisher = self._make(registry, folder)
-            await registry.thread.run(publisher.open(self._base))
-            self._publisher, self._thread = publisher, registry.thread
+            runtime = runtime_of(self._client)
+            publisher = self._make(runtime, folder)
+            await runtime.thread.run(publisher.open(self._base))
+            self._publisher, self._thread = publisher, runtime.thread
             self._exits = stack.pop_all()
         return self
 
@@ -157,10 +156,10 @@ class WeightPublisher:
             if self._is_own:
                 stack.enter_context(BlockingClient(self._client))
             folder = None if self._folder is None else read_checkpoint_folder(self._folder)
-            registry = registry_of(self._client)
-            publisher = self._make(registry, folder)
-            _wait(registry.thread.submit(publisher.open(self._base)))
-            self._publisher, self._thread = publisher, registry.thread
+            runtime = runtime_of(self._client)
+            publisher = self._make(runtime, folder)
+            _wait(runtime.thread.submit(publisher.open(self._base)))
+            self._publisher, self._thread = publisher, runtime.thread
             self._exits = stack.pop_all()
         return self
 
@@ -241,15 +240,15 @@ class WeightPublisher:
             raise InvalidRequest(field="rank", problem=f"is {self._rank}", allowed="0: only rank 0 publishes adapters")
         return adapter_options(self._model, name, version, settings)
 
-    def _make(self, registry: CallRegistry, checkpoint: Checkpoint | None) -> VersionPublisher:
-        return VersionPublisher(registry, self._model, checkpoint, rank=self._rank, num_ranks=self._num_ranks)
+    def _make(self, runtime: Runtime, checkpoint: Checkpoint | None) -> VersionPublisher:
+        return VersionPublisher(runtime, self._model, checkpoint, rank=self._rank, num_ranks=self._num_ranks)
 
     def _check_not_entered(self) -> None:
         if self._thread is not None:
             raise BusClosed("this publisher is already open; enter it only once")
 
     @property
-    def _connected(self) -> LoopThread[ClientRuntime]:
+    def _connected(self) -> LoopThread[None]:
         if self._thread is None:
             raise BusClosed("this publisher is not open; use it inside `async with` or `with`")
         return self._thread

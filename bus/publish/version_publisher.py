@@ -25,7 +25,7 @@ from ...schemas.manifest import (
     decode_manifest,
 )
 from ...schemas.weights import WeightSource
-from ..client.call_registry import CallRegistry
+from ..client.runtime import Runtime
 from ..control.updates import Load
 from ..nats.connection import connected
 from ..objects.reader import open_reader
@@ -87,19 +87,19 @@ class VersionPublisher:
     """Publishes the versions of one model. Runs on the bus thread of a client.
 
     Args:
-        registry: call registry of the client.
+        runtime: runtime of the client.
         checkpoint: checkpoint with which training began. None: the first publication defines the tensors.
         rank: rank of this process among `num_ranks`. Rank 0 holds the lease, commits, and updates the fleet.
     """
 
     def __init__(
-        self, registry: CallRegistry, model: str, checkpoint: Checkpoint | None, *, rank: int, num_ranks: int
+        self, runtime: Runtime, model: str, checkpoint: Checkpoint | None, *, rank: int, num_ranks: int
     ) -> None:
-        config = registry.config
+        config = runtime.config
         self._server = config.server
         self._versions = VersionStore(config.server, config.subjects, model, publisher=config.client)
-        self._updates = registry.runtime.updates
-        self._watcher = registry.runtime.watcher
+        self._updates = runtime.updates
+        self._watcher = runtime.watcher
         self._model = model
         self._name = config.client
         self._kinds = None if checkpoint is None else checkpoint.kinds

@@ -217,7 +217,7 @@ class QueuePublisher:
         self._subjects = subjects
         self._client = client
         self._on_result = on_result
-        self._inbox = nats.new_inbox()
+        self._inbox = ""
         self._numbers = itertools.count()
         # Oldest first, by the number in their reply subject.
         self._unanswered: dict[int, _UnansweredPublish] = {}
@@ -246,6 +246,7 @@ class QueuePublisher:
         Raises:
             BusClosed: the connection is closed.
         """
+        self._inbox = self._nats.new_inbox()
         await subscribe(self._nats, f"{self._inbox}.*", self._receive_ack, max_pending_msgs=2 * MAX_UNANSWERED)
 
     async def run(self) -> None:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ... import bus
 from ...bus import GenerateRequest, Generation
-from ...bus.client.client import registry_of
+from ...bus.client.client import runtime_of
 from ...schemas.options import check_writable
 from ...schemas.presence import Capabilities, RoutedExpertsInfo
 from ...schemas.rows import Rows, expected_rows
@@ -399,12 +399,12 @@ class Tour:
             raise CommandFailed(f"worker {worker.worker} reports no process id")
         async with asyncio.TaskGroup() as tasks:
             answering = tasks.create_task(_complete(self.rb, requests), name="requests of the killed worker")
-            registry = registry_of(self.rb)
+            calls = runtime_of(self.rb).coordinator
             for _ in range(MAX_POLLS):
-                if registry.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
+                if calls.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
                     break
                 await asyncio.sleep(POLL_S)
-            received = registry.num_tokens
+            received = calls.num_tokens
             os.kill(worker.pid, signal.SIGKILL)
             started = time.monotonic()
             self._write(f"      kill -9 {worker.pid}: worker {worker.worker} is dead, after {received} tokens")

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from ... import bus
-from ...bus.client.client import registry_of
+from ...bus.client.client import runtime_of
 from ...bus.protocol.fleet.presence import list_names
 from ...bus.tracing import names
 from ...bus.tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
@@ -151,8 +151,8 @@ async def _wait_for_target(service: Service, request: Request, model: str, timeo
     refusal, bases = await _not_served(service, model)
     if (target := _announced(service, model)) is not None:
         return target
-    registry, seconds = registry_of(service.rb), min(service.settings.max_wait_s, timeout_s)
-    watcher = registry.runtime.watcher
+    runtime, seconds = runtime_of(service.rb), min(service.settings.max_wait_s, timeout_s)
+    watcher = runtime.watcher
     if watcher.snapshot.awaited.isdisjoint(bases):
         raise refusal
     service.is_for(request, bases)
@@ -162,7 +162,7 @@ async def _wait_for_target(service: Service, request: Request, model: str, timeo
         return not fleet.serving.isdisjoint(bases) or fleet.awaited.isdisjoint(bases)
 
     begun = time.monotonic()
-    if not await registry.thread.run(watcher.wait_until(has_ended, seconds)):
+    if not await runtime.thread.run(watcher.wait_until(has_ended, seconds)):
         others = without_paths("".join(watcher.snapshot.describe_others(base) for base in bases))
         message = f"no worker has served model {model!r} for {seconds:g} s{others}"
         status, code = (503, ErrorCode.NO_WORKERS) if seconds < timeout_s else (504, ErrorCode.TIMEOUT)
@@ -197,7 +197,7 @@ async def _not_served(service: Service, model: str) -> tuple[HttpError, Sequence
 
     Wait up to a second for a recorded adapter.
     """
-    fleet, snapshot = service.rb.fleet, registry_of(service.rb).runtime.watcher.snapshot
+    fleet, snapshot = service.rb.fleet, runtime_of(service.rb).watcher.snapshot
     others = without_paths(snapshot.describe_others(model))
     if any(worker.model == model for worker in fleet.workers):
         return HttpError(503, f"model {model!r} is starting{others}", code=ErrorCode.NO_WORKERS), (model,)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
-from ...bus.client.client import registry_of
+from ...bus.client.client import runtime_of
 from ...bus.protocol.fleet.presence import WaitLimit
 from ...bus.tracing.spans import Tracer
 from ...schemas.errors import RequestTimeout
@@ -253,7 +253,7 @@ class Service:
 
     def __post_init__(self) -> None:
         """Create the metrics, the turns and the live view."""
-        self.tracer = registry_of(self.rb).tracer
+        self.tracer = runtime_of(self.rb).tracer
         self.metrics = Metrics(self.rb)
         self.turns = Turns(lambda: self.rb.fleet.workers, self.settings.max_in_flight, self.metrics)
         self.live = LiveFleet(self.rb)

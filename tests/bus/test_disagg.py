@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rollbus
+from rollbus.bus.client.client import runtime_of
 from rollbus.bus.protocol.attempt import machine
 from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.schemas.errors import NoWorkers
@@ -226,7 +227,7 @@ async def test_a_prefill_worker_without_the_weights_or_adapter_is_skipped(nats_u
         newer = await both.rb.complete(long("newer", min_weight_version=3))
         assert both.fallbacks() == {PrefillFallback.UNSUITABLE: 1}
         # As many tokens as fit into a message beside the other fields of the request.
-        max_payload = both.rb._registry.runtime.nats.max_payload
+        max_payload = runtime_of(both.rb).nats.max_payload
         num_tokens = (max_payload - 900) // 4
         prompt = np.zeros(num_tokens, np.int32)
         largest = await both.rb.complete(long("largest", prompt_token_ids=prompt, return_routed_experts=False))

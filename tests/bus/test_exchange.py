@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from rollbus import GenerateRequest, RequestFailed, SamplingParams
-from rollbus.bus.client.client import registry_of
+from rollbus.bus.client.client import runtime_of
 from rollbus.bus.client.links import ClientLinks
 from rollbus.bus.nats.connection import publish
 from rollbus.schemas.decoding import WIRE_VERSION
@@ -43,15 +43,15 @@ async def test_a_request_is_published_offered_acknowledged_and_finished(nats_url
 async def test_the_tokens_of_open_calls_are_counted_as_they_come(nats_url: str, fleet: str) -> None:
     """Tokens count before their request ends, and until the caller has left its call."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        registry = registry_of(rb)
+        calls = runtime_of(rb).coordinator
         completing = tasks.create_task(rb.complete(request()))
         key = await worker.next_key()
         await worker.frame(0, chunk(key, 0, 7, 8), admitted=(key,))
-        await until_true(lambda: registry.num_tokens == 2)
+        await until_true(lambda: calls.num_tokens == 2)
         assert not completing.done()
         await worker.frame(1, chunk(key, 1, 9, total=3))
         await completing
-        await until_true(lambda: registry.num_tokens == 0)
+        await until_true(lambda: calls.num_tokens == 0)
 
 
 async def test_requests_of_an_old_incarnation_of_a_worker_are_lost(nats_url: str, fleet: str) -> None:

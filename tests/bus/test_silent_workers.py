@@ -9,6 +9,7 @@ import pytest
 
 import rollbus
 from rollbus.bus.client import presence as silence_checks
+from rollbus.bus.client.client import runtime_of
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.attempt import suspects
 from rollbus.schemas.control import Pause, Resume
@@ -102,7 +103,7 @@ async def test_offers_without_tokens_are_no_sign_of_life(nats_url: str, fleet: s
         key = await hand.next_key()
         await hand.frame(0, admitted=(key,))
         await hand.acked(1)
-        (child,) = rb._registry.runtime.coordinator.open_children(lambda _: True)
+        (child,) = runtime_of(rb).coordinator.open_children(lambda _: True)
         child.may_wait = True
         await hand.presences.get()
         for _ in range(hand.presences.qsize() + 3):  # three seconds
@@ -132,14 +133,14 @@ async def test_a_request_goes_directly_only_to_a_worker_that_can_run_it(nats_url
 async def test_models_that_a_worker_had_are_forgotten(nats_url: str, fleet: str) -> None:
     """A worker that does not serve and changes its model often leaves nothing in the client's memory."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
-        checks = rb._registry.runtime.silence
+        checks = runtime_of(rb).silence
 
         async def read(model: str) -> None:
             checks._watcher.table.update(presence(model=model, state=WorkerState.PAUSED), time.monotonic())
             await checks._suspended({"w"})
 
         for model in ("a", "b"):
-            await rb._registry.thread.run(read(model))
+            await runtime_of(rb).thread.run(read(model))
         assert set(checks._states) == {"b"}
 
 
@@ -186,20 +187,20 @@ async def test_a_worker_that_serves_in_between_gets_no_further_time_for_a_transf
     transfer = OpenTransfer(id="t", by="trainer", age_s=1.0, left_s=599.0, chunks=1)
     busy = presence(model=MODEL, state=WorkerState.UPDATING, transfer=transfer)
     async with rollbus.connect(nats_url, fleet=fleet) as rb, worker_by_hand(nats_url, fleet) as hand:
-        checks = rb._registry.runtime.silence
+        checks = runtime_of(rb).silence
 
         async def is_excused(one: WorkerPresence) -> bool:
             checks._watcher.table.update(one, time.monotonic())
             return one.worker in await checks._suspended({one.worker})
 
-        assert await rb._registry.thread.run(is_excused(busy))
-        assert not await rb._registry.thread.run(is_excused(presence(model=MODEL)))
+        assert await runtime_of(rb).thread.run(is_excused(busy))
+        assert not await runtime_of(rb).thread.run(is_excused(presence(model=MODEL)))
         [(_, since)] = checks._behind_since.values()
         monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", time.monotonic() - since)
-        assert not await rb._registry.thread.run(is_excused(busy))
+        assert not await runtime_of(rb).thread.run(is_excused(busy))
 
         monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", SOON_S)
         monkeypatch.setattr(silence_checks, "READ_S", 0.0)
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
-        assert await rb._registry.thread.run(is_excused(busy))
+        assert await runtime_of(rb).thread.run(is_excused(busy))
         assert next(iter(checks._behind_since.values()))[1] > since

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.bus.client import runtime
+from rollbus.bus.client.client import runtime_of
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, make_requests
 from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_of, role_worker, shaped, until_paired
@@ -56,7 +57,7 @@ async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     """Wait until the client knows that this worker has these requests, or any request if none is given."""
 
     def found() -> set[str]:
-        live = list(rb._registry.runtime.coordinator._calls.values())
+        live = list(runtime_of(rb).coordinator._calls.values())
         return {call.request_id for call in live for child in call.children if child.worker == worker}
 
     await until_true(lambda: (have := found()) and have.issuperset(request_ids))

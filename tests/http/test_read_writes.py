@@ -10,7 +10,7 @@ from unittest import mock
 import httpx
 
 import rollbus
-from rollbus.bus.client.client import registry_of
+from rollbus.bus.client.client import runtime_of
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.fleet.presence import LostWorker, Survivor
 from rollbus.bus.subjects import Subjects
@@ -32,7 +32,7 @@ NEVER_S = 3600.0
 @contextlib.contextmanager
 def late_presence(client: rollbus.Client, late_s: float = LATE_S) -> Iterator[None]:
     """Deliver all presence to this client late, in order."""
-    watcher = registry_of(client).runtime.watcher
+    watcher = runtime_of(client).watcher
     update = watcher.table.update
 
     def deliver(presence: WorkerPresence) -> None:

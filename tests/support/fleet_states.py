@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import rollbus
 from rollbus import FleetState
-from rollbus.bus.client.client import registry_of
+from rollbus.bus.client.client import runtime_of
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.worker import Worker
 from tests.support.waits import until_true
@@ -58,7 +58,7 @@ async def until_known(rb: rollbus.Client, *workers: Worker) -> None:
 
 def client_state(rb: rollbus.Client) -> dict[str, int]:
     """Return the counts of what a connected client holds."""
-    return registry_of(rb).runtime.debug_state()
+    return runtime_of(rb).debug_state()
 
 
 def is_placing(rb: rollbus.Client) -> bool:

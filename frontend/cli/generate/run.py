@@ -25,7 +25,7 @@ from rich.text import Text
 
 from .... import bus
 from ....bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
-from ....bus.client.client import registry_of
+from ....bus.client.client import runtime_of
 from ....schemas.decoding import nearest
 from ....schemas.errors import ErrorCode
 from ....schemas.presence import WorkerPresence, WorkerState
@@ -326,11 +326,11 @@ class GenerateRun:
         started = time.monotonic()
         times = bus.BatchTimes()
         # The bar may ask them after the client was closed.
-        registry, fleet = registry_of(rb), rb.fleet
+        calls, fleet = runtime_of(rb).coordinator, rb.fleet
         self.bar.start_count(
             self.summary.num_prompts,
             len(self.results.finished),
-            open_tokens=lambda: registry.num_tokens,
+            open_tokens=lambda: calls.num_tokens,
             reason=lambda: wait_reason(fleet.workers),
         )
         try:
