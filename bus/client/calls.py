@@ -7,16 +7,18 @@ the result first and the chunks second therefore misses none.
 
 import asyncio
 import contextlib
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Final
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import force_setattr
 
 from ...schemas.chunk import Chunk
-from ...schemas.errors import ErrorCode, RequestError
+from ...schemas.errors import RequestError
 from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.messages import encode
 from ...schemas.request import GenerateRequest, expand_children
@@ -25,7 +27,6 @@ from ..protocol.attempt.events import Instruction
 from ..protocol.attempt.machine import AttemptMachine
 from ..protocol.fleet.presence import WaitLimit
 from ..protocol.stream.chunk_writer import chunk_bytes
-from ..protocol.stream.response_stream import ResponseStream
 from ..tracing import names
 from ..tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
 from .generation import ChildResult, Generation, SampleOrigin, join_samples
@@ -50,19 +51,23 @@ def traced(tracer: Tracer, request: GenerateRequest) -> "tuple[GenerateRequest, 
     return sent, CallSpans(tracer, request, context, parent) if context.is_sampled else None
 
 
-@dataclass(slots=True)
-class _ResumeSpan:
-    context: SpanContext
-    began_at: float
-    attributes: dict[str, Attribute]
-    links: Sequence[SpanContext]
+class _Admission(NamedTuple):
+    """A worker's offer to run the current attempt of a sample, some seconds after its publication."""
+
+    attempt: int
+    at: float
+    waited_s: float
+    worker: str
+    lane: str | None
+    """Lane of the queue. None: the client had placed the request."""
 
 
 class CallSpans:
     """The spans of one sampled call: the call, its waits in the queue, and its resumes. Used on the bus thread.
 
-    The client records times and names during the call and exports the spans at its end. Attempts pass the context of
-    the call to their workers. Attempts that follow a lost attempt pass the context of their resume.
+    The client exports them at the end of the call. It makes them from the response streams, which have the lost
+    attempts, and from the admissions and contexts that are recorded here. Attempts pass the context of the call to
+    their workers. Attempts that follow a lost attempt pass the context of their resume.
 
     Args:
         parent: span that surrounds the call. None: the call begins a trace.
@@ -79,16 +84,13 @@ class CallSpans:
         self._began_at = time.monotonic()
         self._first_at: float | None = None
         self._versions: dict[int, None] = {}
-        self._spans: list[Span] = []
-        # By child: the resume in progress, the span of the latest attempt, and the worker of that attempt.
-        self._resumes: dict[int, _ResumeSpan] = {}
-        self._latest: dict[int, SpanContext] = {}
-        self._workers: dict[int, str] = {}
+        # By child, in the order of time. A lost attempt that no other one follows has no resume.
+        self._admissions: defaultdict[int, list[_Admission]] = defaultdict(list)
+        self._resumes: defaultdict[int, list[SpanContext]] = defaultdict(list)
 
     def context_of(self, child: int) -> SpanContext | None:
         """Return the trace context of the next attempt of `child`. None: the context of the first attempt."""
-        resume = self._resumes.get(child)
-        return None if resume is None else resume.context
+        return self._resumes[child][-1] if child in self._resumes else None
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Record chunks that were received for the caller."""
@@ -101,72 +103,56 @@ class CallSpans:
 
     def note(self, child: AttemptMachine, instruction: Instruction) -> None:
         """Record an instruction of a child."""
+        stream = child.stream
         match instruction:
-            case on.RecordAdmission(waited_s):
-                self._add_wait(child, waited_s)
+            case on.RecordAdmission(waited_s) if len(admitted := self._admissions[stream.child]) < MAX_SPANS:
+                lane = None if child.is_placed else str(child.lane)
+                admitted.append(_Admission(stream.attempt, child.since, waited_s, child.worker or "", lane))
             case on.CountLoss(is_retried=True):
-                self._begin_resume(child)
-            case on.Complete():
-                self._end_resume(child.stream.child, child.since)
+                self._resumes[stream.child].append(self._context.child())
 
-    def _add_wait(self, child: AttemptMachine, waited_s: float) -> None:
-        """Record that a worker admitted the current attempt, `waited_s` seconds after its publication."""
-        index, worker = child.stream.child, child.worker or ""
-        parent = self.context_of(index) or self._context
-        self._latest[index] = context = parent.child()
-        self._workers[index] = worker
-        attributes = self._attributes(child) | {
-            names.MESSAGING_SYSTEM: "nats",
-            names.MESSAGING_OPERATION: "send",
-            names.WORKER: worker,
-        }
-        if not child.is_placed:
-            attributes[names.LANE] = str(child.lane)
-        name, times = f"queue {self._request.model or ''}".rstrip(), (child.since - waited_s, child.since)
-        self._add(self._span(name, *times, kind="producer", context=context, parent=parent, attributes=attributes))
+    def _of_child(self, child: AttemptMachine) -> Iterator[Span]:
+        """Yield the waits and the resumes of an ended child."""
+        index, lost = child.stream.child, child.stream.lost
+        resumes, admitted = self._resumes[index], deque(self._admissions[index])
+        parent: SpanContext = self._context
+        latest: SpanContext | None = None
+        ends = [*(each.at for each in lost[1:]), child.since]
+        for number, until in enumerate([*(each.attempt for each in lost[: len(resumes)]), math.inf]):
+            while admitted and admitted[0].attempt <= until:
+                attempt, at, waited_s, worker, lane = admitted.popleft()
+                attributes = self._attributes(index, attempt)
+                attributes |= {names.MESSAGING_SYSTEM: "nats", names.MESSAGING_OPERATION: "send", names.WORKER: worker}
+                attributes |= {} if lane is None else {names.LANE: lane}
+                latest, name = parent.child(), f"queue {self._request.model or ''}".rstrip()
+                fields = {"context": latest, "parent": parent, "attributes": attributes}
+                yield self._span(name, at - waited_s, at, kind="producer", **fields)
+            if number < len(resumes):
+                one, links = lost[number], () if latest is None else (latest,)
+                attributes = self._attributes(index, one.attempt + 1) | {names.ERROR_TYPE: one.reason}
+                attributes |= {names.LOST_WORKER: one.worker} if one.worker else {}
+                parent = latest = resumes[number]
+                fields = {"context": parent, "parent": self._context, "attributes": attributes, "links": links}
+                yield self._span("resume", one.at, ends[number], kind="internal", **fields)
 
-    def _begin_resume(self, child: AttemptMachine) -> None:
-        """Record that the previous attempt was lost and that another attempt follows."""
-        index, error = child.stream.child, child.last_error
-        self._end_resume(index, child.since)
-        attributes = self._attributes(child)
-        attributes[names.ERROR_TYPE] = ErrorCode.WORKER_LOST if error is None else error.code
-        if (worker := self._workers.pop(index, None)) is not None:
-            attributes[names.LOST_WORKER] = worker
-        latest, context = self._latest.get(index), self._context.child()
-        self._resumes[index] = _ResumeSpan(context, child.since, attributes, () if latest is None else (latest,))
-        self._latest[index] = context
-
-    def _end_resume(self, index: int, now: float) -> None:
-        """End the resume in progress, if there is one."""
-        resume = self._resumes.pop(index, None)
-        if resume is not None:
-            fields = {"context": resume.context, "attributes": resume.attributes, "links": resume.links}
-            self._add(self._span("resume", resume.began_at, now, kind="internal", parent=self._context, **fields))
+    def _attributes(self, index: int, attempt: int) -> dict[str, Attribute]:
+        return {names.REQUEST_ID: self._request.request_id, names.CHILD: index, names.ATTEMPT: attempt}
 
     def _span(self, name: str, start: float, end: float, **fields: Any) -> Span:
         """Return a span. `start` and `end` are times of `time.monotonic()`."""
         return Span(name=name, start_ns=self._clock.unix_ns(start), end_ns=self._clock.unix_ns(end), **fields)
 
-    def _add(self, span: Span) -> None:
-        if len(self._spans) < MAX_SPANS:
-            self._spans.append(span)
-
-    def ended(
-        self, model: str, children: Sequence[tuple[ResponseStream, Sequence[str]]], streams: bool, error: str | None
-    ) -> None:
+    def ended(self, model: str, children: Sequence[AttemptMachine], streams: bool, error: str | None) -> None:
         """End the call: create and export all its spans.
 
         Args:
-            children: response stream and workers of each sample.
+            children: the samples, which have ended.
             streams: True if the caller reads single chunks.
             error: error code of the call. None if it succeeded.
         """
-        now = time.monotonic()
-        for child in list(self._resumes):
-            self._end_resume(child, now)
         request, sampling = self._request, self._request.sampling
-        ends = [stream.end for stream, _ in children if stream.end is not None]
+        streamed = [child.stream for child in children]
+        ends = [stream.end for stream in streamed if stream.end is not None]
         attributes: dict[str, Attribute | None] = {
             names.OPERATION: OPERATION,
             names.PROVIDER: "rollbus",
@@ -181,26 +167,19 @@ class CallSpans:
             names.TOP_K: sampling.top_k if sampling.top_k > 0 else None,
             names.STREAM: streams,
             names.INPUT_TOKENS: request.prompt_len,
-            names.OUTPUT_TOKENS: sum(stream.num_tokens for stream, _ in children),
+            names.OUTPUT_TOKENS: sum(stream.num_tokens for stream in streamed),
             names.CACHED_TOKENS: ends[0].cached_tokens if ends else None,
             names.FINISH_REASONS: [str(end.finish_reason) for end in ends] or None,
             names.TIME_TO_FIRST_CHUNK: None if self._first_at is None else self._first_at - self._began_at,
-            names.ATTEMPTS: max((stream.num_attempts for stream, _ in children), default=0),
-            names.WORKERS: sorted({worker for _, workers in children for worker in workers}),
+            names.ATTEMPTS: max((stream.num_attempts for stream in streamed), default=0),
+            names.WORKERS: sorted({worker for child in children for worker in child.workers}),
             names.WEIGHT_VERSIONS: list(self._versions) or None,
             names.ERROR_TYPE: error,
         }
         given = {name: value for name, value in attributes.items() if value is not None}
         fields = {"kind": "client", "context": self._context, "parent": self._parent, "error": error}
-        call = self._span(f"{OPERATION} {model}", self._began_at, now, attributes=given, **fields)
-        self._tracer.export([call, *self._spans])
-
-    def _attributes(self, child: AttemptMachine) -> dict[str, Attribute]:
-        return {
-            names.REQUEST_ID: self._request.request_id,
-            names.CHILD: child.stream.child,
-            names.ATTEMPT: child.stream.attempt,
-        }
+        call = self._span(f"{OPERATION} {model}", self._began_at, time.monotonic(), attributes=given, **fields)
+        self._tracer.export([call, *islice(chain.from_iterable(map(self._of_child, children)), MAX_SPANS)])
 
 
 @dataclass(slots=True)

@@ -82,8 +82,7 @@ class OpenCall:
         if self.timer is not None:
             self.timer.cancel()
         if (spans := self.call.spans) is not None:
-            children = [(child.stream, child.workers) for child in self.children]
-            spans.ended(self.model, children, self.call.streams, None if error is None else error.code)
+            spans.ended(self.model, self.children, self.call.streams, None if error is None else error.code)
         self.call.finish(CallResult([child.result() for child in self.children], error))
 
     def clear(self) -> None:
