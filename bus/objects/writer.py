@@ -12,9 +12,11 @@ import logging
 import os
 import stat
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.nuid import NUID
 
-from ...schemas.errors import BusBroken, ControlCode, ControlError, LocalProtocolError, RollbusError
+from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import put, storage_errors
 from ..protocol.fleet.authority import check_unlimited
@@ -244,14 +246,29 @@ async def _parts_of_file(path: Path, part_bytes: int, sha: "hashlib._Hash") -> A
     # One thread reads and closes the file in that order, even if the wait for the thread was cancelled.
     disk = ThreadPoolExecutor(1, thread_name_prefix="objects")
     run = asyncio.get_running_loop().run_in_executor
-    file = _OldFile(path, part_bytes, sha)
+    windows = _read_windows(path, part_bytes, sha)
     try:
-        await run(disk, file.open)
-        while parts := await run(disk, file.read):
+        while parts := await run(disk, next, windows, None):
             yield parts
     finally:
-        await run(disk, file.close)
+        await run(disk, windows.close)
         disk.shutdown(wait=False)
+
+
+def _read_windows(path: Path, part_bytes: int, sha: "hashlib._Hash") -> Generator[list[bytes], None, None]:
+    """Yield the chunks of a file, one window at a time, and hash them. This blocks."""
+    # Without O_NONBLOCK, opening a pipe could block forever.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ControlError(ControlCode.BAD_SOURCE, f"{path} is no regular file")
+        chunks = iter(partial(os.read, fd, part_bytes), b"")
+        while parts := list(islice(chunks, max(1, WINDOW_BYTES // part_bytes))):
+            for part in parts:
+                sha.update(part)
+            yield parts
+    finally:
+        os.close(fd)
 
 
 async def _parts_of_pieces(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
@@ -289,39 +306,6 @@ async def each_piece(pieces: Pieces) -> AsyncGenerator[Bytes, None]:
     finally:
         if isinstance(pieces, AsyncGenerator):
             await pieces.aclose()
-
-
-class _OldFile:
-    """A file that is read and hashed. Its methods block."""
-
-    def __init__(self, path: Path, part_bytes: int, sha: "hashlib._Hash") -> None:
-        self._path = path
-        self._part_bytes = part_bytes
-        self._fd: int | None = None
-        self._sha = sha
-
-    def open(self) -> None:
-        """Open the file. Reject a pipe, because a read from it could block forever."""
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise ControlError(ControlCode.BAD_SOURCE, f"{self._path} is no regular file")
-
-    def read(self) -> list[bytes]:
-        """Return the chunks of one window; an empty list at the end of the file."""
-        if self._fd is None:
-            raise LocalProtocolError(f"{self._path} is read before it is open")
-        parts = []
-        for _ in range(max(1, WINDOW_BYTES // self._part_bytes)):
-            part = os.read(self._fd, self._part_bytes)
-            if not part:
-                break
-            self._sha.update(part)
-            parts.append(part)
-        return parts
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
 
 
 async def put_folder(
