@@ -108,14 +108,17 @@ class Revisions:
         self._known: dict[str, _ReadRevisions] = {}
         """By subject, one entry for each model."""
         self.refused = 0
-        """Number of invalid revisions."""
+        """Number of stored states that were ignored because no authorized author signed them."""
 
     def debug_state(self) -> dict[str, int]:
         """Return counts of what is remembered, for tests. The names are not stable."""
         return {"models": len(self._known), "refused": self.refused}
 
     def subject(self, model: str) -> str:
-        """Return the subject of the desired state of `model`."""
+        """Return the subject of writes to the desired state of `model`.
+
+        A message there is only a hint to read the state again, because the server also delivers writes that it rejects.
+        """
         return f"$KV.{BUCKET}.{self._subjects.fleet}.{encode_token(model)}"
 
     async def find(self, model: str) -> Found:
@@ -167,8 +170,11 @@ class Revisions:
         """Return the states in the history, oldest first, for display only: authors of revisions are not checked."""
         return tuple([state async for state, _ in self._walk(model)])
 
-    async def signed_history(self, model: str, after: int) -> tuple[StoredState, ...]:
-        """Return the states in the history after a sequence number, oldest first, without those of invalid authors."""
+    async def signed_history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
+        """Return the states in the history after a sequence number, oldest first.
+
+        In a fleet with users, states of invalid authors are left out.
+        """
         found, subject = [], self.subject(model)
         async for state, revision in self._walk(model, after + 1):
             if self._signatures.are_demanded:

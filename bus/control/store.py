@@ -10,7 +10,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection
-from datetime import datetime
 from typing import Final
 
 from msgspec.structs import replace
@@ -34,7 +33,7 @@ from ..nats.jetstream import (
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_unlimited
 from ..subjects import BUCKET, Subjects, decode_token
-from .revisions import HISTORY, STREAM, Found, Revisions, StoredState
+from .revisions import HISTORY, STREAM, Found, Revisions
 
 logger = logging.getLogger(__name__)
 
@@ -51,31 +50,17 @@ SINGLE_S: Final = 30.0
 _SUBJECTS: Final = f"$KV.{BUCKET}"
 
 
-class DesiredStore:
-    """The desired states of one fleet.
+class DesiredStore(Revisions):
+    """The desired states of one fleet: reads them, and records commands.
 
     Every method that reads or writes raises `BusBroken` if JetStream is missing, does not answer or refuses. A write
     waits up to `ELECTION_S` for an answer. If it then raises `Unanswered`, the state may have been stored.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects) -> None:
-        self._nats = nats
-        self._subjects = subjects
-        self._revisions = Revisions(nats, subjects)
+        super().__init__(nats, subjects)
         self._single_until = -math.inf
         self._rejected = RejectionCount()
-
-    def subject(self, model: str) -> str:
-        """Return the subject of writes to the desired state of `model`.
-
-        A message there is only a hint to read the state again, because the server also delivers writes that it rejects.
-        """
-        return self._revisions.subject(model)
-
-    @property
-    def refused(self) -> int:
-        """Number of stored states that were ignored because no authorized author signed them."""
-        return self._revisions.refused
 
     async def read(self, model: str) -> DesiredState | None:
         """Return the desired state of `model`, or None if nothing was ever recorded. A deleted state is empty.
@@ -85,7 +70,7 @@ class DesiredStore:
         Raises:
             RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
         """
-        return self._usable(model, await self._revisions.find(model)).state
+        return self._usable(model, await self.find(model)).state
 
     async def is_valid(self, model: str) -> bool:
         """Return True if the stored state of `model` can be decoded and, in a fleet with users, is signed."""
@@ -102,21 +87,6 @@ class DesiredStore:
         """
         return await self.change(model, lambda state: state)
 
-    async def recorded_at(self, model: str, epoch: int) -> datetime | None:
-        """Return when the command of `epoch` was recorded; None if the bucket's history does not reach back to it."""
-        return await self._revisions.recorded_at(model, epoch)
-
-    async def history(self, model: str) -> tuple[DesiredState, ...]:
-        """Return the states of `model` that the bucket still has, oldest first. Their authors are not checked."""
-        return await self._revisions.history(model)
-
-    async def signed_history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
-        """Return the states of `model` after a sequence number that the bucket still has, oldest first.
-
-        In a fleet with users, states of invalid authors are left out.
-        """
-        return await self._revisions.signed_history(model, after)
-
     async def confirmed_s(self) -> float:
         """Return the seconds since a majority of the servers confirmed the answering server as the bucket's leader.
 
@@ -125,7 +95,7 @@ class DesiredStore:
         """
         if time.monotonic() < self._single_until:
             return 0.0
-        info = await self._revisions.bucket_info()
+        info = await self.bucket_info()
         if info is None:
             return 0.0
         others = (info.get("cluster") or {}).get("replicas") or ()
@@ -174,7 +144,7 @@ class DesiredStore:
         unanswered: list[tuple[DesiredState, DesiredState]] = []
         for _ in range(MAX_TRIES):
             try:
-                found = self._usable(model, await self._revisions.find(model))
+                found = self._usable(model, await self.find(model))
                 before = _named(found.state or await self._first(model, found))
                 for written, over in unanswered:
                     if desired.contains(before, written, over):
@@ -197,7 +167,7 @@ class DesiredStore:
         Raises:
             Unanswered: the state may have been stored. This method does not wait for an election.
         """
-        found = await self._revisions.find(model)
+        found = await self.find(model)
         if not found.sequence:
             # If another writer is first, the model is known too.
             await self._write(model, _named(await self._first(model, found)), found)
@@ -215,7 +185,7 @@ class DesiredStore:
         """
         sequence = found.sequence
         if not sequence and self._nats.signatures.are_demanded:
-            info = await self._revisions.bucket_info()
+            info = await self.bucket_info()
             sequence = 0 if info is None else info["state"]["last_seq"]
         return DesiredState(model=model, epoch=sequence)
 
@@ -227,7 +197,7 @@ class DesiredStore:
         retries, is_sent = Retries(), False
         for _ in range(MAX_TRIES):
             try:
-                found = await self._revisions.find(model)
+                found = await self.find(model)
                 before = found.state or DesiredState(model=model, epoch=found.sequence)
                 if found.problem is not None:
                     logger.warning("desired.decode_failed model=%s error=%s", model, found.problem)
@@ -252,7 +222,7 @@ class DesiredStore:
         """
         check_unlimited(self._nats.signatures.own)
         for _ in range(MAX_TRIES):
-            found = self._usable(model, await self._revisions.newest(model))
+            found = self._usable(model, await self.newest(model))
             if found.state is None or await self._write(model, found.state, found):
                 return found.state
         raise _contended(model)
@@ -341,7 +311,7 @@ class DesiredStore:
                 # The bucket existed a moment ago: it was deleted, or it has no leader.
                 raise Unanswered(f"no server stores the desired state of {model!r}") from error
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
-        self._revisions.remember(model, over, stored, data, signed)
+        self.remember(model, over, stored, data, signed)
         return True
 
     async def ensure_bucket(self) -> None:
