@@ -8,6 +8,7 @@ import logging
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from nats.aio.client import Client
 
 from ...schemas.errors import ControlCode, ControlError
@@ -194,6 +195,12 @@ async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:
         listed += found
         if not found or len(listed) >= answer.get("total", 0):
             return listed
+
+
+def describe_object(nats: Connection, info: ObjectInfo) -> tuple[str, bytes, dict[str, str]]:
+    """Return subject, content and headers of the message that describes an object, signed if this program signs."""
+    subject, data = info_subject(info.bucket, info.name), msgspec.json.encode(info)
+    return subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)}
 
 
 class FoundObject(NamedTuple):

@@ -30,7 +30,15 @@ from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import put, storage_errors
 from ..protocol.fleet.authority import check_unlimited
-from .catalog import BUCKET_BYTES, bucket_state, delete_objects, ensure_bucket, list_objects, list_prefix
+from .catalog import (
+    BUCKET_BYTES,
+    bucket_state,
+    delete_objects,
+    describe_object,
+    ensure_bucket,
+    list_objects,
+    list_prefix,
+)
 from .layout import (
     FOLDER_DIGEST,
     MAX_FILES,
@@ -38,7 +46,6 @@ from .layout import (
     ObjectOptions,
     check_path,
     encode_digest,
-    info_subject,
     parts_subject,
     split_objects,
 )
@@ -157,8 +164,7 @@ async def store_descriptions(nats: Connection, sender: Sender, infos: Iterable[O
         BusBroken: the connection or JetStream failed; some descriptions may be stored.
     """
     for info in infos:
-        subject, data = info_subject(info.bucket, info.name), msgspec.json.encode(info)
-        await sender.send(subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+        await sender.send(*describe_object(nats, info))
     await sender.finish()
 
 
@@ -186,12 +192,10 @@ async def sign_folder(nats: Connection, objects: str) -> int:
         BusBroken: JetStream does not answer; some objects may be signed.
     """
     check_unlimited(nats.signatures.own)
-    bucket, _ = split_objects(objects)
     infos = describe_folder(objects, await list_prefix(nats, objects, is_signed=False))
     for info in infos:
-        subject, data = info_subject(bucket, info.name), msgspec.json.encode(info)
         with storage_errors(f"objects:{objects} cannot be signed"):
-            await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+            await put(nats, *describe_object(nats, info))
     return len(infos)
 
 

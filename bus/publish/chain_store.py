@@ -27,7 +27,7 @@ from ...schemas.manifest import (
 )
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_STREAM, TRY_S, WRONG_LAST_SEQUENCE, ApiError, Unanswered, put, storage_errors
-from ..objects.catalog import BucketState, bucket_state, find_object, list_subjects
+from ..objects.catalog import BucketState, bucket_state, describe_object, find_object, list_subjects
 from ..objects.layout import ObjectInfo, ObjectOptions, info_subject, stream_of
 from ..protocol.weights.chain import SIGN_S, SILENT_S, Silence
 from ..subjects import published_bucket
@@ -103,12 +103,10 @@ class ChainKey:
         info = ObjectInfo(
             name=CHAIN_OBJECT, bucket=self.bucket, nuid="chain", metadata={CHAIN: msgspec.json.encode(record).decode()}
         )
-        subject, data = info_subject(self.bucket, CHAIN_OBJECT), msgspec.json.encode(info)
-        headers = {
-            "Nats-Rollup": "sub",
+        subject, data, headers = describe_object(self._nats, info)
+        headers |= {
             "Nats-Expected-Stream": stream_of(self.bucket),
             "Nats-Expected-Last-Subject-Sequence": str(sequence),
-            **self._nats.signatures.headers(subject, data),
         }
         try:
             return await put(self._nats, subject, data, headers, timeout_s=TRY_S)
@@ -178,8 +176,7 @@ async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -
         BusBroken: JetStream does not answer.
     """
     info = ObjectInfo(name=name, bucket=bucket, nuid="failed", metadata={REASON: reason[:MAX_REASON_CHARS]})
-    subject, data = info_subject(bucket, name), msgspec.json.encode(info)
-    await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+    await put(nats, *describe_object(nats, info))
 
 
 async def find_failure(nats: Connection, bucket: str, name: str) -> str | None:
@@ -219,11 +216,10 @@ async def sending_signs(nats: Connection, bucket: str, prefix: str, rank: int) -
     """Send signs of life of a rank to rank 0 during the block."""
     name = _sign(prefix, rank)
     info = ObjectInfo(name=name, bucket=bucket, nuid="alive")
-    subject, data = info_subject(bucket, name), msgspec.json.encode(info)
 
     async def give() -> None:
         try:
-            await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
+            await put(nats, *describe_object(nats, info))
         except (RollbusError, ApiError) as error:
             logger.warning("publication.sign_publish_failed prefix=%s rank=%s error=%s", prefix, rank, error)
 
