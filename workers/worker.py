@@ -45,11 +45,11 @@ from ..schemas.presence import LoraInfo, WorkerCounters, WorkerPresence, WorkerS
 from ..schemas.telemetry import RequestTimeline
 from .config import WorkerConfig
 from .control.acks import AckPublisher
-from .control.commands import CommandHandler, OneOffCommands, TelemetryReads
+from .control.commands import CommandHandler
 from .control.content import StartPeers
 from .control.desired import DesiredReader
 from .control.loras import Loras
-from .control.reconciler import PendingSources, Reconciler
+from .control.reconciler import Reconciler
 from .control.registers import Registers
 from .control.staging import Stager, StagerStats
 from .control.transfer import Transfer
@@ -495,12 +495,10 @@ def make_control(
     lifecycle.knows_target = lambda: reader.is_fresh
     stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
     reconciler = Reconciler(
-        reader, PendingSources(registers, stager), lifecycle, in_flight, publisher, config.engine_timeout_s
+        reader, registers, stager, lifecycle, in_flight, publisher, engine_timeout_s=config.engine_timeout_s
     )
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
-    reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
-    one_off = OneOffCommands(lifecycle, in_flight, reconciler, reads)
-    return CommandHandler(config, nats, lifecycle, acks, reconciler, one_off)
+    return CommandHandler(config, nats, lifecycle, in_flight, acks, reconciler)
 
 
 async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:

@@ -24,7 +24,7 @@ Doctor = Callable[[DesiredState | None], None]
 
 def doctored(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Doctor:
     """Return a function that makes the worker read a given state, and shorten the delay between reads."""
-    store: DesiredStore = worker._control.reader._store
+    store: DesiredStore = worker._control.reader.store
 
     def answer(state: DesiredState | None) -> None:
         async def read(_model: str) -> DesiredState | None:

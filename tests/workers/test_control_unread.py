@@ -56,7 +56,7 @@ async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
         await client.enqueue(endless("runs"))
         await client.until(lambda: client.chunks["runs"])
         with monkeypatch.context() as patches:
-            problem = part(reader._store, patches)
+            problem = part(reader.store, patches)
             patches.setattr(reader, "_max_age_s", 0.1)
             await client.until_state("w", WorkerState.UPDATING)
             await client.until(lambda: problem in str(client.presences["w"].last_error))

@@ -23,10 +23,13 @@ from rollbus.schemas.control import (
 from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
 from rollbus.schemas.options import DEFAULT_IDLE_S
 from rollbus.workers.control.desired import DesiredReader
-from rollbus.workers.control.reconciler import HandledRegisters, TransferEnds
+from rollbus.workers.control.reconciler import Reconciler
+from rollbus.workers.control.registers import Registers
 from rollbus.workers.control.transfer import Transfer
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.lifecycle import WorkerLifecycle
+from rollbus.workers.requests.publisher import OutboundPublisher
 from tests.support.waits import until_true
 from tests.workers.control_support import Rig, rig, update
 
@@ -250,11 +253,18 @@ async def test_a_cancel_of_an_ended_transfer_does_not_interrupt_the_setup_of_ano
 
 
 class ReadState:
-    """A stand-in for `DesiredReader`."""
+    """A stand-in for `DesiredReader`, and for the lifecycle of the worker."""
+
+    is_fresh = True
 
     def __init__(self) -> None:
         self.effective: dict[str, Recorded] = {}
         self.num_read = 0
+        self.may_act = True
+
+    def may_publish(self) -> bool:
+        """Return True if the worker holds its lease."""
+        return self.may_act
 
     def request_read(self) -> int:
         """Return the number of the next read."""
@@ -267,8 +277,15 @@ async def test_a_transfer_whose_finish_is_recorded_does_not_expire(tmp_path: Pat
     async with rig(tmp_path) as worker:
         transfer = Transfer(worker.flow, worker.weights, idle_s=0.0)
         state = ReadState()
-        reader = cast(DesiredReader, state)
-        ends = TransferEnds(transfer, reader, HandledRegisters(reader))
+        reconciler = Reconciler(
+            cast(DesiredReader, state),
+            Registers(worker.flow, worker.weights, worker.loras, transfer),
+            worker.stager,
+            cast(WorkerLifecycle, state),
+            worker.flow,
+            cast(OutboundPublisher, None),
+            engine_timeout_s=60.0,
+        )
         await transfer.start(StartWeightUpdate(), "c")
         are_open = []
         for num_read, effective, may_act in (
@@ -277,8 +294,8 @@ async def test_a_transfer_whose_finish_is_recorded_does_not_expire(tmp_path: Pat
             (1, {}, False),
             (1, {}, True),
         ):
-            state.num_read, state.effective = num_read, effective
-            await ends.handle(may_act=may_act)
+            state.num_read, state.effective, state.may_act = num_read, effective, may_act
+            await reconciler.end_transfers()
             are_open.append(is_open(worker))
         assert are_open == [True, True, True, False]
         assert worker.weights.is_poisoned

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from ...bus.auth.credentials import Signed
-from ...bus.control.store import DesiredStore
 from ...bus.logs import RejectionCount
 from ...bus.nats.connection import Connection, subscribe
 from ...bus.protocol.fleet.authority import check_age, check_authority
@@ -50,7 +49,7 @@ from ...schemas.errors import (
 )
 from ...schemas.limits import MAX_SEEN_COMMANDS
 from ...schemas.messages import command_id_of, decode_command
-from ...schemas.weights import Staging, UpdateTiming
+from ...schemas.weights import UpdateTiming
 from ..config import WorkerConfig
 from ..inbox import WorkerInbox
 from ..lifecycle import WorkerLifecycle
@@ -131,91 +130,6 @@ class TelemetryReads:
         self._answered[client] += 1
 
 
-class OneOffCommands:
-    """Executes one-off commands. Coroutines may raise `EngineDead`.
-
-    Attributes:
-        reads: answers read commands.
-    """
-
-    def __init__(
-        self, lifecycle: WorkerLifecycle, in_flight: InFlightRequests, reconciler: Reconciler, reads: TelemetryReads
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._in_flight = in_flight
-        self._reconciler = reconciler
-        self._registers = reconciler.registers
-        self.reads = reads
-
-    async def execute(self, command: AnyCommand, by: str) -> dict[str, Any]:
-        """Execute `command` for its author. Return the additional fields of its `Ack`.
-
-        Raises:
-            ControlError: the command failed.
-        """
-        match command:
-            case State():
-                return {"state": msgspec.to_builtins(self._lifecycle.describe())}
-            case Abort():
-                return await self._abort(command)
-            case CheckWeights():
-                return await self._check(command)
-            case Fence():
-                if self._reconciler.has_newer_weights(command.epoch):
-                    raise ControlError(ControlCode.STALE, "later weights were recorded after the command")
-                async with self._reconciler.exclusive(halts=True):
-                    self._registers.weights.mark_invalid(command.reason)
-            case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
-                await self._transfer(command, by)
-            case CancelWeightUpdate():
-                was_found = self._registers.transfer.interrupt(command, by)
-                async with self._reconciler.exclusive(halts=False):
-                    self._registers.transfer.cancel(command, by, was_found=was_found)
-            case _:
-                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is not a one-off command")
-        return {}
-
-    def progress_of(self, command: AnyCommand) -> Staging | None:
-        """Return the progress of the staging that a check waits for, or None if the command waits for no staging."""
-        if not isinstance(command, CheckWeights):
-            return None
-        return self._reconciler.stager.progress_of(StageKey(command.source, command.adapter))
-
-    async def _check(self, command: CheckWeights) -> dict[str, Any]:
-        """Stage the source of a check, so that an update with it can follow."""
-        stager, key = self._reconciler.stager, StageKey(command.source, command.adapter)
-        content = await stager.stage(key)
-        cost = stager.cost_of(key)
-        answer: dict[str, Any] = {
-            "timing": UpdateTiming(fetched_bytes=cost.fetched_bytes, staged_s=round(cost.staged_s, 3))
-        }
-        if content is not None and self._in_flight.runner.engine.capabilities.weight_digests:
-            answer["digest"] = content.digest
-            answer["path"] = None if command.source.path is None else str(content.folder)
-        return answer
-
-    async def _abort(self, command: Abort) -> dict[str, Any]:
-        ids = None if command.request_ids is None else set(command.request_ids)
-        found = self._in_flight.links.requests.names_by_id(ids)
-        await self._in_flight.abort_and_wait([name for names in found.values() for name in names])
-        return {"request_ids": tuple(sorted(found)[: limits.MAX_CHUNKS_PER_FRAME])}
-
-    async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk, by: str) -> None:
-        if self._registers.is_asleep:
-            raise ControlError(ControlCode.NOT_SERVING, "the engine is asleep")
-        transfer = self._registers.transfer
-        async with self._reconciler.exclusive(halts=isinstance(command, StartWeightUpdate)):
-            match command:
-                case InitWeightTransfer():
-                    await transfer.init(command, by)
-                case StartWeightUpdate():
-                    await transfer.start(command, by)
-                case UpdateWeightChunk():
-                    await transfer.add_chunk(command, by)
-        # A controller decides about the finish by presence.
-        self._lifecycle.request_presence()
-
-
 class CommandHandler:
     """Receives, executes and answers the commands of one worker."""
 
@@ -224,18 +138,18 @@ class CommandHandler:
         config: WorkerConfig,
         nats: Connection,
         lifecycle: WorkerLifecycle,
+        in_flight: InFlightRequests,
         acks: AckPublisher,
         reconciler: Reconciler,
-        one_off: OneOffCommands,
     ) -> None:
         self._config = config
         self._nats = nats
         self._subjects = Subjects(config.fleet)
-        self._store = DesiredStore(nats, self._subjects)
         self._lifecycle = lifecycle
+        self._in_flight = in_flight
         self._acks = acks
         self._log = acks.log
-        self._one_off = one_off
+        self._reads = TelemetryReads(in_flight.links.dispatcher.experts, in_flight.links.requests)
         self.reconciler = reconciler
         self.reader = reconciler.reader
         reconciler.on_change = self.publish_due_acks
@@ -253,7 +167,7 @@ class CommandHandler:
             BusClosed: the connection is closed.
         """
         await subscribe(self._nats, self._subjects.controls, self._on_command)
-        await subscribe(self._nats, self._store.subject(self._config.model), self._on_desired_state)
+        await subscribe(self._nats, self.reader.store.subject(self._config.model), self._on_desired_state)
         await inbox.subscribe(self._subjects.reads_to(self._config.worker_id), self._on_read, FloodMeter())
 
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
@@ -358,7 +272,7 @@ class CommandHandler:
     def _answer(self, controller: str, command: Read, client: str | None = None) -> None:
         outcome, answer = RegisterOutcome(), dict[str, Any]()
         try:
-            answer = self._one_off.reads.answer(command, client)
+            answer = self._reads.answer(command, client)
         except ControlError as exc:
             outcome = failure(exc)
         self._acks.publish_answer(controller, command, outcome, **answer)
@@ -415,7 +329,7 @@ class CommandHandler:
                 command, by = received.command, received.author
                 self.reconciler.registers.check_recording(command, by)
                 loaded = self.reconciler.registers.loras.names
-                _, received.epoch = await self._store.record(self._config.model, command, by, loaded=loaded)
+                _, received.epoch = await self.reader.store.record(self._config.model, command, by, loaded=loaded)
             except PermissionDenied as exc:
                 error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record the command before you publish it")
             except (BusBroken, BusClosed) as exc:
@@ -439,12 +353,76 @@ class CommandHandler:
         try:
             with command_boundary(received.command.command):
                 async with asyncio.timeout(timeout_s) as received.limit:
-                    answer = await self._one_off.execute(received.command, received.author)
+                    answer = await self._run(received.command, received.author)
         except ControlError as exc:
             outcome = failure(exc)
         except TimeoutError:
             outcome = failure(ControlError(ControlCode.TIMEOUT, f"the command was not done within {timeout_s:g} s"))
         self._acks.publish_final(received, outcome, **answer)
+
+    async def _run(self, command: AnyCommand, by: str) -> dict[str, Any]:
+        """Run a one-off command for its author. Return the additional fields of its `Ack`.
+
+        Raises:
+            ControlError: the command failed.
+        """
+        match command:
+            case State():
+                return {"state": msgspec.to_builtins(self._lifecycle.describe())}
+            case Abort():
+                return await self._abort(command)
+            case CheckWeights():
+                return await self._check(command)
+            case Fence():
+                if self.reconciler.has_newer_weights(command.epoch):
+                    raise ControlError(ControlCode.STALE, "later weights were recorded after the command")
+                async with self.reconciler.exclusive(halts=True):
+                    self.reconciler.registers.weights.mark_invalid(command.reason)
+            case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
+                await self._transfer(command, by)
+            case CancelWeightUpdate():
+                was_found = self.reconciler.registers.transfer.interrupt(command, by)
+                async with self.reconciler.exclusive(halts=False):
+                    self.reconciler.registers.transfer.cancel(command, by, was_found=was_found)
+            case _:
+                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is not a one-off command")
+        return {}
+
+    async def _check(self, command: CheckWeights) -> dict[str, Any]:
+        """Stage the source of a check, so that an update with it can follow."""
+        stager, key = self.reconciler.stager, StageKey(command.source, command.adapter)
+        content = await stager.stage(key)
+        cost = stager.cost_of(key)
+        answer: dict[str, Any] = {
+            "timing": UpdateTiming(fetched_bytes=cost.fetched_bytes, staged_s=round(cost.staged_s, 3))
+        }
+        if content is not None and self._in_flight.runner.engine.capabilities.weight_digests:
+            answer["digest"] = content.digest
+            answer["path"] = None if command.source.path is None else str(content.folder)
+        return answer
+
+    async def _abort(self, command: Abort) -> dict[str, Any]:
+        ids = None if command.request_ids is None else set(command.request_ids)
+        found = self._in_flight.links.requests.names_by_id(ids)
+        await self._in_flight.abort_and_wait([name for names in found.values() for name in names])
+        return {"request_ids": tuple(sorted(found)[: limits.MAX_CHUNKS_PER_FRAME])}
+
+    async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk, by: str) -> None:
+        if self.reconciler.registers.is_asleep:
+            raise ControlError(ControlCode.NOT_SERVING, "the engine is asleep")
+        transfer = self.reconciler.registers.transfer
+        async with self.reconciler.exclusive(halts=isinstance(command, StartWeightUpdate)):
+            match command:
+                case InitWeightTransfer():
+                    await transfer.init(command, by)
+                case StartWeightUpdate():
+                    await transfer.start(command, by)
+                case UpdateWeightChunk():
+                    await transfer.add_chunk(command, by)
+        # A controller decides about the finish by presence.
+        self._lifecycle.request_presence()
+
+    # Answers
 
     def publish_due_acks(self) -> None:
         """Publish stages and outcomes of recorded commands, and timeouts of late commands.
@@ -455,14 +433,16 @@ class CommandHandler:
         for received in self._log.under_way:
             register, timeout_s = received.command.register, received.command.timeout_s
             if register is None:
-                self._publish_progress(received, self._one_off.progress_of(received.command))
+                if isinstance(check := received.command, CheckWeights):
+                    staging = self.reconciler.stager.progress_of(StageKey(check.source, check.adapter))
+                    if staging is not None:
+                        self._acks.publish_progress(received, staging.stage, staging)
                 continue
             outcome = None
             if received.epoch is not None:
-                stage = self.reconciler.stage_of(register, received.epoch)
-                if stage is not None:
-                    progress = self.reconciler.progress_of(register, received.epoch)
-                    self._acks.publish_progress(received, stage, progress)
+                progress = self.reconciler.progress_of(register, received.epoch)
+                if progress is not None:
+                    self._acks.publish_progress(received, *progress)
                 if self.reader.num_read >= received.needs_read:
                     outcome = self.reconciler.outcome_of(register, received.epoch)
                     recorded = register, received.epoch, received.command.id
@@ -475,10 +455,6 @@ class CommandHandler:
                 outcome = failure(ControlError(ControlCode.TIMEOUT, problem))
             if outcome is not None:
                 self._acks.publish_final(received, outcome)
-
-    def _publish_progress(self, received: ReceivedCommand, progress: Staging | None) -> None:
-        if progress is not None:
-            self._acks.publish_progress(received, progress.stage, progress)
 
     def on_state_changed(self) -> None:
         """Read and reconcile again, because the state of the worker has changed."""

@@ -149,32 +149,34 @@ def target_event(
         The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
     """
     if WEIGHTS not in staging:
-        error = handled[WEIGHTS].outcome.error if WEIGHTS in handled and WEIGHTS in effective else None
+        error = weights_error(handled) if WEIGHTS in effective else None
         if has_conflict or (error is not None and error.code is ControlCode.OTHER_CONTENT):
             return WorkerEvent.MISSED
-        is_missed = WEIGHTS in effective and not _is_applied(handled, WEIGHTS)
+        is_missed = WEIGHTS in effective and not is_applied(handled, WEIGHTS)
         is_lost = is_missed and isinstance(effective[WEIGHTS].command, FinishWeightUpdate)
-        if is_poisoned and not (is_lost and _has_not_received(handled)):
+        # True if a finish failed because this worker has not received the weights of the transfer.
+        has_not_received = is_lost and error is not None and error.code in ENDED
+        if is_poisoned and not has_not_received:
             return WorkerEvent.SPOILT
         if is_missed:
             return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
     pause = effective[PAUSE].command if PAUSE in effective else None
     if isinstance(pause, Drain):
         return WorkerEvent.DRAINED
-    if SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and _is_applied(handled, SLEEP):
+    if SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and is_applied(handled, SLEEP):
         return WorkerEvent.SLEPT
     if isinstance(pause, Pause):
         return WorkerEvent.PAUSED
     return None if staging else WorkerEvent.CAUGHT_UP
 
 
-def _has_not_received(handled: Mapping[str, HandledRegister]) -> bool:
-    """Return True if a finish failed because this worker has not received the weights of the transfer."""
-    error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
-    return error is not None and error.code in ENDED
+def weights_error(handled: Mapping[str, HandledRegister]) -> AckError | None:
+    """Return the error of the weights that were applied last, or None."""
+    return handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
 
 
-def _is_applied(handled: Mapping[str, HandledRegister], register: str) -> bool:
+def is_applied(handled: Mapping[str, HandledRegister], register: str) -> bool:
+    """Return True if a register was applied successfully."""
     return register in handled and handled[register].outcome.is_applied
 
 
@@ -198,7 +200,8 @@ class DesiredReader:
     def __init__(
         self, store: DesiredStore, *, model: str, worker: str, max_age_s: float, may_begin: bool = False
     ) -> None:
-        self._store = store
+        self.store = store
+        """The stored desired states."""
         self._model = model
         self._worker = worker
         self._max_age_s = max_age_s
@@ -241,7 +244,7 @@ class DesiredReader:
     @property
     def refused(self) -> int:
         """Number of stored states that were ignored because no permitted author had signed them."""
-        return self._store.refused
+        return self.store.refused
 
     def request_read(self) -> int:
         """Request a read by `run`. Return the value that `num_read` has after that read."""
@@ -319,14 +322,14 @@ class DesiredReader:
 
     async def _read(self) -> None:
         asked_at = time.monotonic()
-        confirmed_s = await self._store.confirmed_s()
+        confirmed_s = await self.store.confirmed_s()
         if confirmed_s > self._max_age_s:
             raise BusBroken(
                 f"the NATS server of the desired state of {self._model!r} reaches too few servers of its cluster: "
                 "the others may have a newer state"
             )
         try:
-            state = await self._store.read(self._model)
+            state = await self.store.read(self._model)
         except RemoteProtocolError:
             # The stored message is no valid desired state, so there is no state that this worker could miss.
             self._known_at = asked_at - confirmed_s
@@ -339,7 +342,7 @@ class DesiredReader:
     async def _begin(self) -> None:
         """Write the first state of the model, so that clients know the model also without workers."""
         try:
-            await self._store.begin(self._model)
+            await self.store.begin(self._model)
         except (BusBroken, ControlError) as exc:
             # The next read tries again. The state that was read stays valid.
             if not self._has_failed_to_begin:

@@ -9,14 +9,14 @@ Invariant: a worker serves only after its current incarnation has read the desir
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
 from ...bus.protocol.fleet.desired import WEIGHTS
 from ...bus.protocol.states import SPEAKING, WorkerEvent
-from ...schemas.acks import AckError, AckStatus
+from ...schemas.acks import AckStatus
 from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, Pause, PauseMode, Resume, Sleep, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
@@ -33,13 +33,14 @@ from .desired import (
     PendingRegister,
     RegisterOutcome,
     failure,
+    is_applied,
     next_due,
     pending_registers,
     target_event,
+    weights_error,
 )
 from .registers import Registers
 from .staging import StageCost, StageKey, Stager, UnknownFailure, command_boundary
-from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -60,163 +61,6 @@ RESET_S = 600.0
 """Maximum seconds to undo a register, which may include a load of weights."""
 
 
-class HandledRegisters:
-    """Registers of the desired state that were applied or failed, and registers that must be undone."""
-
-    def __init__(self, reader: DesiredReader) -> None:
-        self._reader = reader
-        self.by_name: dict[str, HandledRegister] = {}
-        """The handled registers by name."""
-        self._missed_at = 0.0
-
-    def epoch_of(self, register: str) -> int | None:
-        """Return the epoch in which a register was recorded, or None if the register is not desired."""
-        recorded = self._reader.effective.get(register)
-        return None if recorded is None else recorded.epoch
-
-    def add(self, register: str, handled: HandledRegister) -> None:
-        """Add the outcome of a register."""
-        self.by_name[register] = handled
-        if register == WEIGHTS and not handled.outcome.is_applied:
-            self._missed_at = time.monotonic()
-
-    def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
-        """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
-        if self.epoch_of(register) == epoch:
-            handled = self.by_name.get(register)
-            is_known = handled is not None and handled.epoch == epoch and handled.is_shown
-            return handled.outcome if handled is not None and is_known else None
-        message = f"a later command has set {register}"
-        return RegisterOutcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
-
-    def repeat_all(self) -> None:
-        """Make all registers due again, because an unrelated desired state has replaced the previous one."""
-        self.by_name = {register: self._again(register) for register in self.by_name}
-
-    def retry_weights(self) -> None:
-        """Make weights due again after a temporary failure."""
-        handled = self.by_name.get(WEIGHTS)
-        error = None if handled is None else handled.outcome.error
-        is_passing = error is not None and error.code is ControlCode.STORAGE
-        if is_passing and time.monotonic() > self._missed_at + FETCH_RETRY_S:
-            self.by_name[WEIGHTS] = self._again(WEIGHTS)
-
-    def reload_weights(self) -> None:
-        """Make the weights due again, because the engine lost them: the recorded ones, else those of the start."""
-        handled = self.by_name.get(WEIGHTS)
-        self.by_name[WEIGHTS] = HandledRegister(-1, RegisterOutcome() if handled is None else handled.outcome)
-
-    def repeat_sleep(self) -> None:
-        """Make sleep due again, if it was applied."""
-        if SLEEP in self.by_name and self.by_name[SLEEP].outcome.is_applied:
-            self.by_name[SLEEP] = HandledRegister(-1, RegisterOutcome())
-
-    def _again(self, register: str) -> HandledRegister:
-        return HandledRegister(-1, self.by_name[register].outcome)
-
-    def show(self, timing: Callable[[], UpdateTiming | None]) -> None:
-        """Show the outcomes that were not shown yet, so that their commands are answered.
-
-        Args:
-            timing: returns the timing of the weight update. Called if its outcome is shown now.
-        """
-        for register, handled in self.by_name.items():
-            if not handled.is_shown:
-                outcome = replace(handled.outcome, timing=timing()) if register == WEIGHTS else handled.outcome
-                self.by_name[register] = HandledRegister(handled.epoch, outcome)
-
-    @property
-    def lora_problem(self) -> str | None:
-        """Text with the adapters that differ from the desired state and the reasons, or None."""
-        lines = [
-            f"adapter {register.removeprefix(LORA_REGISTER)} differs from the desired state: "
-            f"{handled.outcome.error.message}"
-            for register, handled in sorted(self.by_name.items())
-            if register.startswith(LORA_REGISTER) and handled.outcome.error is not None
-        ]
-        return "; ".join(lines)[:MAX_ERROR_CHARS] or None
-
-
-class PendingSources:
-    """The sources that the pending registers of one worker need, with their progress."""
-
-    def __init__(self, registers: Registers, stager: Stager) -> None:
-        self.registers = registers
-        self.stager = stager
-        self._needed: dict[str, tuple[StageKey, ...]] = {}
-        # Epoch of the last pending weights, and the time at which they were first seen.
-        self._weights_seen = (-1, 0.0)
-
-    def set_pending(self, pending: Sequence[PendingRegister]) -> None:
-        """Stage the sources of these registers, and stop the staging for other registers."""
-        self._needed = {}
-        for due in pending:
-            self._needed[due.register] = self.registers.needed_for(
-                None if due.recorded is None else due.recorded.command
-            )
-            if due.register == WEIGHTS and due.recorded is not None and due.recorded.epoch != self._weights_seen[0]:
-                self._weights_seen = due.recorded.epoch, time.monotonic()
-        self.stager.set_desired([key for keys in self._needed.values() for key in keys])
-
-    @property
-    def staging(self) -> frozenset[str]:
-        """Registers that wait for their sources."""
-        is_staged = self.stager.is_staged
-        return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
-
-    def progress_of(self, register: str) -> Staging | None:
-        """Return the progress of the staging that a register waits for, or None if it waits for no staging."""
-        waiting = map(self.stager.progress_of, self._needed.get(register, ()))
-        return next((progress for progress in waiting if progress is not None), None)
-
-    def error_of(self, due: PendingRegister) -> ControlError | None:
-        """Return the error of a failed staging. Return None if the source is staged or the register needs no source."""
-        source = None if due.recorded is None else self.registers.source_of(due.recorded.command)
-        return None if source is None else self.stager.error_of(source)
-
-    def end_update(self) -> UpdateTiming | None:
-        """Return the timing of an update that ends now, when the engine resumes. None if no weights were replaced."""
-        weights = self.registers.weights
-        cost = StageCost() if weights.source is None else self.stager.cost_of(StageKey(weights.source))
-        timing = weights.clock.timing(self._weights_seen[1], cost, time.monotonic())
-        if timing is not None:
-            self.stager.stats.weights_paused_s += timing.paused_s
-        return timing
-
-
-class TransferEnds:
-    """The part of a reconciler that ends transfers. Coroutines may raise `EngineDead`."""
-
-    def __init__(self, transfer: Transfer, reader: DesiredReader, handled: HandledRegisters) -> None:
-        self._transfer = transfer
-        self._reader = reader
-        self._handled = handled
-        self._needed_read: int | None = None
-
-    async def handle(self, *, may_act: bool) -> None:
-        """End a transfer whose lease has ended. After the end of any transfer, make the desired weights due again.
-
-        The caller executes no command of the transfer meanwhile.
-
-        Args:
-            may_act: True if the desired state is known and this worker holds its lease.
-        """
-        reason = self._transfer.end_of_lease(time.monotonic())
-        if reason is None:
-            self._needed_read = None
-        elif self._has_no_finish() and may_act:
-            self._transfer.end(reason)
-        if await self._transfer.recover():
-            self._handled.reload_weights()
-
-    def _has_no_finish(self) -> bool:
-        """Return True if a read of the desired state that began after the end of the lease found no new weights."""
-        if self._needed_read is None:
-            self._needed_read = self._reader.request_read()
-        pending = pending_registers(self._reader.effective, self._handled.by_name)
-        return self._reader.num_read >= self._needed_read and all(due.register != WEIGHTS for due in pending)
-
-
 class Reconciler:
     """Applies due registers in one task.
 
@@ -224,27 +68,35 @@ class Reconciler:
         engine_timeout_s: maximum seconds for a pause or resume of the engine.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - there is one call site, which has all parts
         self,
         reader: DesiredReader,
-        sources: PendingSources,
+        registers: Registers,
+        stager: Stager,
         lifecycle: WorkerLifecycle,
         in_flight: InFlightRequests,
         publisher: OutboundPublisher,
+        *,
         engine_timeout_s: float,
     ) -> None:
         self.reader = reader
         reader.on_read = self.on_read
-        self.sources = sources
-        self.registers, self.stager = sources.registers, sources.stager
-        self.stager.on_change = self._on_staging
+        self.registers = registers
+        self.stager = stager
+        stager.on_change = self._on_staging
         self._lifecycle = lifecycle
         self._in_flight = in_flight
         self._publisher = publisher
         self._engine_timeout_s = engine_timeout_s
         self.on_change: Callable[[], None] = lambda: None
         """Called after a stage or an outcome has changed."""
-        self._handled = HandledRegisters(reader)
+        # Registers that were applied or failed, and registers that must be undone, by name.
+        self._handled: dict[str, HandledRegister] = {}
+        self._weights_failed_at = 0.0
+        # The sources that the pending registers need, by register.
+        self._needed: dict[str, tuple[StageKey, ...]] = {}
+        # Epoch of the last pending weights, and the time at which they were first seen.
+        self._weights_seen = (-1, 0.0)
         self._epoch_read = 0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
@@ -254,7 +106,8 @@ class Reconciler:
         self._waiting: tuple[str, int, asyncio.Timeout] | None = None
         # Register, epoch and stage of the command in progress.
         self._stage: tuple[str, int, str] | None = None
-        self._transfer_ends = TransferEnds(self.registers.transfer, reader, self._handled)
+        # Number of the read that shows whether the finish of a transfer with an ended lease is recorded.
+        self._finish_read: int | None = None
         self.epoch = 0
         """Epoch of the last applied desired state."""
         self.problem: str | None = None
@@ -289,9 +142,13 @@ class Reconciler:
         if self.reader.is_lost:
             # The applied registers belong to the lost state, so all are due again.
             logger.warning("desired.lost epoch=%s was=%s", self.reader.epoch, self._epoch_read)
-            self._handled.repeat_all()
+            for register in self._handled:
+                self._repeat(register)
         self._epoch_read = self.reader.epoch
-        self._handled.retry_weights()
+        error = weights_error(self._handled)
+        is_passing = error is not None and error.code is ControlCode.STORAGE
+        if is_passing and time.monotonic() > self._weights_failed_at + FETCH_RETRY_S:
+            self._repeat(WEIGHTS)
         versions = self._in_flight.links.versions
         target = self.reader.target_version
         versions.target_version = versions.weight_version if target is None else target
@@ -308,32 +165,55 @@ class Reconciler:
         (register, epoch, limit), now = self._waiting, asyncio.get_running_loop().time()
         ends_at = limit.when()
         # Do this only once, because an expired limit cannot be rescheduled.
-        if self._handled.epoch_of(register) != epoch and ends_at is not None and ends_at > now:
+        if self._recorded_epoch(register) != epoch and ends_at is not None and ends_at > now:
             limit.reschedule(now)
+
+    def _recorded_epoch(self, register: str) -> int | None:
+        """Return the epoch in which a register was recorded, or None if the register is not desired."""
+        recorded = self.reader.effective.get(register)
+        return None if recorded is None else recorded.epoch
+
+    def _repeat(self, register: str) -> None:
+        """Make a register due again."""
+        handled = self._handled.get(register)
+        self._handled[register] = HandledRegister(-1, RegisterOutcome() if handled is None else handled.outcome)
 
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
         """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
-        return None if self._epoch_read < epoch else self._handled.outcome_of(register, epoch)
+        if self._epoch_read < epoch:
+            return None
+        if self._recorded_epoch(register) != epoch:
+            return failure(ControlError(ControlCode.STALE, f"a later command has set {register}"))
+        handled = self._handled.get(register)
+        return handled.outcome if handled is not None and handled.epoch == epoch and handled.is_shown else None
 
-    def stage_of(self, register: str, epoch: int) -> str | None:
-        """Return the stage of the command recorded in `epoch`, or None if it is not in progress."""
+    def progress_of(self, register: str, epoch: int) -> tuple[str, Staging | None] | None:
+        """Return the stage of the command recorded in `epoch`, and the progress of the staging that it waits for.
+
+        Return None if the command is not in progress.
+        """
+        staging = None
+        if self._recorded_epoch(register) == epoch:
+            waiting = map(self.stager.progress_of, self._needed.get(register, ()))
+            staging = next((progress for progress in waiting if progress is not None), None)
         if self._stage is not None and self._stage[:2] == (register, epoch):
-            return self._stage[2]
-        progress = self.progress_of(register, epoch)
-        return None if progress is None else progress.stage
-
-    def progress_of(self, register: str, epoch: int) -> Staging | None:
-        """Return the progress of the staging that a command of `epoch` waits for, or None if it waits for none."""
-        return self.sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
+            return self._stage[2], staging
+        return None if staging is None else (staging.stage, staging)
 
     def has_newer_weights(self, epoch: int | None) -> bool:
         """Return True if other weights were recorded after `epoch`, and False if `epoch` is None."""
-        return epoch is not None and (self._handled.epoch_of(WEIGHTS) or 0) > epoch
+        return epoch is not None and (self._recorded_epoch(WEIGHTS) or 0) > epoch
 
     @property
     def lora_problem(self) -> str | None:
         """Text with the adapters that differ from the desired state and the reasons, or None."""
-        return self._handled.lora_problem
+        lines = [
+            f"adapter {register.removeprefix(LORA_REGISTER)} differs from the desired state: "
+            f"{handled.outcome.error.message}"
+            for register, handled in sorted(self._handled.items())
+            if register.startswith(LORA_REGISTER) and handled.outcome.error is not None
+        ]
+        return "; ".join(lines)[:MAX_ERROR_CHARS] or None
 
     @property
     def pause_mode(self) -> PauseMode | None:
@@ -356,7 +236,7 @@ class Reconciler:
             await self._is_due.wait()
             self._is_due.clear()
             async with self._lock:
-                await self._transfer_ends.handle(may_act=self._may_act())
+                await self.end_transfers()
             self._stage_pending()
             while (due := self._next_due()) is not None:
                 async with self._lock:
@@ -368,15 +248,51 @@ class Reconciler:
     def _may_act(self) -> bool:
         return self.reader.is_fresh and self._lifecycle.may_publish()
 
+    async def end_transfers(self) -> None:
+        """End a transfer whose lease has ended. After the end of any transfer, make the desired weights due again.
+
+        The caller executes no command of the transfer meanwhile.
+        """
+        transfer = self.registers.transfer
+        reason = transfer.end_of_lease(time.monotonic())
+        if reason is None:
+            self._finish_read = None
+        elif self._has_no_finish() and self._may_act():
+            transfer.end(reason)
+        if await transfer.recover():
+            self._repeat(WEIGHTS)
+
+    def _has_no_finish(self) -> bool:
+        """Return True if a read of the desired state that began after the end of the lease found no new weights."""
+        if self._finish_read is None:
+            self._finish_read = self.reader.request_read()
+        return self.reader.num_read >= self._finish_read and all(due.register != WEIGHTS for due in self._pending())
+
+    def _pending(self) -> list[PendingRegister]:
+        return pending_registers(self.reader.effective, self._handled)
+
+    @property
+    def _staging(self) -> frozenset[str]:
+        """Registers that wait for their sources."""
+        is_staged = self.stager.is_staged
+        return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
+
     def _next_due(self) -> PendingRegister | None:
-        return next_due(self.reader.effective, self._handled.by_name, self.sources.staging) if self._may_act() else None
+        return next_due(self.reader.effective, self._handled, self._staging) if self._may_act() else None
 
     def _stage_pending(self) -> None:
-        """Stage the sources of pending registers. If other weights are recorded, accept no requests."""
+        """Stage the sources of pending registers, and only these. If other weights are recorded, accept no requests."""
         if not self._may_act():
             return
-        pending = pending_registers(self.reader.effective, self._handled.by_name)
-        self.sources.set_pending(pending)
+        self._needed = {}
+        pending = self._pending()
+        for due in pending:
+            self._needed[due.register] = self.registers.needed_for(
+                None if due.recorded is None else due.recorded.command
+            )
+            if due.register == WEIGHTS and due.recorded is not None and due.recorded.epoch != self._weights_seen[0]:
+                self._weights_seen = due.recorded.epoch, time.monotonic()
+        self.stager.set_desired([key for keys in self._needed.values() for key in keys])
         if self._lifecycle.state in WITHOUT_PAUSE and any(due.register == WEIGHTS for due in pending):
             self._stop_serving()
 
@@ -387,18 +303,19 @@ class Reconciler:
         self._in_flight.stop_intake()
 
     async def _apply(self, due: PendingRegister) -> None:
-        self._handled.show(self.sources.end_update)
-        error = self.sources.error_of(due)
-        self._stop_serving()
-        if error is not None and due.recorded is not None:
-            self._handled.add(due.register, HandledRegister(due.recorded.epoch, self._failed(due, error)))
-            self.on_change()
-            return
+        self._show_outcomes()
         if due.recorded is None:
+            self._stop_serving()
             await self._attempt(due, self.registers.reset(due.register, lambda _stage: None, RESET_S), RESET_S)
-            self._handled.by_name.pop(due.register)
+            self._handled.pop(due.register)
             return
         command, epoch = due.recorded.command, due.recorded.epoch
+        source = self.registers.source_of(command)
+        error = None if source is None else self.stager.error_of(source)
+        self._stop_serving()
+        if error is not None:
+            self._add_outcome(due.register, HandledRegister(epoch, self._failed(due, error)))
+            return
         logger.info("command.started command=%s epoch=%s", command.command, epoch)
 
         def report(stage: str) -> None:
@@ -421,15 +338,36 @@ class Reconciler:
             and outcome.is_applied
             and not self.registers.weights.is_transferring
         )
-        self._handled.add(due.register, HandledRegister(epoch, outcome, is_shown=not is_shown_later))
-        self._keep_asleep()
+        self._add_outcome(due.register, HandledRegister(epoch, outcome, is_shown=not is_shown_later))
+
+    def _add_outcome(self, register: str, handled: HandledRegister) -> None:
+        """Add the outcome of a register. Make sleep due again if another command has woken the engine."""
+        self._handled[register] = handled
+        if register == WEIGHTS and not handled.outcome.is_applied:
+            self._weights_failed_at = time.monotonic()
+        recorded = self.reader.effective.get(SLEEP)
+        is_desired = recorded is not None and isinstance(recorded.command, Sleep)
+        if is_desired and is_applied(self._handled, SLEEP) and not self.registers.is_asleep:
+            self._repeat(SLEEP)
         self.on_change()
 
-    def _keep_asleep(self) -> None:
-        """Make sleep due again if another command has woken the engine."""
-        recorded = self.reader.effective.get(SLEEP)
-        if recorded is not None and isinstance(recorded.command, Sleep) and not self.registers.is_asleep:
-            self._handled.repeat_sleep()
+    def _show_outcomes(self) -> None:
+        """Show the outcomes that were not shown yet, so that their commands are answered."""
+        for register, handled in self._handled.items():
+            if not handled.is_shown:
+                outcome = handled.outcome
+                if register == WEIGHTS:
+                    outcome = replace(outcome, timing=self._end_update())
+                self._handled[register] = HandledRegister(handled.epoch, outcome)
+
+    def _end_update(self) -> UpdateTiming | None:
+        """Return the timing of an update that ends now, when the engine resumes. None if no weights were replaced."""
+        weights = self.registers.weights
+        cost = StageCost() if weights.source is None else self.stager.cost_of(StageKey(weights.source))
+        timing = weights.clock.timing(self._weights_seen[1], cost, time.monotonic())
+        if timing is not None:
+            self.stager.stats.weights_paused_s += timing.paused_s
+        return timing
 
     async def _attempt(self, due: PendingRegister, work: Awaitable[Canary | None], timeout_s: float) -> RegisterOutcome:
         """Execute `work`. The worker survives all its errors except `EngineDead`."""
@@ -449,7 +387,7 @@ class Reconciler:
                 self.registers.weights.mark_invalid(exc.message[:MAX_ERROR_CHARS])
             return self._failed(due, exc)
         except TimeoutError:
-            if due.recorded is not None and self._handled.epoch_of(due.register) != due.recorded.epoch:
+            if due.recorded is not None and self._recorded_epoch(due.register) != due.recorded.epoch:
                 return self.outcome_of(due.register, due.recorded.epoch) or RegisterOutcome(status=AckStatus.STALE)
             return self._failed(due, ControlError(ControlCode.TIMEOUT, f"it was not done within {timeout_s:g} s"))
         finally:
@@ -491,11 +429,11 @@ class Reconciler:
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.transfer.is_unsettled
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
-        effective, epoch, staging = self.reader.effective, self.reader.epoch, self.sources.staging
+        effective, epoch, staging = self.reader.effective, self.reader.epoch, self._staging
         weights = self.registers.weights
         event = target_event(
             effective,
-            self._handled.by_name,
+            self._handled,
             is_poisoned=weights.is_poisoned,
             has_conflict=weights.conflict is not None,
             staging=staging,
@@ -515,7 +453,7 @@ class Reconciler:
             self.epoch = epoch
         if event is not None:
             self._lifecycle.transition(event)
-        self._handled.show(self.sources.end_update)
+        self._show_outcomes()
         self.on_change()
 
     async def _apply_event(self, event: WorkerEvent | None) -> None:
@@ -537,8 +475,7 @@ class Reconciler:
                 await self._flush_outputs()
 
     def _problem_of(self, event: WorkerEvent) -> str | None:
-        weights, handled = self.registers.weights, self._handled.by_name
-        error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
+        weights, error = self.registers.weights, weights_error(self._handled)
         if event is WorkerEvent.SPOILT:
             problem = weights.problem or "its weights are invalid"
             return problem if error is None or error.message in problem else f"{problem}; {error.message}"
