@@ -98,22 +98,8 @@ class _Cache:
     """The present cache of a worker."""
 
     id: CacheId
-    number: int
-    """The number of the worker in the index. A new worker may reuse the number of a lost one."""
     since: float
     """The earliest time of use of an entry that the cache still holds."""
-
-
-class _Holders:
-    """The workers that hold a piece."""
-
-    __slots__ = ("mask", "used_at")
-
-    def __init__(self) -> None:
-        self.mask = 0
-        """The bits of their numbers. They make a lookup of a piece fast, regardless of the number of workers."""
-        self.used_at: dict[int, float] = {}
-        """By number: the time at which the worker last used the piece."""
 
 
 class PrefixIndex:
@@ -134,17 +120,19 @@ class PrefixIndex:
     def __init__(self, max_pieces: int = MAX_PIECES, max_holders: int = MAX_HOLDERS) -> None:
         self._max_pieces = max_pieces
         self._max_holders = max_holders
-        # Least recently used first.
-        self._pieces: OrderedDict[int, _Holders] = OrderedDict()
+        # By piece, least recently used first: the workers that hold it, with the time of its last use.
+        self._pieces: OrderedDict[int, dict[str, float]] = OrderedDict()
         self._num_holders = 0
         self._caches: dict[str, _Cache] = {}
-        # By number. The caches of lost workers are here too, and hold nothing.
-        self._numbered: list[_Cache] = []
-        self._free_numbers: list[int] = []
 
     def __len__(self) -> int:
         """Return the number of pieces that are remembered."""
         return len(self._pieces)
+
+    def debug_state(self) -> dict[str, int]:
+        """Return the number of pieces, and of pairs of piece and worker, counted in two ways; for tests, unstable."""
+        num_pairs = sum(map(len, self._pieces.values()))
+        return {"pieces": len(self._pieces), "holders": self._num_holders, "pairs": num_pairs}
 
     def cache_of(self, worker: str) -> CacheId | None:
         """Return the present cache of a worker; None if the worker is not known."""
@@ -158,104 +146,71 @@ class PrefixIndex:
             oldest_prefix_s: age of the oldest prefix that the cache still holds; None: not known.
         """
         cache = self._caches.get(cache_id.worker)
-        if cache is None:
-            if len(self._caches) >= MAX_WORKERS:
-                return
-            cache = self._caches[cache_id.worker] = self._add_cache(cache_id, now)
-        elif cache.id != cache_id:
-            cache.id, cache.since = cache_id, now
+        if cache is None and len(self._caches) >= MAX_WORKERS:
+            return
+        if cache is None or cache.id != cache_id:
+            cache = self._caches[cache_id.worker] = _Cache(cache_id, now)
         if oldest_prefix_s is not None:
             cache.since = max(cache.since, now - oldest_prefix_s)
 
-    def _add_cache(self, cache_id: CacheId, now: float) -> _Cache:
-        if self._free_numbers:
-            cache = _Cache(cache_id, self._free_numbers.pop(), now)
-            self._numbered[cache.number] = cache
-        else:
-            cache = _Cache(cache_id, len(self._numbered), now)
-            self._numbered.append(cache)
-        return cache
-
     def remove(self, worker: str) -> None:
         """Remove the cache of a lost worker."""
-        cache = self._caches.pop(worker, None)
-        if cache is not None:
-            cache.since = math.inf
-            self._free_numbers.append(cache.number)
+        self._caches.pop(worker, None)
 
     def record(self, cache_id: CacheId, pieces: Sequence[int], now: float) -> None:
         """Record that a worker uses a prompt now; without effect if the worker has another cache meanwhile."""
-        cache = self._caches.get(cache_id.worker)
-        if cache is None or cache.id != cache_id:
+        worker = cache_id.worker
+        if self.cache_of(worker) != cache_id:
             return
-        number, bit = cache.number, 1 << cache.number
         # The deepest piece first: at the limit, the end of a prompt is removed before its beginning.
         for piece in reversed(pieces):
-            holders = self._pieces.get(piece)
-            if holders is None:
-                holders = self._pieces[piece] = _Holders()
-            else:
-                self._pieces.move_to_end(piece)
-            self._num_holders += number not in holders.used_at
-            holders.mask |= bit
-            holders.used_at[number] = now
+            holders = self._pieces.setdefault(piece, {})
+            self._pieces.move_to_end(piece)
+            self._num_holders += worker not in holders
+            holders[worker] = now
         while len(self._pieces) > self._max_pieces or self._num_holders > self._max_holders:
-            self._num_holders -= len(self._pieces.popitem(last=False)[1].used_at)
+            self._num_holders -= len(self._pieces.popitem(last=False)[1])
 
     def discard(self, worker: str, piece: int) -> None:
         """Remove one piece of a worker."""
-        cache = self._caches.get(worker)
-        if cache is not None and piece in self._pieces:
-            self._discard(cache.number, piece)
-
-    def _discard(self, number: int, piece: int) -> None:
-        holders = self._pieces[piece]
-        if holders.used_at.pop(number, None) is None:
-            return
-        holders.mask &= ~(1 << number)
-        self._num_holders -= 1
-        if not holders.used_at:
-            del self._pieces[piece]
+        holders = self._pieces.get(piece, {})
+        if holders.pop(worker, None) is not None:
+            self._num_holders -= 1
+            if not holders:
+                del self._pieces[piece]
 
     def longest(self, pieces: Sequence[int], now: float) -> dict[str, int]:
         """Return how many tokens of a prompt each worker's cache should hold, without workers that hold none."""
-        known = []
+        held = []
         for piece in pieces:
             holders = self._pieces.get(piece)
             if holders is None:
                 break
-            known.append(holders)
+            held.append(holders)
         found: dict[str, int] = {}
-        seen, oldest, numbered = 0, now - MAX_AGE_S, self._numbered
-        for depth in range(len(known), 0, -1):
-            holders = known[depth - 1]
-            # The workers that hold deeper pieces were found there.
-            new = holders.mask & ~seen
-            tokens, used_at = depth * PIECE_TOKENS, holders.used_at
-            while new:
-                number = new.bit_length() - 1
-                new ^= 1 << number
-                cache = numbered[number]
-                if cache.since <= used_at[number] >= oldest:
-                    found[cache.id.worker] = tokens
+        for depth in range(len(held), 0, -1):
+            holders = held[depth - 1]
+            # The workers that hold deeper pieces hold this one too. Mostly there are no others.
+            if len(holders) == len(found):
+                continue
+            for worker in holders.keys() - found.keys():
+                if self._has(worker, holders[worker], now):
+                    found[worker] = depth * PIECE_TOKENS
                 else:
-                    self._discard(number, pieces[depth - 1])
-            seen |= holders.mask
+                    self.discard(worker, pieces[depth - 1])
         return found
 
     def last_holder(self, piece: int, now: float) -> str | None:
         """Return the worker that used a piece last, of those that should still hold it; None: no worker holds it."""
-        holders = self._pieces.get(piece)
-        if holders is None:
-            return None
-        oldest = now - MAX_AGE_S
-        valid = [
-            number for number, used_at in holders.used_at.items() if self._numbered[number].since <= used_at >= oldest
-        ]
-        if not valid:
-            return None
+        holders = self._pieces.get(piece, {})
+        valid = [worker for worker, used_at in holders.items() if self._has(worker, used_at, now)]
         # At equal times, the worker that was recorded last.
-        return self._numbered[max(reversed(valid), key=holders.used_at.__getitem__)].id.worker
+        return max(reversed(valid), key=holders.__getitem__, default=None)
+
+    def _has(self, worker: str, used_at: float, now: float) -> bool:
+        """Return True if the cache of a worker should still have an entry."""
+        cache = self._caches.get(worker)
+        return cache is not None and cache.since <= used_at >= now - MAX_AGE_S
 
 
 @dataclass(slots=True, eq=False)

@@ -224,11 +224,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_bounded(self) -> None:
-        held = [holders.used_at for holders in self.index._pieces.values()]
-        assert len(held) <= self.bounds[0]
-        assert sum(map(len, held)) == self.index._num_holders <= self.bounds[1]
-        for holders in self.index._pieces.values():
-            assert holders.mask == sum(1 << number for number in holders.used_at)
+        counts = self.index.debug_state()
+        assert counts["pieces"] <= self.bounds[0]
+        assert counts["pairs"] == counts["holders"] <= self.bounds[1]
 
 
 TestPrefixIndexMachine = PrefixIndexMachine.TestCase
