@@ -10,6 +10,7 @@ from .. import bus
 from ..bus.protocol.fleet.command_result import RESULTS, CommandResult
 from ..bus.protocol.telemetry.requests import clock_skews
 from ..schemas.acks import Ack
+from ..schemas.checks import list_names
 from ..schemas.control import READ_TIMEOUT_S
 from ..schemas.telemetry import RequestKind
 
@@ -145,9 +146,7 @@ def unknown_request(trace: bus.RequestTrace) -> str:
         "worker remembers its open requests and the last 1,000 that ended, until the worker exits"
     )
     if trace.silent:
-        names = list(trace.silent)
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        text += f". No answer from {', '.join(names[:MAX_NAMED])}{more}"
+        text += f". No answer from {list_names(list(trace.silent), limit=MAX_NAMED)}"
     return text
 
 

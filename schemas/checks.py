@@ -23,6 +23,8 @@ NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_SHOWN_CHARS = 60
 """Maximum number of characters of an invalid value in an error message: enough to recognize it, too few to leak a
 prompt."""
+MAX_LISTED: Final = 16
+"""Largest number of names that a message lists, because other processes choose the names."""
 MAX_SHOWN_BITS = 128
 """Longest integer, in bits, that messages show in full. Python refuses to print very long integers, so messages show
 their size."""
@@ -40,6 +42,13 @@ _ALLOWED: Final = (
     f"a W3C tracestate: up to {MAX_TRACESTATE_MEMBERS} different members key=value with commas between them, "
     f"{MAX_TRACESTATE_CHARS} characters together"
 )
+
+
+def list_names(names: Sequence[str], separator: str = ", ", limit: int = MAX_LISTED) -> str:
+    """Return the first `limit` names for a message, and how many more there are."""
+    num_more = len(names) - limit
+    last = "; and" if separator == "; " else " and"
+    return separator.join(names[:limit]) + (f"{last} {num_more:,} more" if num_more > 0 else "")
 
 
 def describe(value: object) -> str:

@@ -10,13 +10,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Generic, TypeVar
 
-from ...schemas.checks import check_name
+from ...schemas.checks import check_name, list_names
 from ...schemas.control import DesiredState
 from ...schemas.errors import BusBroken, InvalidRequest, NoWorkers
 from ..control.store import DesiredStore
 from ..nats.connection import Connection
 from ..protocol.fleet.desired import desired_loras
-from ..protocol.fleet.presence import list_names
 from ..queue.streams import delete_queue, queue_depths
 from .calls import Call
 from .config import ClientConfig

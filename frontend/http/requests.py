@@ -19,11 +19,10 @@ from starlette.requests import Request
 
 from ... import bus
 from ...bus.client.client import runtime_of
-from ...bus.protocol.fleet.presence import list_names
 from ...bus.tracing import names
 from ...bus.tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
 from ...schemas import limits
-from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, kept_tracestate
+from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, kept_tracestate, list_names
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request_fields import check_model_limits

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ....schemas.acks import Ack
+from ....schemas.checks import list_names
 from ....schemas.control import (
     AnyCommand,
     Certificate,
@@ -169,7 +170,7 @@ def pin(command: Load, staged: Mapping[str, Ack], unable: Collection[str]) -> tu
     if command.digest is not None:
         groups.setdefault(command.digest, ["the command"])
     if len(groups) > 1:
-        shown = "; ".join(f"{digest} on {_names(workers)}" for digest, workers in groups.items())
+        shown = "; ".join(f"{digest} on {list_names(workers, limit=MAX_NAMED)}" for digest, workers in groups.items())
         raise ControlError(
             ControlCode.OTHER_CONTENT,
             f"workers found different content at {command.source}: {shown}; allowed: the same tensors on all workers, "
@@ -180,7 +181,8 @@ def pin(command: Load, staged: Mapping[str, Ack], unable: Collection[str]) -> tu
         command = replace(command, source=WeightSource(path=path))
     silent = sorted({*unable, *(worker for worker, ack in staged.items() if ack.digest is None)})
     if silent:
-        why = f"{_names(silent)} cannot compare digests (an earlier release, or an engine on several machines)"
+        names = list_names(silent, limit=MAX_NAMED)
+        why = f"{names} cannot compare digests (an earlier release, or an engine on several machines)"
     elif not groups:
         why = "no worker has read its source yet"
     else:
@@ -199,12 +201,6 @@ def unpinned(state: DesiredState) -> list[str]:
                 case LoadLora(digest=None, version=version, name=name):
                     lines.add(f"version {version} of adapter {name} is unpinned: no load can prove its content")
     return sorted(lines)
-
-
-def _names(workers: Collection[str]) -> str:
-    names = list(workers)
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 class RecordedStop(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ....schemas.acks import Ack, AckError, AckStatus
+from ....schemas.checks import list_names
 from ....schemas.control import (
     AnyCommand,
     FinishWeightUpdate,
@@ -21,7 +22,7 @@ from ....schemas.control import (
 from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..html import as_html
-from .presence import LostWorker, list_names
+from .presence import LostWorker
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
 """The maps of a command result, in display order. Each map has the workers with that result."""
@@ -166,11 +167,9 @@ class CommandIncomplete(RollbusError):
             what = f"{ledger.command} was not applied" if self.check_of is None else f"{self.check_of} was not started"
             text = f"{what}: the only worker, {worker}, refused"
         if ledger.has_found_nothing:
-            text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
-            text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""
+            text += f", and none has {list_names(ledger.not_found, limit=MAX_NAMED)}"
         if reasons and shows_reasons:
-            more = f"; and {len(reasons) - MAX_NAMED} more" if len(reasons) > MAX_NAMED else ""
-            text += f": {'; '.join(reasons[:MAX_NAMED])}{more}"
+            text += f": {list_names(reasons, '; ', MAX_NAMED)}"
         return f"{text}. {self.note}" if self.note else text
 
 

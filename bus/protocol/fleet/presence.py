@@ -10,12 +10,11 @@ from functools import cached_property
 from itertools import chain
 from typing import Final, NamedTuple
 
+from ....schemas.checks import list_names
 from ....schemas.errors import InvalidRequest, NoWorkers
 from ....schemas.presence import Role, WorkerPresence, WorkerState
 from .leases import MAX_LEASE_S
 
-MAX_LISTED: Final = 16
-"""Largest number of models or workers that an error lists, because workers choose the names."""
 MAX_CAUSE_CHARS: Final = 256
 """Characters of a worker's own text that an error repeats: a worker may write any text."""
 LEASE_MARGIN_S: Final = 1.0
@@ -160,12 +159,6 @@ class FleetSnapshot:
         again = f", start {count} since it served" if count > 1 else ""
         why = f": {cause_of(worker)}" if worker.last_error else ""
         return f"{worker.worker} is starting{again}{why}"
-
-
-def list_names(names: Sequence[str], separator: str = ", ") -> str:
-    """Return names for an error message, the first `MAX_LISTED` of them."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return f"{separator.join(names[:MAX_LISTED])}{more}"
 
 
 def cause_of(worker: WorkerPresence) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from .... import bus
 from ....bus import ExpertAnswers
 from ....bus.protocol.telemetry.experts import Counts, ExpertWindow, PlaneLoad, VersionLoad, imbalance
+from ....schemas.checks import list_names
 from ..console import note, print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..options import check_drawable, refuse_options
@@ -183,12 +184,11 @@ async def run(args: argparse.Namespace) -> int:
     elif answers.window is not None:
         _show(args, answers, answers.window)
     left_out = [f"{worker}: {why}" for worker, why in sorted(answers.left_out.items())]
-    if len(left_out) > MAX_NAMED:
-        left_out[MAX_NAMED:] = [f"and {len(left_out) - MAX_NAMED} more"]
+    named = list_names(left_out, "; ", MAX_NAMED)
     if answers.window is None:
-        raise CommandFailed(f"no worker of {answers.model} has counted experts: {'; '.join(left_out)}")
+        raise CommandFailed(f"no worker of {answers.model} has counted experts: {named}")
     if left_out:
-        note(f"rollbus: not counted: {'; '.join(left_out)}")
+        note(f"rollbus: not counted: {named}")
         return ExitCode.PARTIAL
     return ExitCode.OK
 

@@ -25,6 +25,7 @@ from ....bus.protocol.fleet.authority import open_transfers, recorded_stops, sto
 from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, slots_of
 from ....bus.subjects import ALL_PRESENCES, Subjects
 from ....bus.worker_metrics import prefix_cache_hit_ratio
+from ....schemas.checks import list_names
 from ....schemas.control import (
     LORA_REGISTER,
     DesiredState,
@@ -189,7 +190,14 @@ def stop_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
 def transfer_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     """Return the cells of `TRANSFER_COLUMNS` for each open transfer."""
     return [
-        [found.id, found.by, _duration(found.age_s), str(found.chunks), _duration(found.left_s), _named(names)]
+        [
+            found.id,
+            found.by,
+            _duration(found.age_s),
+            str(found.chunks),
+            _duration(found.left_s),
+            list_names(names, limit=NUM_NAMED),
+        ]
         for found, names in open_transfers(workers).values()
     ]
 
@@ -229,7 +237,7 @@ def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     for worker in workers:
         if worker.capabilities is not None:
             alike.setdefault(replace(worker.capabilities, role="both"), []).append(worker.worker)
-    return [[*_engine_cells(known), _named(names)] for known, names in alike.items()]
+    return [[*_engine_cells(known), list_names(names, limit=NUM_NAMED)] for known, names in alike.items()]
 
 
 def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
@@ -331,11 +339,6 @@ def _engine_cells(known: Capabilities) -> list[str]:
         else f"{routing.top_k} of {routing.num_experts} in {routing.num_layers} layers, {routing.dtype}",
         ", ".join(what for what, is_able in can.items() if is_able) or NONE,
     ]
-
-
-def _named(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NUM_NAMED])
-    return shown if len(names) <= NUM_NAMED else f"{shown} and {len(names) - NUM_NAMED} more"
 
 
 def _duration(seconds: float) -> str:

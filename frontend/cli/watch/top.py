@@ -20,6 +20,7 @@ from ....bus import FleetState
 from ....bus.protocol.fleet.desired import why_behind
 from ....bus.protocol.fleet.presence import slots_of
 from ....bus.protocol.telemetry.rates import FleetRates, Rates
+from ....schemas.checks import list_names
 from ....schemas.control import (
     AnyCommand,
     DesiredState,
@@ -256,8 +257,7 @@ def _by_model(state: FleetState) -> dict[str, list[WorkerPresence]]:
 
 def _behind(workers: Sequence[WorkerPresence], desired: DesiredState) -> str:
     behind = [f"{worker.worker} {why}" for worker in workers if (why := why_behind(worker, desired)) is not None]
-    more = [f"and {len(behind) - MAX_BEHIND:,} more"] if len(behind) > MAX_BEHIND else []
-    return "; ".join([*behind[:MAX_BEHIND], *more]) or NONE
+    return list_names(behind, "; ", MAX_BEHIND) or NONE
 
 
 def command_rows(state: FleetState) -> list[list[str]]:

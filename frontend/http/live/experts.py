@@ -16,6 +16,7 @@ import numpy as np
 
 from .... import bus
 from ....bus.protocol.telemetry.experts import ExpertAnswers, PlaneLoad, imbalance
+from ....schemas.checks import list_names
 from ....schemas.errors import RollbusError
 from .events import EXPERTS, encode_event
 from .viewers import Viewer, contained
@@ -149,8 +150,7 @@ def _problem(answers: ExpertAnswers) -> str | None:
     if not answers.left_out:
         return None if answers.window is not None else "no worker has answered"
     named = [f"{worker}: {why}" for worker, why in sorted(answers.left_out.items())]
-    more = len(named) - MAX_NAMED
-    return "; ".join(named[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    return list_names(named, "; ", MAX_NAMED)
 
 
 PERIOD_S: Final = 5.0
