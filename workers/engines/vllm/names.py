@@ -11,6 +11,7 @@ import logging
 import re
 from typing import Any
 
+from ....schemas.checks import list_names
 from ....schemas.errors import EngineDead
 from ....schemas.options import pip_install
 
@@ -101,10 +102,9 @@ def check_names() -> None:
         logger.warning("engine.unverified_release_detected release=%s proven=%r", release, proven)
     gaps = [gap for where, names in NAMES.items() for gap in _find_gaps(where, names.split())]
     if gaps:
-        named = "; ".join(gaps[:MAX_NAMED])
-        more = f"; and {len(gaps) - MAX_NAMED} more" if len(gaps) > MAX_NAMED else ""
+        named = list_names(gaps, "; ", MAX_NAMED)
         raise EngineDead(
-            f"vLLM {release} lacks parts that the rollbus worker uses: {named}{more}; allowed: {proven}, as released"
+            f"vLLM {release} lacks parts that the rollbus worker uses: {named}; allowed: {proven}, as released"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
+from ....schemas.checks import list_names
 from ....schemas.errors import ControlCode, ForeignError, foreign_code
 
 logger = logging.getLogger(__name__)
@@ -168,9 +169,9 @@ class Reload:
         wrong = (self._copied or frozenset()) - equal
         if nan := sorted(wrong & has_nan):
             # NaN differs from itself, so a comparison of values cannot tell whether the parameter was loaded.
-            raise _NotLoaded(f"the checkpoint has NaN in {_named(nan)}")
+            raise _NotLoaded(f"the checkpoint has NaN in {list_names(nan, limit=MAX_NAMED)}")
         if wrong:
-            raise _NotLoaded(f"vLLM reported success, but did not load {_named(sorted(wrong))}")
+            raise _NotLoaded(f"vLLM reported success, but did not load {list_names(sorted(wrong), limit=MAX_NAMED)}")
 
     def _equal_in(self, folder: Path) -> set[str]:
         return compare_parameters(self._model(), folder)[0]
@@ -203,11 +204,6 @@ def compare_parameters(model: Any, folder: Path) -> tuple[set[str], set[str]]:
                 elif stored.is_floating_point() and stored.isnan().any():
                     has_nan.add(name)
     return equal, has_nan
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 class _CpuExperts:

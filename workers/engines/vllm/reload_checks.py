@@ -33,6 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import layerwise
 
+from ....schemas.checks import list_names
 from ....schemas.errors import ForeignError, foreign_code
 from ....schemas.weights import Verified
 from .probes import (
@@ -168,9 +169,8 @@ class Probing:
         else:
             load.unprobed |= dict.fromkeys(names, "no tensor was loaded into it")
         if load.wrong:
-            more = f"; and {len(load.wrong) - MAX_NAMED} more" if len(load.wrong) > MAX_NAMED else ""
-            named = "; ".join(load.wrong[:MAX_NAMED])
-            raise WrongOutput(f"the output of modules differs from the output of the loaded tensors: {named}{more}")
+            named = list_names(load.wrong, "; ", MAX_NAMED)
+            raise WrongOutput(f"the output of modules differs from the output of the loaded tensors: {named}")
         unprobed = tuple(f"{name} ({reason})" for name, reason in sorted(load.unprobed.items()))
         return Verified(probed=len(probed), equal=load.num_equal, unprobed=unprobed)
 
