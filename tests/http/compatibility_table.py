@@ -8,6 +8,8 @@ from typing import Any
 from tests.cli.support import ROOT
 
 PAGE = ROOT / "docs/http-compatibility.md"
+SHARED = {"Chat": ("Sampling", "OpenAI"), "Completions": ("Sampling", "OpenAI"), "sampling_params": ("Sampling",)}
+"""By heading of a body: the headings of the tables that it shares with other bodies."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def route_rows() -> list[RouteRow]:
 
 def field_rows(body: str) -> list[FieldRow]:
     """Return all rows of the fields of a body."""
-    rows = _rows(body)
+    rows = [row for heading in (*SHARED.get(body, ()), body) for row in _rows(heading)]
     return [
         FieldRow(name.strip("`"), json.loads(example.strip("`")), served, why) for name, example, served, why in rows
     ]
