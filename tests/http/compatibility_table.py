@@ -1,13 +1,16 @@
-"""Reads docs/http-compatibility.md: one row for each route and each field of a body."""
+"""Reads docs/http-compatibility.md: the routes, and the fields of each body with an example."""
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tests.cli.support import ROOT
 
 PAGE = ROOT / "docs/http-compatibility.md"
+HEADINGS = {"yes": "Served routes", "501": "Routes with 501", "404": "Unknown routes"}
+"""By `RouteRow.served`: the heading of the table."""
 SHARED = {"Chat": ("Sampling", "OpenAI"), "Completions": ("Sampling", "OpenAI"), "sampling_params": ("Sampling",)}
 """By heading of a body: the headings of the tables that it shares with other bodies."""
 
@@ -41,20 +44,37 @@ def _rows(heading: str) -> list[list[str]]:
     return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
+def _routes(cell: str) -> Iterator[tuple[str, str]]:
+    """Yield method and path of each route of a cell. A path without a method has the method of the route before it."""
+    method = ""
+    for route in re.findall(r"`([^`]+)`", cell):
+        *methods, path = route.split(" ")
+        method = methods[0] if methods else method
+        yield method, path
+
+
 def route_rows() -> list[RouteRow]:
-    """Return all rows of routes."""
-    rows = _rows("Routes")
-    return [RouteRow(*route.strip("`").partition(" ")[::2], served, why) for route, _, served, why in rows]
+    """Return a row for each route."""
+    return [
+        RouteRow(method, path, served, why)
+        for served, heading in HEADINGS.items()
+        for cell, *_, why in _rows(heading)
+        for method, path in _routes(cell)
+    ]
 
 
 def field_rows(body: str) -> list[FieldRow]:
-    """Return all rows of the fields of a body."""
-    rows = [row for heading in (*SHARED.get(body, ()), body) for row in _rows(heading)]
+    """Return a row for each field of a body."""
     return [
-        FieldRow(name.strip("`"), json.loads(example.strip("`")), served, why) for name, example, served, why in rows
+        FieldRow(name, json.loads(example), served, why)
+        for heading in (*SHARED.get(body, ()), body)
+        for served, fields, why in _rows(heading)
+        for name, example in re.findall(r"`(\w+): ([^`]+)`", fields)
     ]
 
 
 def control_rows() -> dict[str, set[str]]:
     """Return the fields of each control route by path."""
-    return {route.strip("`").split(" ")[1]: set(re.findall(r"`(\w+)`", fields)) for route, fields in _rows("Commands")}
+    return {
+        path: set(re.findall(r"`(\w+)`", fields)) for cell, fields in _rows("Commands") for _, path in _routes(cell)
+    }
