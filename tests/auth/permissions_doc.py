@@ -1,7 +1,8 @@
 """Write the tables of permissions in docs/operate/secure.md: `python -m tests.auth.permissions_doc`."""
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollbus.bus.auth.credentials import Role
@@ -36,9 +37,12 @@ def _names(roles: frozenset[Role]) -> str:
     return ", ".join(role for role in Role if role in roles) or "–"
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    columns = tuple(columns)
-    lines = [columns, ("---",) * len(columns), *rows]
+def _table(columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table in which subjects with the same cells share a row."""
+    subjects: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for subject, *cells in rows:
+        subjects[*cells].append(subject)
+    lines = [columns, ("---",) * len(columns), *((", ".join(names), *cells) for cells, names in subjects.items())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
