@@ -1,0 +1,100 @@
+"""Plants faults one at a time in a copy of the checkout, and checks that their tests fail.
+
+python -m tests.mutants [NAMES]
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).with_name("faults.toml")
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of faults.toml."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def plant(self, root: Path) -> None:
+        """Change the file below `root`."""
+        path = root / self.file
+        path.write_text(path.read_text().replace(self.old, self.new))
+
+
+def read_faults() -> list[Fault]:
+    """Return all faults."""
+    entries = tomllib.loads(FAULTS.read_text())
+    return [Fault(name, tests=tuple(entry.pop("tests")), **entry) for name, entry in entries.items()]
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy the tracked files and the new ones, with the links of src/."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+
+
+def failed_tests(root: Path, tests: Sequence[str]) -> tuple[list[str], str]:
+    """Run tests in a copy. Return the names of the failed ones, and the end of the output."""
+    # The copy's package, not the one of this environment.
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        # The fault makes a test wait for ever.
+        return list(tests), f"no end within {TIMEOUT_S} s"
+    names = re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
+    return list(dict.fromkeys(names)), done.stdout[-300:]
+
+
+def missed_tests(root: Path, fault: Fault) -> list[str]:
+    """Return the tests that pass despite the fault. Leave the copy as it was."""
+    fault.plant(root)
+    try:
+        failed, end = failed_tests(root, fault.tests)
+    finally:
+        shutil.copy2(ROOT / fault.file, root / fault.file)
+    missed = [test for test in fault.tests if not any(name.startswith(test) for name in failed)]
+    sys.stdout.write(f"{'MISSED' if missed else 'caught'} {fault.name}: {' '.join(missed or failed)}\n")
+    if missed:
+        sys.stdout.write(end + "\n")
+    sys.stdout.flush()
+    return missed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the faults that the command line names, or all. Return 0 if each of their tests fails."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="faults of faults.toml; default: all")
+    names = parser.parse_args(arguments).names
+    faults = [fault for fault in read_faults() if not names or fault.name in names]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy_checkout(Path(folder))
+        missed = [fault.name for fault in faults if missed_tests(Path(folder), fault)]
+    sys.stdout.write(f"{len(faults) - len(missed)} of {len(faults)} faults are caught.\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
