@@ -132,13 +132,13 @@ def _join_loads() -> None:
 
 HANGS = """
 import asyncio, pathlib, threading
-from rollbus.frontend.http import tokenizer_loads
+from rollbus.frontend.http import text
 
-tokenizer_loads.load_tokenizer = lambda folder: threading.Event().wait()
-tokenizer_loads.PRELOAD_WAIT_S = tokenizer_loads.STOP_WAIT_S = 0.01
+text.load_tokenizer = lambda folder: threading.Event().wait()
+text.PRELOAD_WAIT_S = text.STOP_WAIT_S = 0.01
 
 async def main():
-    loads = tokenizer_loads.TokenizerLoads()
+    loads = text.TokenizerLoads()
     assert not await loads.has_ended(pathlib.Path("/a"))
     await loads.stop()
 
