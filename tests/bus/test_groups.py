@@ -15,6 +15,7 @@ from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.patience import SOON_S
 from tests.support.requests import greedy
 from tests.support.streams import all_of
+from tests.support.waits import until_true
 
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 ENDLESS = 1_000_000
@@ -105,12 +106,11 @@ async def test_the_next_step_returns_the_groups_of_a_cancelled_step(one_worker: 
     """The groups of a cancelled step continue, and the next step returns them."""
     async with (
         one_worker(config=SLOW) as (rb, *_),
-        rb.groups(prompts(1000, 1000), n=1, need=2, over=1) as groups,
+        rb.groups(prompts(5000, 5000), n=1, need=2, over=1) as groups,
         asyncio.TaskGroup() as tasks,
     ):
         cancelled = tasks.create_task(groups.step())
-        while rb.stats().requests < 2:
-            await rb.fleet.state()
+        await until_true(lambda: rb.stats().requests == 2)
         cancelled.cancel()
         await asyncio.wait([cancelled])
         assert cancelled.cancelled()
