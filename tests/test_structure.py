@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,17 @@ ROOT_ENTRIES = {
     ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml",
     "mkdocs.yml", "pyproject.toml", "requirements-cpu.lock",
 }  # fmt: skip
+RAW_TASKS = {
+    "bus/client/batch.py",
+    "bus/client/sync.py",
+    "bus/client/thread.py",
+    "bus/publish/chain_store.py",
+}
+"""Files whose tasks belong to an object or a thread and not to a block, so that no TaskGroup can own them."""
 ELSEWHERE = ("trl", "verifiers", "worker")
 """Extras for other environments: trainers and GPUs."""
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 70
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 100
 HEAVY = ("aiohttp", "opentelemetry", "tokenizers", "torch", "transformers", "triton", "vllm")
 
 # A client-only environment runs this probe, which imports each client module and prints the loaded heavy packages.
@@ -135,7 +141,7 @@ def test_pure_packages_import_only_pure_packages_and_no_io_modules(folder: str, 
 
 
 def test_files_and_functions_stay_short() -> None:
-    """No file has more than 400 lines, and no function more than 70."""
+    """No file has more than 600 lines, and no function more than 100."""
     too_long = []
     for path in python_files(*PACKAGES, "bench", "examples", "tests", ".ci"):
         text = path.read_text()
@@ -150,17 +156,12 @@ def test_files_and_functions_stay_short() -> None:
     assert too_long == []
 
 
-def test_handlers_of_all_exceptions_name_their_boundary() -> None:
-    """Each handler of all exceptions begins with a comment that names its boundary, and there are at most thirteen."""
-    handlers = {
-        f"{path.relative_to(ROOT)}:{number}": after.strip()
-        for path in python_files(*PACKAGES)
-        for number, (line, after) in enumerate(pairwise(path.read_text().splitlines()), 1)
-        if re.match(r"\s*except\b[^:]*\b(Base)?Exception\b", line)
-    }
+def test_tasks_outside_of_a_task_group_are_in_a_few_files() -> None:
+    """Each raw task (`loop.create_task`) is in a file of `RAW_TASKS`; all others live in a TaskGroup."""
+    raw = re.compile(r"(?:get_running_loop\(\)|\bloop|_loop)\.create_task\(")
+    found = {str(path.relative_to(ROOT)) for path in python_files(*PACKAGES) if raw.search(path.read_text())}
 
-    assert [place for place, comment in handlers.items() if not comment.startswith("# Boundary")] == []
-    assert len(handlers) <= 13
+    assert found == RAW_TASKS
 
 
 def test_root_stays_clean() -> None:

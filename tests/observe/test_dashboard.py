@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,25 +9,11 @@ import yaml
 
 from tests.observe.exposed import catalogue
 from tests.observe.promql import QueryError, read
-from tests.observe.shipped import DASHBOARD, PROMETHEUS, PROVISIONING, dashboard, panels, queries, variables
+from tests.observe.shipped import DASHBOARD, PROMETHEUS, PROVISIONING, dashboard, queries, variables
 
 COMPOSE = yaml.safe_load((PROMETHEUS.parents[2] / "compose.yaml").read_text())
 BUILT_IN = {"__rate_interval", "__interval", "__range"}
 """Variables that Grafana defines."""
-UNITS = {
-    "short", "none", "s", "bytes", "Bps", "percentunit", "reqps", "ops",
-}  # fmt: skip
-"""Units of Grafana's catalogue. Grafana would show any other text unchanged after the number."""
-
-
-def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
-    """Return True if two rectangles of the grid have a common cell."""
-    return (
-        one["x"] < other["x"] + other["w"]
-        and other["x"] < one["x"] + one["w"]
-        and one["y"] < other["y"] + other["h"]
-        and other["y"] < one["y"] + one["h"]
-    )
 
 
 def test_every_query_uses_existing_metrics_and_labels(exposition: str) -> None:
@@ -62,23 +47,6 @@ def test_the_parser_rejects_wrong_queries(exposition: str, query: str) -> None:
     """The parser rejects queries that Prometheus would reject, or that would never have a result."""
     with pytest.raises(QueryError):
         read(query, catalogue(exposition))
-
-
-def test_panels_have_unique_ids_and_do_not_overlap() -> None:
-    """Ids are unique, and no panel overlaps another or exceeds 24 columns. Each panel has a description and a unit."""
-    found = panels()
-    assert len({panel["id"] for panel in found}) == len(found)
-    titled = [panel for panel in found if panel["type"] != "row"]
-    for one, other in combinations(found, 2):
-        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
-    for panel in titled:
-        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-        assert panel["description"].endswith("."), panel["title"]
-        assert panel["targets"], panel["title"]
-        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-        units = [panel["fieldConfig"]["defaults"].get("unit")] if panel["type"] != "table" else []
-        units += [entry["value"] for override in panel["fieldConfig"]["overrides"] for entry in override["properties"]]
-        assert set(units) <= UNITS, panel["title"]
 
 
 def test_every_variable_exists_and_is_used() -> None:
