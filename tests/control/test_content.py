@@ -8,11 +8,11 @@ import pytest
 
 import rollbus
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.schemas.control import LoadLora, UpdateWeights
+from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, serving, start, write_adapter, write_checkpoint
+from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
 from tests.support.fleet_states import all_serve, until_state, until_worker
 
 pytestmark = pytest.mark.slow
@@ -227,59 +227,6 @@ async def test_a_symlink_is_recorded_as_the_directory_that_it_named(nats_url: st
 
     assert (first.is_complete, again.is_complete, source) == (True, True, str(two))
     assert_same(after, before)
-
-
-async def test_a_worker_of_an_earlier_release_makes_versions_unpinned(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """While a worker decodes no digests, versions are recorded without one; the ack, `status` and the record say it.
-
-    If it joins after a version was recorded with a digest, it serves nothing.
-    """
-    one, two = folders(tmp_path)
-    adapter = write_adapter(tmp_path / "adapter")
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
-        async with start(nats_url, fleet, "old", one, weight_digests=False):
-            await rb.fleet.wait_for_workers(2)
-            result = await rb.fleet.update_weights(str(two), version=2)
-            lora = await rb.fleet.load_lora("a", str(adapter))
-            shown = await run_rollbus(nats_url, fleet, "status")
-            unpinned = await recorded(rb)
-        pinned = await rb.fleet.update_weights(str(two), version=3)
-        digest = (await recorded(rb)).digest
-        async with start(nats_url, fleet, "old", one, weight_digests=False):
-            late = await until_worker(rb, "old", WorkerState.OUTDATED)
-
-    for warning in (*result.warnings, *lora.warnings):
-        assert "is unpinned: old cannot compare digests" in warning
-    assert (len(result.warnings), len(lora.warnings), unpinned.digest) == (1, 1, None)
-    assert "2, unpinned" in shown.stdout
-    assert "a (1, unpinned)" in shown.stdout
-    assert (pinned.warnings, digest is None) == ((), False)
-    assert late.last_error is not None
-    assert "version 3 has a digest" in late.last_error
-
-
-async def test_an_adapter_that_was_overwritten_is_not_loaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A worker that restarts does not load other content under an adapter's version. Also the config is content."""
-    one, _ = folders(tmp_path)
-    adapter = write_adapter(tmp_path / "adapter")
-    async with serving(nats_url, fleet, one, 2) as (rb, [_, victim]):
-        await rb.fleet.load_lora("a", str(adapter))
-        command = (await rb.fleet.state()).desired["m"].registers["lora:a"].command
-        config = json.loads((adapter / "adapter_config.json").read_text())
-        (adapter / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 64}))
-        victim.kill()
-        await victim.wait()
-        async with start(nats_url, fleet, "w1", one):
-            back = await until_worker(rb, "w1", lambda each: each.state is WorkerState.SERVING and each.last_error)
-            results = [await rb.complete(ask(lora="a")) for _ in range(4)]
-
-    assert isinstance(command, LoadLora)
-    assert back.loras == ()
-    assert back.last_error is not None
-    assert f"version 1 of adapter a was {command.digest}; {adapter} now holds " in back.last_error
-    assert {result.worker_ids for result in results} == {("w0",)}
 
 
 async def test_a_deep_sleep_ends_in_outdated_if_the_directory_was_overwritten(

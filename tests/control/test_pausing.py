@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from rollbus import FinishReason
 from rollbus.bus.client import presence
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import MODEL, ask, assert_same, folders, serving, start
+from tests.control.support import MODEL, ask, folders, serving, start
 from tests.support.fleet_states import until_state, until_worker
 from tests.support.invariants import check_stream
 from tests.support.streams import start_stream
 from tests.support.waits import until
 
 pytestmark = pytest.mark.slow
-
-LONG = 100_000
-"""The tokens of a request that does not end by itself."""
 
 
 def table(stdout: str) -> list[list[str]]:
@@ -130,82 +126,3 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
         if paused_at is not None
     ]
     assert len(warned()) == 2
-
-
-async def test_pause_wait_fails_at_its_timeout_and_the_worker_stays_paused(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """`pause --mode wait` that exceeds its time exits with 1 and prints how many requests are in flight.
-
-    The worker stays paused and accepts nothing. A pause with `abort` then ends the stream with `abort` and whole
-    chunks.
-    """
-    one, _ = folders(tmp_path)
-    async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        stream = await start_stream(tasks, rb, ask(max_tokens=LONG // 2))
-
-        waited = await run_rollbus(nats_url, fleet, "pause", "--mode", "wait", "--timeout-s", "0.3", "--json")
-        between = await until_worker(rb, "w0", WorkerState.PAUSED)
-        is_reading = not stream.reading.done()
-        aborted = await run_rollbus(nats_url, fleet, "pause", "--mode", "abort")
-        await stream.reading
-
-    told = json.loads(waited.stdout)
-    assert (waited.code, told["workers"][0]["result"], told["workers"][0]["code"]) == (1, "failed", "timeout")
-    assert "1" in told["workers"][0]["why"]
-    assert (between.state, between.in_flight, is_reading) == (WorkerState.PAUSED, 1, True)
-    assert (aborted.code, stream.finish_reason) == (0, FinishReason.ABORT)
-    check_stream(stream.chunks, stream.request)
-
-
-async def test_the_requests_of_a_drained_worker_resume_on_another_worker(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """The requests of a drained worker resume on another worker with the same results.
-
-    The drained worker accepts no request until it is resumed.
-    """
-    one, _ = folders(tmp_path)
-    async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        expected = await rb.complete(ask(max_tokens=1200))
-        going = tasks.create_task(rb.complete(ask(max_tokens=1200)))
-        state = await until_state(rb, lambda state: any(worker.in_flight for worker in state.workers))
-        [busy] = [worker.worker for worker in state.workers if worker.in_flight]
-
-        drained = await run_rollbus(nats_url, fleet, "drain", busy)
-        after = await until_worker(rb, busy, WorkerState.DRAINED)
-        result = await going
-        resumed = await run_rollbus(nats_url, fleet, "resume", "--worker", busy)
-        await until_worker(rb, busy, WorkerState.SERVING)
-
-    assert (drained.code, table(drained.stdout)) == (0, [[busy, "applied"]])
-    assert (after.state, after.in_flight) == (WorkerState.DRAINED, 0)
-    assert (resumed.code, table(resumed.stdout)) == (0, [[busy, "applied"]])
-    assert (result.attempts, result.exact, result.worker_ids[0]) == (2, True, busy)
-    assert_same(result, expected)
-
-
-async def test_an_abort_ends_only_the_named_requests(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The streams of named requests end with `abort`, and other requests continue.
-
-    The command prints which worker had each request and which requests were not found. It fails only if none was found.
-    """
-    one, _ = folders(tmp_path)
-    async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
-        other = tasks.create_task(rb.complete(ask(4, 5, 6, max_tokens=300)))
-        named = await start_stream(tasks, rb, ask(max_tokens=LONG // 2, request_id="named"))
-
-        ended = await run_rollbus(nats_url, fleet, "abort", "named", "unknown")
-        await named.reading
-        again = await run_rollbus(nats_url, fleet, "abort", "named", "--json")
-        result = await other
-
-    assert (ended.code, ended.stderr) == (0, "")
-    assert [line.split("  ")[-1].strip() for line in ended.stdout.splitlines()[1:-1]].count("aborted named") == 1
-    assert named.finish_reason is FinishReason.ABORT
-    check_stream(named.chunks, named.request)
-    assert ended.stdout.splitlines()[-1].endswith("; not found: unknown")
-    assert (again.code, json.loads(again.stdout)["not_found"]) == (ExitCode.FAILED, ["named"])
-    assert "none has named" in again.stderr
-    assert [worker["request_ids"] or [] for worker in json.loads(again.stdout)["workers"]] == [[], []]
-    assert len(result.token_ids) == 300

@@ -54,26 +54,6 @@ async def folders(nats_url: str, fleet: str) -> list[str]:
     return [link.objects for link in record.links]
 
 
-async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An anchor holds the checkpoint's other files too. A delta holds only the changes."""
-    folder = write_checkpoint(tmp_path / "one", seed=1)
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL, checkpoint=folder) as publisher,
-    ):
-        first = await publisher.publish(weights(1).items(), version=1, update=False)
-        second = await publisher.publish(stepped(weights(1)).items(), version=2, update=False)
-        third = await publisher.publish(stepped(weights(1)).items(), version=3, update=False)
-    assert (first.is_anchor, first.num_tensors, first.num_changed, first.model_bytes) == (True, 2, 2, 256)
-    assert (second.is_anchor, second.num_changed, third.num_changed) == (False, 2, 0)
-    assert second.stored_bytes < 30
-    assert (second.digest, third.stored_bytes) == (third.digest, 0)
-    assert await names(nats_url, first.objects) == ["config.json", "model.safetensors", "rollbus-manifest.json"]
-    assert await names(nats_url, second.objects) == ["delta-0000", "rollbus-manifest.json"]
-    assert await names(nats_url, third.objects) == ["rollbus-manifest.json"]
-    assert await folders(nats_url, fleet) == [first.objects, second.objects, third.objects]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -141,32 +121,6 @@ async def test_a_cancelled_publication_stores_nothing(nats_url: str, fleet: str)
         assert (await publisher.publish(weights(1), version=1, update=False)).is_anchor
 
 
-async def test_older_versions_are_refused_unless_allowed(nats_url: str, fleet: str) -> None:
-    """A version must be newer than the last published version, unless `allow_rollback` is set."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
-        await publisher.publish(weights(1), version=5, update=False)
-        for version in (5, 4):
-            with pytest.raises(ControlError, match="is not newer than the last published version 5"):
-                await publisher.publish(weights(2), version=version, update=False)
-        again = await publisher.publish(stepped(weights(1)), version=4, update=False, allow_rollback=True)
-        assert (again.version, again.is_anchor) == (4, False)
-
-
-async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anchor(nats_url: str, fleet: str) -> None:
-    """A second publisher is rejected with the name of the first. A later publisher begins with an anchor."""
-    async with rollbus.connect(nats_url, fleet=fleet, client="trainer") as rb:
-        async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
-            await publisher.publish(weights(1), version=1, update=False)
-            with pytest.raises(ControlError, match="trainer publishes weights"):
-                async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL):
-                    pytest.fail("two publishers have the lease")
-        async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
-            assert (await publisher.publish(weights(1), version=2, update=False)).is_anchor
-
-
 async def test_an_impossible_publication_is_rejected_before_data_is_stored(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
@@ -198,18 +152,6 @@ async def test_the_chain_record_notes_the_desired_version(nats_url: str, fleet: 
         await rb.fleet.update_weights(objects=first.objects, version=2)
         await publisher.publish_adapter("other", write_adapter(tmp_path / "adapter"), version=1, update=False)
         assert (await key.read()).record.noted == (first.objects,)
-
-
-async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) -> None:
-    """Without workers, `publish` stores the version, and its error states the call that loads it later."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
-        with pytest.raises(rollbus.NoWorkers, match=r"version 3 is stored as objects:.*update_weights\(objects="):
-            await publisher.publish(weights(1), version=3)
-        [objects] = await folders(nats_url, fleet)
-        assert "/versions/3-" in objects
 
 
 async def test_the_fleet_serves_the_published_weights(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -317,43 +259,6 @@ async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
             if version == 1:
                 expected = ["model-00001.safetensors", "model-00002.safetensors", "model.safetensors.index.json"]
             assert await names(nats_url, first.objects) == [*expected, "rollbus-manifest.json"]
-
-
-async def test_a_rank_that_fails_ends_the_publication(nats_url: str, fleet: str) -> None:
-    """If a rank fails, the other ranks fail with its number. All ranks can publish the next version."""
-    async with contextlib.AsyncExitStack() as stack:
-        publishers = [
-            await stack.enter_async_context(
-                rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=rank, num_ranks=2)
-            )
-            for rank in range(2)
-        ]
-        items = list(weights(1).items())
-
-        async def publish(rank: int, tensor: object, version: int) -> rollbus.PublishedWeights | Exception:
-            name = items[rank][0]
-            try:
-                return await publishers[rank].publish(
-                    [(name, tensor)], version=version, update=False, ranks_timeout_s=SOON_S
-                )
-            except (rollbus.ControlError, InvalidRequest) as error:
-                return error
-
-        async def both(version: int, of_one: object) -> list[rollbus.PublishedWeights | Exception]:
-            async with asyncio.TaskGroup() as tasks:
-                publishing = [tasks.create_task(publish(0, items[0][1], version))]
-                publishing.append(tasks.create_task(publish(1, of_one, version)))
-            return [task.result() for task in publishing]
-
-        zero, one = await both(1, "no tensor")
-        assert isinstance(one, InvalidRequest)
-        assert isinstance(zero, ControlError)
-        assert "rank 1 failed: InvalidRequest: " in str(zero)
-        assert await folders(nats_url, fleet) == []
-        zero, one = await both(1, items[1][1])
-        assert isinstance(zero, rollbus.PublishedWeights)
-        assert isinstance(one, rollbus.PublishedWeights)
-        assert await folders(nats_url, fleet) == [zero.objects]
 
 
 async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url: str, fleet: str) -> None:

@@ -1,26 +1,20 @@
 """New weights on busy real engines: the command line, two vLLM workers and a third that starts later."""
 
 import asyncio
-import contextlib
 import json
-import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 import pytest
 from msgspec.structs import replace
 
 import rollbus
 from rollbus import Chunk, GenerateRequest, Generation
-from rollbus.frontend.cli.exits import ExitCode
-from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
 from tests.support.fleet import check_generation
-from tests.support.fleet_states import all_serve, until_state, until_worker, worker_of
 from tests.support.invariants import check_stream
 from tests.support.real_fleet import RealWorkers, greedy
 from tests.support.results import TOLERANCE, assert_same, expert_sets
@@ -116,69 +110,6 @@ async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) ->
     assert any(before[name].token_ids.tolist() != after[name].token_ids.tolist() for name in after)
 
 
-async def test_a_worker_that_starts_later_has_the_new_weights(fleets: Fleets) -> None:
-    """A worker that starts later with the old checkpoint loads the desired weights before it serves.
-
-    Its results equal those of a fresh engine with the desired weights.
-    """
-    early = await fleets.old.have(2)
-    [late] = set(await fleets.old.have(3)) - set(early)
-    assert (await run_rollbus(fleets.url, fleets.old.fleet, "drain", *early)).code == 0
-    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
-        state = await until_state(rb, lambda state: len(state.workers) == 3)
-        answered = await answers(rb)
-    assert (await run_rollbus(fleets.url, fleets.old.fleet, "resume")).code == 0
-    async with rollbus.connect(fleets.url, fleet=fleets.fresh) as other:
-        fresh = await answers(other)
-
-    worker = worker_of(state, late)
-    assert (worker.state, worker.weight_version, worker.target_version) == (WorkerState.SERVING, 2, 2)
-    for name, generation in answered.items():
-        assert generation.worker_ids == (late,)
-        assert {*generation.weight_versions.tolist()} == {2}
-        assert_same(generation, fresh[name])
-
-
-async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -> None:
-    """The command exits with 3, and the ledger names the killed worker as missing.
-
-    The other workers announce and serve the new version.
-    """
-    update = ("update-weights", str(fleets.new), "--version", "3", "--json")
-    workers = await fleets.old.have(max(2, len(fleets.old.living)))
-    victim, process = workers.popitem()
-    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
-        await until_state(rb, all_serve)
-        [core] = [child for child in process.children(recursive=True) if "Engine" in child.name()]
-        core.suspend()  # so that the worker is killed during the update
-        async with asyncio.TaskGroup() as tasks:
-            updating = tasks.create_task(run_rollbus(fleets.url, fleets.old.fleet, *update))
-            await until_worker(rb, victim, WorkerState.UPDATING)
-            process.kill()
-            with contextlib.suppress(psutil.NoSuchProcess):
-                core.resume()
-            ended = await updating
-        await asyncio.to_thread(process.wait)
-        for survivor in workers:
-            await until_worker(rb, survivor, lambda worker: worker.weight_version == 3)
-        state = await until_state(rb, all_serve)
-        after = await answers(rb)
-    async with rollbus.connect(fleets.url, fleet=fleets.fresh) as other:
-        fresh = await answers(other)
-
-    told = {worker["worker"]: worker for worker in json.loads(ended.stdout)["workers"]}
-    assert (ended.code, told[victim]["result"]) == (ExitCode.PARTIAL, "missing")
-    assert f"{victim} is missing" in ended.stderr
-    for survivor in workers:
-        assert told[survivor]["result"] == "applied"
-        worker = worker_of(state, survivor)
-        assert (worker.state, worker.weight_version, worker.target_version) == (WorkerState.SERVING, 3, 3)
-    for name, generation in after.items():
-        assert {*generation.worker_ids} <= {*workers}
-        assert {*generation.weight_versions.tolist()} == {3}
-        assert_same(generation, fresh[name])
-
-
 @pytest.mark.proves("P17")
 async def test_long_prompts_during_an_update_report_the_versions_of_their_kv(
     fleets: Fleets, tiny_moes: tuple[Path, Path]
@@ -213,30 +144,3 @@ async def test_long_prompts_during_an_update_report_the_versions_of_their_kv(
         assert result.kv_version_spans == tuple(spans)
         assert result.kv_mixed is not None
         assert result.kv_mixed.tolist() == [0 < cut <= i for i in range(len(versions))]
-
-
-@pytest.mark.proves("P97")
-async def test_a_real_worker_that_restarts_on_an_overwritten_directory_serves_nothing(
-    fleets: Fleets, tiny_moes: tuple[Path, Path]
-) -> None:
-    """A worker that starts after an overwrite in place is outdated. Greedy requests keep one set of logprobs."""
-    latest = Path(shutil.copytree(fleets.new, tiny_moes[1].parent / "latest"))
-    workers = await fleets.old.have(2)
-    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
-        assert (await rb.fleet.update_weights(latest, version=20)).is_complete
-        before = await answers(rb)
-        held = worker_of(await rb.fleet.state(), next(iter(workers))).weight_digest
-        for file in tiny_moes[1].iterdir():
-            (latest / file.name).write_bytes(file.read_bytes())
-        process = workers.popitem()[1]
-        process.kill()
-        await asyncio.to_thread(process.wait)
-        name = fleets.old.add()
-        outdated = await until_worker(rb, name, WorkerState.OUTDATED)
-        after = await answers(rb)
-
-    assert outdated.last_error is not None
-    assert outdated.last_error.startswith(f"version 20 was {held}; {latest} now holds ")
-    for request, generation in after.items():
-        assert {*generation.worker_ids} == {*workers}
-        assert_same(generation, before[request])

@@ -105,31 +105,6 @@ async def test_a_silent_transfer_ends_and_transferred_weights_cannot_come_back(
     assert all("cannot be loaded again" in str(worker.last_error) for worker in state.workers)
 
 
-async def test_a_finish_without_a_chunk_changes_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A finish before the first chunk, of another owner or of another transfer is refused before it is recorded.
-
-    The transfer stays open and can be finished.
-    """
-    async with two_workers(nats_url, fleet, tmp_path) as rb:
-        codes = [await refused(rb.fleet.finish_weight_update(2))]
-        started = await rb.fleet.start_weight_update()
-        codes.append(await refused(rb.fleet.finish_weight_update(2)))
-        await rb.fleet.update_weight_chunk(CHUNK, transfer=started.id)
-        codes.append(await refused(rb.fleet.finish_weight_update(2, transfer="another")))
-        codes.append(await refused(rb.fleet.finish_weight_update(2, by="http:admin")))
-        before = (await rb.fleet.state()).desired
-        finished = await rb.fleet.finish_weight_update(2, transfer=started.id)
-        await until_state(rb, all_serve)
-    assert codes == [
-        ControlCode.TRANSFER_EXPIRED,
-        ControlCode.TRANSFER_EMPTY,
-        ControlCode.TRANSFER_EXPIRED,
-        ControlCode.TRANSFER_HELD,
-    ]
-    assert before == {}
-    assert {ack.weight_version for ack in finished.applied.values()} == {2}
-
-
 async def test_a_worker_that_missed_the_chunks_waits_for_weights(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A finish is partial if one worker received nothing: the others use the weights, and it waits for an update."""
     async with two_workers(nats_url, fleet, tmp_path) as rb:
@@ -140,27 +115,6 @@ async def test_a_worker_that_missed_the_chunks_waits_for_weights(nats_url: str, 
         await until_worker(rb, "w1", lambda worker: worker.state is WorkerState.WAITING_FOR_WEIGHTS)
         await until_worker(rb, "w0", lambda worker: worker.state is WorkerState.SERVING)
     assert list(caught.value.ledger.applied) == ["w0"]
-
-
-async def test_two_owners_never_share_a_transfer(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A start that another owner refuses on some workers gives the others back. A cancel ends a transfer of anybody."""
-    async with (
-        two_workers(nats_url, fleet, tmp_path) as rb,
-        rollbus.connect(nats_url, fleet=fleet, client="other") as other,
-    ):
-        await rb.fleet.start_weight_update(workers=["w0"])
-        with pytest.raises(
-            rollbus.CommandIncomplete, match=r"another owner, not other, has the transfer .* of observer"
-        ):
-            await other.fleet.start_weight_update()
-        await until_worker(rb, "w1", lambda worker: worker.state is WorkerState.SERVING)
-        await until_worker(rb, "w0", lambda worker: worker.transfer is not None)
-        await other.fleet.cancel_weight_update()
-        await until_state(rb, all_serve)
-        with pytest.raises(rollbus.CommandIncomplete, match="no transfer of weights is open"):
-            await other.fleet.cancel_weight_update()
-        version = (await rb.complete(ask())).weight_versions.tolist()
-    assert set(version) == {1}
 
 
 async def test_an_engine_that_waits_for_a_lost_peer_is_replaced(nats_url: str, fleet: str, tmp_path: Path) -> None:
