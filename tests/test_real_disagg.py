@@ -1,19 +1,15 @@
 """A prefill and a decode worker on real engines together return the same results as a single worker."""
 
 import asyncio
-import base64
 import contextlib
 import json
-import os
 import shutil
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from msgspec.structs import replace
@@ -21,7 +17,6 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import FleetState, GenerateRequest, Generation
 from rollbus.schemas.presence import WorkerState
-from tests.http.support import http_before
 from tests.support.fleet import check_generation
 from tests.support.fleet_states import until_state
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S
@@ -184,24 +179,6 @@ async def test_prompts_of_all_lengths_give_the_results_of_a_single_worker(pair: 
     assert pair.kv_folders() == []
 
 
-async def test_32_parallel_prompts_equal_each_prompt_alone(pair: Pair, real_fleet: str) -> None:
-    """32 parallel prompts of 500 tokens, which the engine computes in slices, equal each prompt alone."""
-    requests = [
-        greedy(500, NUM_TOKENS, seed=i, request_id=f"r{i}", routed_experts_prompt_start=16 * i) for i in range(32)
-    ]
-    async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
-        together = {g.request_id: g async for g in rb.complete_many(requests, max_in_flight=32)}
-        for request in requests:
-            generation = together[request.request_id]
-            check_generation(generation, request)
-            assert_same(generation, await single.complete(request))
-        in_two_phases = [g for g in together.values() if g.worker_ids == ROLES]
-        assert {g.cached_tokens for g in in_two_phases} == {480}
-        # On a slow machine some requests may wait too long for the prefill worker.
-        assert len(in_two_phases) + rb.stats().prefill_fallbacks["busy"] == 32
-    assert pair.kv_folders() == []
-
-
 async def test_requests_without_a_prefill_phase_get_fresh_rows(pair: Pair, real_fleet: str) -> None:
     """A request without a prefill phase gets fresh rows, even if the decode worker has the prompt's transferred KV."""
     request = greedy(100, NUM_TOKENS, seed=77)
@@ -211,30 +188,6 @@ async def test_requests_without_a_prefill_phase_get_fresh_rows(pair: Pair, real_
             generation = await alone.complete(request)
         assert generation.worker_ids == ("decode",)
         assert_same(generation, await single.complete(request))
-
-
-async def test_the_http_service_returns_the_results_of_a_single_worker(pair: Pair, real_fleet: str) -> None:
-    """The HTTP service returns the same tokens and routed experts from two workers as from one."""
-    body = {
-        "token_ids": [int(token) for token in greedy(100, 1, seed=5).prompt_token_ids],
-        "sampling_params": {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0},
-        "cache_salt": "http",
-    }
-    answers = []
-    for fleet in (pair.fleet, real_fleet):
-        async with http_before(pair.url, fleet) as http:
-            if fleet == pair.fleet:
-                await until_state(http.own, both_serve)
-            answer = await http.client.post("/inference/v1/generate", json=body)
-            assert answer.status_code == 200, answer.text
-            choice = answer.json()["choices"][0]
-            routed = choice["routed_experts"]
-            rows = np.frombuffer(base64.b64decode(routed["data"]), routed["dtype"]).reshape(routed["shape"])
-            answers.append((choice["token_ids"], np.sort(rows, axis=-1)))
-            if fleet == pair.fleet:
-                assert http.own.stats().prefill_legs == 1
-    assert answers[0][0] == answers[1][0]
-    np.testing.assert_array_equal(answers[0][1], answers[1][1])
 
 
 async def test_a_request_whose_kv_is_lost_needs_a_second_attempt(pair: Pair, real_fleet: str) -> None:
@@ -252,18 +205,6 @@ async def test_a_request_whose_kv_is_lost_needs_a_second_attempt(pair: Pair, rea
         # The engine and its transfers still work.
         again = replace(request, cache_salt="again")
         check_phases(await rb.complete(again), again)
-
-
-async def test_old_kv_that_no_worker_loads_is_deleted(pair: Pair) -> None:
-    """Old KV that no worker loads is deleted, even if no engine has requests."""
-    kv_folder = pair.folder / uuid.uuid4().hex
-    kv_folder.mkdir()
-    (kv_folder / "pp0-tp0.safetensors").touch()
-    then = time.time() - ABANDONED_AFTER_S - 1
-    os.utime(kv_folder, (then, then))
-    async with asyncio.timeout(SOON_S):
-        while kv_folder.exists():  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.1)
 
 
 @pytest.mark.proves("P24")

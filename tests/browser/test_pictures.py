@@ -1,7 +1,5 @@
 """Each view with a busy fleet. With `$ROLLBUS_SCREENSHOTS`, the tests save the screenshots of the docs."""
 
-import asyncio
-import re
 from pathlib import Path
 
 import pytest
@@ -12,12 +10,9 @@ from tests.browser.announcer import announced
 from tests.browser.page import DESKTOP, PHONE, Size, Theme, opened
 from tests.browser.past_hour import remember_an_hour
 from tests.browser.screenshots import photograph
-from tests.browser.small_fleet import MODEL, SLOTS, bias_router, busy_fleet, in_trouble, under_load
+from tests.browser.small_fleet import MODEL, busy_fleet, in_trouble, under_load
 from tests.browser.test_acts import LEDGERS
-from tests.browser.test_request import EVENTS
 from tests.http.support import http_before
-from tests.support.requests import greedy
-from tests.support.streams import start_stream
 
 pytestmark = pytest.mark.slow
 
@@ -71,49 +66,3 @@ async def test_the_throughput_view_shows_an_hour_and_the_current_points(
         await photograph(page, "throughput")
         assert await faint_texts(page) == []
         assert await nameless(page) == []
-
-
-async def test_the_request_view_shows_a_pause_and_other_weights(
-    browser: Chrome, nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """The request view shows a request that a pause held and that continued with other weights."""
-    async with (
-        busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
-        http_before(nats_url, fleet) as http,
-        asyncio.TaskGroup() as tasks,
-    ):
-        await http.rb.fleet.wait_for_workers()
-        stream = await start_stream(tasks, http.rb, greedy(1, 24, request_id="rollout-7"))
-        await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
-        await stream.reading
-        async with opened(browser, f"{http.url}/#/request?id=rollout-7") as page:
-            events = await page.until(EVENTS, lambda found: "ended" in found)
-            assert {"held", "resumed", "weights"} <= {*events}
-            await photograph(page, "request")
-            assert await faint_texts(page) == []
-            assert await nameless(page) == []
-
-
-def is_collapsed(summary: str | None) -> bool:
-    """Return True if the busiest expert of the worst layer has several times the mean."""
-    found = re.search(r"expert has ([\d.]+)×", summary or "")
-    return found is not None and float(found[1]) > 3
-
-
-async def test_the_experts_view_shows_a_collapsed_router(
-    browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The experts view shows layer by layer that new weights send most tokens to a few experts."""
-    async with (
-        busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
-        http_before(nats_url, fleet) as http,
-    ):
-        await http.rb.fleet.wait_for_workers()
-        bias_router(monkeypatch, two)
-        async with under_load(http.rb, SLOTS), opened(browser, f"{http.url}/#/experts?layer=12&expert=3") as page:
-            await page.until_text("[data-testid=imbalance]", lambda text: bool(text) and "Worst layer" in text)
-            await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
-            await page.until_text("[data-testid=imbalance]", is_collapsed)
-            await photograph(page, "experts")
-            assert await faint_texts(page) == []
-            assert await nameless(page) == []
