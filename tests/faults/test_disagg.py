@@ -26,7 +26,6 @@ from tests.chaos.workload import VOCAB_SIZE
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
 from tests.support.fleet_states import until_known
-from tests.support.invariants import observing
 from tests.support.load import Load
 from tests.support.outcomes import outcome
 from tests.support.waits import until_true
@@ -220,58 +219,6 @@ async def test_a_decode_worker_continues_alone_after_a_failed_kv_transfer(nats_u
         assert (result.attempts, result.worker_ids) == (2, ("p", "d", "d"))
         assert both.fallbacks() == {PrefillFallback.FAILED: 1}
         await check_serves(both)
-
-
-@pytest.mark.usefixtures("unhurried")
-async def test_requests_of_a_stopped_prefill_worker_go_to_other_workers(nats_url: str, fleet: str) -> None:
-    """Requests of a stopped prefill worker go to another prefill worker.
-
-    If no prefill worker remains, they go to a decode worker alone.
-    """
-    slow = SyntheticConfig(step_s=0.3)
-    async with disaggregated(nats_url, fleet, prefill=slow, workers=("p1", "p2", "d")) as both:
-        requests = [long("one"), long("two")]
-        for request, expected in zip(requests, [2, 1], strict=True):
-            async with asyncio.TaskGroup() as tasks:
-                under_way = tasks.create_task(both.rb.complete(request))
-                at = await until_at(both, request)
-                both.workers[at].stop()
-                result = await under_way
-            await check_equal([result], [request], ALONE)
-            assert result.attempts == 2
-            assert len(result.worker_ids) == 1 + expected
-        assert both.fallbacks() == {PrefillFallback.NO_WORKER: 1}
-
-
-@pytest.mark.usefixtures("unhurried")
-async def test_a_decode_worker_serves_the_requests_of_a_dead_prefill_engine(nats_url: str, fleet: str) -> None:
-    """If a prefill engine dies, its process exits, and a decode worker serves its requests in the next attempt.
-
-    The next attempt has no prefill phase.
-    """
-    async with (
-        observing(nats_url, fleet) as observer,
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, "--worker-id", "p", engine_args={"role": "prefill", "die_after_steps": 1}) as p,
-        worker_process(nats_url, fleet, "--worker-id", "d", engine_args={"role": "decode"}),
-    ):
-        await until_paired(rb, "p", "d")
-        requests = [long("one"), long("two")]
-        results = [await rb.complete(request) for request in requests]
-        await check_equal(results, requests, ALONE)
-        assert await p.wait() == 1
-        assert [(result.attempts, result.worker_ids) for result in results] == [(1, ("p", "d")), (2, ("p", "d"))]
-        await observer.check_at_rest()
-
-
-async def until_at(both: Disaggregated, wanted: GenerateRequest) -> str:
-    """Wait until a prefill engine has a request, and return its worker."""
-
-    def places() -> list[str]:
-        return [name for name, given in both.given.items() if wanted.request_id in {r.request_id for r, _ in given}]
-
-    await until_true(places)
-    return places()[0]
 
 
 def observe_events(monkeypatch: pytest.MonkeyPatch, observer: Callable[[AttemptMachine, Event], None]) -> None:

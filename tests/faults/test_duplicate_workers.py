@@ -22,7 +22,6 @@ from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import ask
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.fleet_states import until_state
-from tests.support.hand_worker import HandWorker, chunk, request, worker_by_hand
 from tests.support.load import Load
 from tests.support.waits import until_true
 from tests.support.worker_process import LASTING, worker_process
@@ -179,38 +178,3 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
         served = [worker.stats().links.requests for worker in (one, other)]
 
     assert min(served) > 0
-
-
-async def test_requests_complete_if_frames_of_two_workers_with_one_id_alternate(nats_url: str, fleet: str) -> None:
-    """If presence and frames of two workers with one id alternate, each request completes in its first attempt."""
-    async with (
-        worker_by_hand(nats_url, fleet) as one,
-        worker_by_hand(nats_url, fleet) as other,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.timeout(LIMIT_S),
-        asyncio.TaskGroup() as tasks,
-    ):
-        other.incarnation = "life-2"
-        for worker in (one, other, one, other):
-            await worker.announce()
-            await worker.nats.flush()
-        await rb.fleet.wait_for_workers()
-        serving = [tasks.create_task(serve(worker)) for worker in (one, other)]
-        results = [result async for result in rb.complete_many([request(2) for _ in range(40)], max_in_flight=8)]
-        stats = rb.stats()
-        for task in serving:
-            task.cancel()
-
-    assert {(tuple(result.token_ids), result.attempts) for result in results} == {((7, 8), 1)}
-    assert (stats.attempts_lost, stats.stale_frames) == (0, 0)
-
-
-async def serve(worker: HandWorker) -> None:
-    """Answer each request in two frames, and publish presence of the worker between them."""
-    number = 0
-    while True:
-        key = await worker.next_key()
-        await worker.frame(number, chunk(key, 0, 7), admitted=(key,))
-        await worker.announce()
-        await worker.frame(number + 1, chunk(key, 1, 8, total=2))
-        number += 2

@@ -6,15 +6,12 @@ import contextlib
 import pytest
 
 import rollbus
-from rollbus.bus.protocol.attempt import machine
-from rollbus.bus.protocol.queue.prefill_queue import PrefillFallback
 from rollbus.bus.queue import streams
 from rollbus.bus.queue.streams import QueueLimits
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.disagg import SHAPES, role_worker, until_paired
 from tests.support.invariants import observing
 from tests.support.load import Load
-from tests.support.patience import SOON_S
 from tests.support.requests import greedy
 from tests.support.tcp_proxy import Direction, tcp_proxy
 from tests.support.waits import until_true
@@ -61,35 +58,3 @@ async def test_a_request_whose_offer_is_lost_goes_to_the_next_worker(
 
             assert (generation.attempts, generation.worker_ids) == (1, (*before, second))
             await observer.check_at_rest()
-
-
-async def test_a_decode_worker_serves_alone_if_the_prefill_offer_is_lost(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a prefill worker is disconnected before its offer leaves, a decode worker serves the request alone.
-
-    The request has only one attempt.
-    """
-    load = await Load.of([greedy(1, 50, request_id="r")], CONFIG)
-    async with (
-        observing(nats_url, fleet) as observer,
-        tcp_proxy(nats_url) as proxy,
-        role_worker(proxy.url, fleet, "p", CONFIG) as (cut_off, _),
-        role_worker(nats_url, fleet, "d", CONFIG),
-        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        await until_paired(rb, "p", "d")
-        with monkeypatch.context() as patience:
-            patience.setattr(machine, "HAND_OVER_S", SOON_S)
-            patience.setattr(machine, "PREFILL_WAIT_S", SOON_S)
-            assert (await rb.complete(greedy(0, 2))).worker_ids == ("p", "d")
-        proxy.freeze(Direction.TO_SERVER)
-        completing = tasks.create_task(load.run(rb))
-        await until_true(lambda: cut_off.stats().links.requests == 2)
-        (generation,) = await completing
-        proxy.thaw()
-
-        assert (generation.attempts, generation.worker_ids) == (1, ("d",))
-        assert rb.stats().prefill_fallbacks[PrefillFallback.BUSY] == 1
-        await observer.check_at_rest()

@@ -90,36 +90,6 @@ async def test_only_requests_that_kill_engines_fail_as_poison(
     assert sum(map(len, deaths)) <= 6
 
 
-async def test_a_request_fails_as_poison_if_the_kernel_kills_its_workers(nats_url: str, fleet: str) -> None:
-    """A bad request fails as poison also if the kernel kills its worker processes without an error.
-
-    Another worker with the same name follows each of them.
-    """
-    # A step is long enough for the offers to reach the client on a busy machine. If the client has not received the
-    # offer, it does not count the death.
-    arguments = {"step_s": 2.0, "vocab_size": 300, "faults": {"dies_of": BAD, "dies_silently": True}}
-    requests = [greedy(index, 2, request_id=f"good-{index}") for index in range(4)]
-    requests.insert(2, greedy(BAD, 2, request_id="bad"))
-    num_deaths = 0
-
-    async def supervise() -> None:
-        nonlocal num_deaths
-        while True:
-            async with worker_process(nats_url, fleet, "--worker-id", "a", engine_args=arguments) as process:
-                await process.wait()
-            num_deaths += 1
-
-    async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
-        supervising = tasks.create_task(supervise())
-        await rb.fleet.wait_for_workers(timeout_s=60)
-        results = await results_of(rb, requests)
-        supervising.cancel()
-
-    failed = {request_id: result.error for request_id, result in results.items() if result.error is not None}
-    assert {request_id: error.code for request_id, error in failed.items()} == {"bad": ErrorCode.POISON_REQUEST}
-    assert num_deaths == 2
-
-
 async def test_requests_with_a_token_never_fail_as_poison(nats_url: str, fleet: str) -> None:
     """A request with a token from each dead engine never fails as poison: another request is the cause."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

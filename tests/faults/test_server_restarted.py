@@ -1,6 +1,5 @@
 """If the NATS server is away for a while, with or without its store, results of requests do not change."""
 
-import asyncio
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
 from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
-from tests.support.fleet import served
 from tests.support.invariants import observing
 from tests.support.load import Load
 from tests.support.nats_server import require_binary
@@ -46,27 +44,6 @@ async def test_no_request_is_repeated_if_the_server_restarts_twice(fleet: str, s
         check_legs(results, shape)
         assert {generation.attempts for generation in results} == {1}
         assert [worker.presence().incarnation for worker in running.workers.values()] == lives
-        await observer.check_at_rest()
-
-
-@pytest.mark.proves("P5")
-async def test_requests_complete_if_the_server_is_away_for_three_seconds(fleet: str) -> None:
-    """If the server is killed under load and restarts after 3 s, every request completes."""
-    require_binary()
-    load = await Load.mixed(40, CONFIG)
-    async with (
-        EmbeddedServer() as server,
-        observing(server.url, fleet) as observer,
-        served(server.url, fleet, config=CONFIG) as (rb, *_),
-    ):
-
-        async def go_away() -> None:
-            await server.kill()
-            # The test is about an outage of this length.
-            await asyncio.sleep(3)
-            await server.restart()
-
-        await load.run(rb, strikes={10: go_away})
         await observer.check_at_rest()
 
 

@@ -117,38 +117,6 @@ async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str,
     assert (stats.attempts_lost, stats.bad_messages) == (3, 3)
 
 
-async def test_a_request_with_undecodable_frames_of_two_workers_fails(nats_url: str, fleet: str) -> None:
-    """A request whose chunk does not decode at two workers fails with `protocol_error`. Other requests continue."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        bad = tasks.create_task(error_of(rb.complete(request(1)), RequestFailed))
-        bad_id = (key := await worker.next_key()).request_id
-        good = tasks.create_task(rb.complete(request(1)))
-        keys = [key, await worker.next_key()]
-        async with worker_by_hand(nats_url, fleet, "hand2") as second:
-            # Both workers pull, and the requests of both are in one queue.
-            second.requests = worker.requests
-            await second.announce()
-            for serving in (worker, second):
-                serving.client_incarnation = worker.client_incarnation
-                bad_key = next(key for key in keys if key.request_id == bad_id)
-                await serving.frame(0, admitted=tuple(keys))
-                await send(serving, 1, *keys, bad=bad_key)
-                for _ in range(2):
-                    await serving.resend_wanted()
-                    await send(serving, 1, *keys, bad=bad_key)
-                if serving is worker:
-                    keys = [await worker.next_key() for _ in keys]
-            error = await bad
-            last = await worker.next_key()
-            second.link += 1
-            await second.frame(0, chunk(last, 0, 9, total=1), admitted=(last,))
-            generation = await good
-
-    assert error.code is ErrorCode.PROTOCOL_ERROR
-    assert error.message.startswith("worker hand2 sent a frame that cannot be decoded")
-    assert (list(generation.token_ids), generation.attempts) == ([9], 3)
-
-
 def without_end(data: bytes) -> bytes:
     """Return the message without its last three bytes."""
     return data[:-3]

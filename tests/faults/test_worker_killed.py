@@ -9,15 +9,14 @@ import pytest
 
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
-from rollbus.schemas.errors import ErrorCode, NoWorkers, RequestFailed
+from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, undisturbed
 from tests.support.disagg import role_of, until_paired
-from tests.support.fleet_states import until_state
 from tests.support.invariants import check_stream, observing
 from tests.support.load import Load
 from tests.support.patience import SOON_S
-from tests.support.requests import endless, greedy
+from tests.support.requests import greedy
 from tests.support.worker_process import LASTING, worker_process
 
 pytestmark = pytest.mark.slow
@@ -31,27 +30,6 @@ async def undisturbed_tokens(request: GenerateRequest) -> npt.NDArray[np.int32]:
     """Return the tokens of the request on a separate engine."""
     expected = await undisturbed([request], SyntheticConfig.from_args(SLOW))
     return expected[request.request_id].token_ids
-
-
-async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: str, fleet: str) -> None:
-    """If the only worker is killed during a stream, the stream fails with `worker_lost` after the grace time."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
-        worker_process(nats_url, fleet, *LEASE, engine_args=SLOW) as process,
-    ):
-        await rb.fleet.wait_for_workers()
-        received = 0
-        with pytest.raises(RequestFailed, match="its lease expired") as caught:  # noqa: PT012
-            async for chunk in rb.generate(endless()):
-                received += chunk.num_tokens
-                if received == 10:
-                    process.kill()
-
-        assert received >= 10
-        assert caught.value.code is ErrorCode.WORKER_LOST
-        assert caught.value.retryable
-        with pytest.raises(NoWorkers):
-            await rb.complete(endless())
 
 
 @pytest.mark.proves("P2")
@@ -156,23 +134,3 @@ async def test_a_dead_engine_ends_the_worker_process(nats_url: str, fleet: str) 
         assert caught.value.code is ErrorCode.ENGINE_DEAD
         async with asyncio.timeout(SOON_S):
             assert await process.wait() == 1
-
-
-@pytest.mark.proves("P3")
-async def test_a_request_that_killed_two_engines_reaches_no_third_worker(nats_url: str, fleet: str) -> None:
-    """After two engines have died with a request, it fails as poison, and no third worker receives it."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}),
-        worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}),
-        worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}) as third,
-    ):
-        await rb.fleet.wait_for_workers(3)
-        with pytest.raises(RequestFailed, match="2 engines died") as caught:
-            await rb.complete(greedy(1, 200))
-
-        assert caught.value.code is ErrorCode.POISON_REQUEST
-        assert not caught.value.retryable
-        # Each engine dies before its process does.
-        await until_state(rb, lambda state: len(state.workers) == 1)
-    assert third.returncode is not None

@@ -6,11 +6,8 @@ import pytest
 
 import rollbus
 from rollbus.schemas.presence import WorkerState
-from rollbus.schemas.request import GenerateRequest
-from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.chaos.workload import VOCAB_SIZE, make_requests
-from tests.support.disagg import check_legs, until_paired
+from tests.chaos.workload import VOCAB_SIZE
 from tests.support.fleet_states import until_worker
 from tests.support.invariants import observing
 from tests.support.load import Load
@@ -56,41 +53,4 @@ async def test_a_frozen_worker_gets_a_new_incarnation(nats_url: str, fleet: str)
         await until(observer.workers, {"a"})
         again = await load.run(rb)
         assert {generation.worker_ids for generation in again if generation.attempts == 1} == {("a",)}
-        await observer.check_at_rest()
-
-
-async def test_a_frozen_prefill_worker_gets_a_new_incarnation(nats_url: str, fleet: str) -> None:
-    """A frozen prefill worker gets a new incarnation.
-
-    A decode worker restarts its requests alone, and later phases go to it again.
-    """
-    # The phase of the first request takes 100 steps of 0.1 s, so that the worker still has it when it is frozen.
-    lasting = GenerateRequest(
-        request_id="lasting", prompt_token_ids=[7] * 20_000, sampling=SamplingParams(max_tokens=5, temperature=0)
-    )
-    mixed = make_requests(60, seed=0)
-    load = await Load.of([lasting, *mixed], SyntheticConfig.from_args(ENGINE_ARGS))
-    prefill = {**ENGINE_ARGS, "role": "prefill", "step_s": 0.1, "max_num_seqs": 4, "prefill_step_tokens": 200}
-    decode = {**ENGINE_ARGS, "role": "decode"}
-    async with (
-        observing(nats_url, fleet) as observer,
-        rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
-        worker_process(nats_url, fleet, *LEASE, "--worker-id", "p", "--role", "prefill", engine_args=prefill) as p,
-        worker_process(nats_url, fleet, *LASTING, "--worker-id", "d", "--role", "decode", engine_args=decode),
-    ):
-        await until_paired(rb, "p", "d")
-        life = (await observer.presences())["p"].incarnation
-
-        async def stop() -> None:
-            p.send_signal(signal.SIGSTOP)
-
-        results = await load.run(rb, strikes={10: stop}, legs=2)
-        resumed = [generation for generation in results if generation.attempts > 1]
-        assert {generation.worker_ids for generation in resumed} == {("p", "d")}
-
-        p.send_signal(signal.SIGCONT)
-        await until_worker(rb, "p", lambda worker: worker.incarnation != life and worker.state is WorkerState.SERVING)
-        await observer.check_at_rest()
-        again = await Load(mixed, load.expected).run(rb, legs=2)
-        check_legs(again, "disaggregated")
         await observer.check_at_rest()

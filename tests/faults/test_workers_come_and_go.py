@@ -44,32 +44,6 @@ class WorkerRotation:
         await self._workers.pop(name).aclose()
 
 
-async def test_results_stay_exact_while_workers_join_and_leave(nats_url: str, fleet: str) -> None:
-    """If three workers take turns, two at a time, all serve requests, and all results are exact.
-
-    Requests of a leaving worker move to another worker immediately.
-    """
-    load = await Load.mixed(150, CONFIG)
-    async with (
-        observing(nats_url, fleet) as observer,
-        WorkerRotation(nats_url, fleet) as workers,
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await workers.join("a")
-        await rb.fleet.wait_for_workers()
-        strikes = {
-            20: lambda: workers.join("b"),
-            50: lambda: workers.leave("a"),
-            70: lambda: workers.join("c"),
-            100: lambda: workers.leave("b"),
-        }
-        results = await load.run(rb, strikes=strikes)
-
-        assert {name for generation in results for name in generation.worker_ids} == {"a", "b", "c"}
-        assert max(generation.attempts for generation in results) in {2, 3}
-        await observer.check_at_rest()
-
-
 async def test_results_stay_exact_while_workers_of_both_roles_join_and_leave(nats_url: str, fleet: str) -> None:
     """If two workers of each role take turns, requests have two phases while both roles are present, and otherwise one.
 
