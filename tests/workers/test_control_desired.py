@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,8 @@ from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.control import AnyCommand, DesiredState
-from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
+from rollbus.schemas.errors import BusBroken, ControlCode, ErrorCode
 from rollbus.schemas.presence import WorkerState
-from rollbus.schemas.weights import WeightSource
-from rollbus.workers.control import reconciler
-from rollbus.workers.sources.sources import WeightSources
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
@@ -284,29 +279,3 @@ async def test_an_update_from_a_forbidden_path_makes_the_worker_outdated(control
         await client.enqueue(short("s"))
         await client.until_ended("s")
         assert {chunk.weight_version for chunk in client.chunks["s"]} == {3}
-
-
-async def test_an_outdated_worker_loads_its_weights_when_the_object_store_is_back(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A worker that starts while the object store is away is outdated, and loads the weights when the store is back."""
-    is_away = True
-
-    async def checkpoint(_self: WeightSources, _source: WeightSource, _report: Callable[[str], None]) -> Path:
-        if is_away:
-            raise ControlError(ControlCode.STORAGE, "it is away")
-        return tmp_path
-
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    monkeypatch.setattr(WeightSources, "checkpoint", checkpoint)
-    monkeypatch.setattr(reconciler, "FETCH_RETRY_S", 0.0)
-    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
-        await boss.record("update_weights", version=5, source={"objects": "bucket/prefix"})
-        async with synthetic_worker(nats_url, fleet, worker_id="w"):
-            await client.until_state("w", WorkerState.OUTDATED)
-            assert client.presences["w"].last_error == "it is away"
-            is_away = False
-            await client.until_serving("w")
-
-        assert client.presences["w"].weight_version == 5
-        assert client.presences["w"].last_error is None

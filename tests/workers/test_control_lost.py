@@ -1,9 +1,6 @@
 """A desired state that cannot be read, is deleted, or names deleted files."""
 
 import asyncio
-import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,6 @@ from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import desired as desired_reader
-from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
 from tests.support.hand_controller import HandController, hand_controller
@@ -153,37 +149,3 @@ async def test_a_command_that_was_lost_with_the_store_fails_soon(fleet: str, mon
     assert (lost.status, lost.error and lost.error.code) == (AckStatus.FAILED, ControlCode.STORAGE)
     assert "has lost the desired state" in str(lost.error)
     assert paused.epoch == 1
-
-
-async def test_a_worker_is_outdated_after_its_recorded_checkpoint_was_deleted(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """A worker that restarts after the recorded checkpoint was deleted is outdated and names the path.
-
-    It serves after the next update. A deleted adapter alone does not keep it from serving.
-    """
-    own = write_checkpoint(tmp_path / "1", fill=1)
-    two, adapter = tmp_path / "2", write_adapter(tmp_path / "a")
-    write_checkpoint(two, fill=2)
-    fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), "model_path": str(own), "weight_version": 1}
-    async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
-        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields):
-            await client.until_serving("w")
-            await boss.applied("load_lora", name="a", source={"path": str(adapter)}, version=1)
-            await boss.applied("update_weights", source={"path": str(two)}, version=2)
-        shutil.rmtree(two)
-        shutil.rmtree(adapter)
-        client.presences.clear()
-        async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW, **fields) as (worker, _):
-            await client.until_state("w", WorkerState.OUTDATED)
-            lost = client.presences["w"]
-            write_checkpoint(two, fill=2)
-            await boss.applied("update_weights", source={"path": str(two)}, version=2)
-            await client.until_serving("w")
-            await ask(client, "r")
-            await client.until(lambda: "adapter a" in str(client.presences["w"].last_error))
-
-            assert (lost.weight_version, lost.target_version) == (1, 2)
-            assert str(two) in str(lost.last_error)
-            assert {chunk.weight_version for chunk in client.chunks["r"]} == {2}
-            assert worker.presence().loras == ()

@@ -4,17 +4,14 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from msgspec.structs import replace
 
 from rollbus.bus.control.store import DesiredStore
-from rollbus.bus.protocol.fleet import desired
 from rollbus.schemas.control import DesiredState
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import desired as desired_reader
 from rollbus.workers.worker import Worker
 from tests.support.hand_client import MODEL
 from tests.support.hand_controller import HandController
-from tests.support.waits import until_true
 from tests.workers.support import StartControlled
 
 pytestmark = pytest.mark.slow
@@ -65,29 +62,3 @@ async def test_a_stale_read_changes_nothing(
 
         assert paused is not None
         assert client.presences["w"].last_error is None
-
-
-async def test_a_state_with_another_bucket_id_is_accepted(
-    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state with another bucket id is accepted, also if it has fewer commands."""
-    async with controlled_worker() as (client, boss, worker, _):
-        before = await paused_after_resume(boss)
-        await client.until_state("w", WorkerState.PAUSED)
-        doctored(worker, monkeypatch)(replace(before, bucket="another"))
-        await client.until_serving("w")
-
-
-async def test_a_state_that_stays_older_for_long_is_accepted(
-    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A state that stays older for long is accepted, because no deposed leader answers for so long.
-
-    The store was reset in that case.
-    """
-    monkeypatch.setattr(desired, "STALE_S", 0.1)
-    async with controlled_worker() as (client, boss, worker, _):
-        before = await paused_after_resume(boss)
-        doctored(worker, monkeypatch)(before)
-        await until_true(lambda: worker.presence().state is WorkerState.SERVING)
-        await client.until_serving("w")

@@ -83,18 +83,6 @@ async def announce_for_ever(client: HandClient) -> None:
         await asyncio.sleep(1.0)
 
 
-async def test_a_request_whose_offer_is_answered_with_an_abort_leaves_the_queue(heard_worker: StartHeard) -> None:
-    """If a client answers an offer with an abort, the engine aborts the request and the queue removes it."""
-    async with heard_worker(answers=False, config=ENDLESS) as (client, worker, _):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.offers)
-        await client.abort("w", RequestKey("r"))
-        await client.until_left(0)
-        await client.until(lambda: client.ended("r"))
-
-        assert worker.presence().in_flight == 0
-
-
 async def test_requests_of_a_closed_client_are_aborted_or_discarded(
     nats_url: str, fleet: str, heard_worker: StartHeard
 ) -> None:
@@ -114,25 +102,6 @@ async def test_requests_of_a_closed_client_are_aborted_or_discarded(
         assert worker.stats().links.requests_of_lost_clients == 2
         assert worker.presence().in_flight == 0
         await client.until_left(0)
-
-
-async def test_the_requests_of_a_silent_client_are_aborted(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
-    """When a client's lease and the margin have passed, the engine aborts its requests."""
-    async with (
-        heard_worker(config=ENDLESS) as (client, worker, _),
-        hand_client(nats_url, fleet, name="other") as other,
-    ):
-        await client.announce(lease_s=0.1)
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.offers)
-        client.answers = False
-        await client.until(lambda: client.ended("r"))
-
-        assert client.error_of("r") == ErrorCode.CLIENT_LOST
-        await other.enqueue(short("s"))
-        await other.until_ended("s")
-        assert worker.presence().in_flight == 0
-        assert worker.stats().links.clients_lost == 1
 
 
 @pytest.mark.proves("P50")

@@ -13,7 +13,6 @@ from rollbus.schemas.control import UnloadLora
 from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
-from tests.support.checkpoints import write_adapter
 from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update
 
 LONG = 60_000
@@ -205,29 +204,6 @@ async def test_an_adapter_that_the_engine_does_not_unload_stays_announced(tmp_pa
         with pytest.raises(ControlError, match="did not unload the adapter"):
             await worker.loras.unload(UnloadLora(name="a"))
         assert worker.links.versions.loras == {"a": 1}
-
-
-async def test_an_invalid_adapter_is_rejected_before_the_worker_pauses(tmp_path: Path) -> None:
-    """An invalid adapter is rejected before the worker pauses anything."""
-    async with rig(tmp_path) as worker:
-        path = worker.adapter("a")
-        (path / "adapter_config.json").unlink()
-        with pytest.raises(ControlError, match=r"adapter_config\.json") as caught:
-            await worker.loras.load(load_lora("a", path, 1), worker.report)
-        assert caught.value.code is ControlCode.BAD_SOURCE
-        assert worker.door.is_open
-
-
-async def test_an_adapter_of_too_high_a_rank_is_rejected_before_the_worker_pauses(tmp_path: Path) -> None:
-    """An adapter of too high a rank is rejected, with the allowed rank, before the worker pauses anything."""
-    async with rig(tmp_path, SyntheticConfig(max_lora_rank=2)) as worker:
-        too_high = write_adapter(tmp_path / "high", rank=3)
-        with pytest.raises(ControlError, match="has the rank r=3; allowed: up to 2") as caught:
-            await worker.loras.load(load_lora("a", too_high, 1), worker.report)
-        assert caught.value.code is ControlCode.BAD_SOURCE
-        assert "adapter_config.json" in caught.value.message
-        assert worker.door.is_open
-        await load(worker, "a", write_adapter(tmp_path / "low", rank=2), 1)
 
 
 async def test_an_adapter_above_the_maximum_number_is_rejected(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
-from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -108,20 +107,6 @@ async def test_a_paused_engine_makes_no_step_and_resumes_without_a_difference() 
         await reader.end_of("c")
 
 
-async def test_requests_are_aborted_while_paused() -> None:
-    """An abort during a pause ends a request without another token."""
-    async with reading(SyntheticEngine()) as reader:
-        await reader.engine.add("a", request(num_tokens=1000))
-        await reader.until_tokens("a", 1)
-        await reader.engine.pause()
-        count = len(reader.steps["a"])
-        await reader.engine.abort(["a", "unknown"])
-        end = (await reader.end_of("a"))[-1]
-        assert end.finish_reason is FinishReason.ABORT
-        assert not len(end.token_ids)
-        assert len(reader.steps["a"]) == count + 1
-
-
 async def test_the_results_depend_on_the_bytes_of_the_checkpoint(tmp_path: Path) -> None:
     """An engine that loads a checkpoint gives the results of an engine that started with it.
 
@@ -157,18 +142,6 @@ async def test_a_prompt_that_older_weights_cached_is_not_found(tmp_path: Path) -
         assert (await cached("g"), await cached("h")) == (0, 32)
         assert await engine.reset_cache(preempt=False)
         assert await cached("i") == 0
-
-
-async def test_the_cache_is_not_reset_under_running_requests() -> None:
-    """A cache in use is reset only with `preempt`, and never if the engine is configured to refuse."""
-    async with reading(SyntheticEngine()) as reader:
-        await reader.engine.add("a", request(num_tokens=1000))
-        await reader.until_tokens("a", 1)
-        await reader.engine.pause()
-        assert not await reader.engine.reset_cache(preempt=False)
-        assert await reader.engine.reset_cache(preempt=True)
-        reader.engine.faults = SyntheticFaults(reset_cache=True)
-        assert not await reader.engine.reset_cache(preempt=True)
 
 
 async def test_adapters_change_the_output_until_they_are_unloaded(tmp_path: Path) -> None:
@@ -241,20 +214,3 @@ async def test_a_load_can_be_configured_to_give_wrong_routing(tmp_path: Path) ->
         after = await reader.result("b", request())
     assert tokens(before) == tokens(after)
     assert routing(before) != routing(after)
-
-
-async def test_a_sleeping_engine_loses_its_weights_only_at_level_2(tmp_path: Path) -> None:
-    """After sleep level 1 the engine still has its weights. After level 2 they must be loaded again."""
-    folder = checkpoint(tmp_path / "1", b"one")
-    async with reading(SyntheticEngine(model=folder)) as reader:
-        before = tokens(await reader.result("a", request()))
-        for level, key in ((1, "b"), (2, "c")):
-            await reader.engine.sleep(level)
-            await reader.engine.add(key, request())
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert key not in reader.steps
-            await reader.engine.wake()
-            assert (tokens(await reader.end_of(key)) == before) == (level == 1)
-        await reader.engine.load_weights(folder)
-        assert tokens(await reader.result("d", request())) == before

@@ -4,16 +4,12 @@ import asyncio
 import os
 import signal
 
-import numpy as np
 import pytest
-from nats.aio.msg import Msg
 
 import rollbus
-from rollbus import GenerateRequest, SamplingParams
-from rollbus.bus.nats.connection import subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
-from rollbus.schemas.messages import RequestKey, decode_frame, decode_presence
+from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.connections import count_tasks
@@ -23,7 +19,6 @@ from tests.support.hand_client import hand_client
 from tests.support.patience import SOON_S
 from tests.support.requests import endless, greedy, short
 from tests.support.waits import until_true
-from tests.support.worker_process import worker_process
 from tests.workers.support import SLOW, StartHeard, heard_worker
 
 pytestmark = pytest.mark.slow
@@ -260,69 +255,6 @@ async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: s
         assert not client.ended("r")
         assert worker.stats().links.given_up == 1
         assert client.receivers["w"].incarnation == worker.presence().incarnation
-
-
-@pytest.mark.proves("P63")
-async def test_a_worker_frozen_for_longer_than_its_lease_first_publishes_its_fence(nats_url: str, fleet: str) -> None:
-    """A worker that was stopped (SIGSTOP) for longer than its lease first publishes that it is fenced."""
-    heard: list[tuple[str, WorkerState | None]] = []
-
-    async def take(message: Msg) -> None:
-        kind = message.subject.split(".")[3]
-        if kind == "frame":
-            heard.append((decode_frame(message.data).incarnation, None))
-        elif kind == "presence":
-            presence = decode_presence(message.data)
-            heard.append((presence.incarnation, presence.state))
-
-    async with (
-        hand_client(nats_url, fleet) as client,
-        worker_process(
-            nats_url, fleet, "--worker-id", "w", "--lease-s", "2", engine_args={"step_s": 0.002, "max_model_len": 10**7}
-        ) as process,
-        asyncio.timeout(SOON_S),
-    ):
-        # One subscription receives the messages in the order in which they were published.
-        await subscribe(client.nats, f"{client.subjects.request('x', 'y', 'low').split('.req.')[0]}.>", take)
-        await client.until_serving("w")
-        await client.enqueue(endless("r"))
-        await client.until(lambda: len(client.chunks["r"]) > 20)
-        life = client.presences["w"].incarnation
-        process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(2.5)  # longer than its lease
-        process.send_signal(signal.SIGCONT)
-        await client.until(lambda: client.presences["w"].incarnation != life)
-        await client.until_serving("w")
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
-
-        fence = next(index for index, (_, state) in enumerate(heard) if state is WorkerState.FENCED)
-        assert life not in {incarnation for incarnation, _ in heard[fence:]}
-        assert not client.ended("r")
-
-
-async def test_large_routed_experts_arrive_complete_through_a_small_max_payload(fleet: str) -> None:
-    """With a `max_payload` of 64 KiB, routed experts of many MiB arrive complete, in frames that fit."""
-    config = SyntheticConfig(num_layers=60, top_k=8, num_experts=512)
-    request = GenerateRequest(
-        prompt_token_ids=list(range(1, 4001)), sampling=SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=5)
-    )
-    async with (
-        EmbeddedServer(max_payload_bytes=65_536) as server,
-        served(server.url, fleet, worker_id="w", config=config) as (rb, *_),
-        hand_client(server.url, fleet) as client,
-        asyncio.timeout(SOON_S),
-    ):
-        generation = await rb.complete(request)
-        check_generation(generation, request)
-        alone = await rb.complete(request)
-        await client.enqueue(GenerateRequest(prompt_token_ids=list(range(1, 4001)), request_id="r"))
-        await client.until_ended("r")
-
-        assert generation.routed_experts is not None
-        assert generation.routed_experts.nbytes > 3 * 1024**2
-        np.testing.assert_array_equal(generation.routed_experts, alone.routed_experts)
-        assert max(client.sizes) <= 65_536
 
 
 async def test_routing_that_fits_no_message_is_refused(fleet: str) -> None:
