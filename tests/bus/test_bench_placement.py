@@ -1,17 +1,13 @@
 """`bench.placement`: every placement policy completes the same trace, and the reported figures match the run."""
 
-import argparse
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from bench.placement import FLEETS, SIMULATED, SIMULATED_TRACES, run_fleet, simulate
+from bench.placement import SIMULATED, SIMULATED_TRACES, simulate
 from bench.placement_sim import EngineShape, Simulation
 from bench.placement_traces import Shape, block_keys, least_computed, make_trace
-from bench.placement_ways import WAYS
-from bench.report import Report
-from rollbus.frontend.cli.tables import Spread
 
 ENGINE = EngineShape(slots=16)
 SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
@@ -63,36 +59,3 @@ def test_placement_places_nothing_if_no_work_can_be_saved(name: str) -> None:
 
     assert ours["placed_percent"] == 0
     assert (ours["p99_s"], ours["wait_s"]) == (queue["p99_s"], queue["wait_s"])
-
-
-@pytest.mark.slow
-async def test_every_policy_completes_a_trace_on_a_bus() -> None:
-    """Every policy completes a trace on a bus with synthetic engines and reports all columns."""
-    fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2))
-    report = Report("placement")
-    args = argparse.Namespace(traces=["groups"], ways=list(WAYS), rounds=1)
-    await run_fleet(fleet, 2, args, report)
-
-    rows = {row["way"]: row for row in report.rows}
-    assert rows.keys() == set(WAYS)
-    for row in rows.values():
-        assert isinstance(row["computed"], Spread)
-        assert row["computed"].median >= 1
-    placed = rows["ours"]["placed_percent"]
-    assert isinstance(placed, Spread)
-    assert placed.median > 0
-    assert rows["queue"]["placed_percent"] == Spread(0, 0, 0)
-
-
-@pytest.mark.slow
-async def test_a_kill_an_update_and_a_flood_lose_no_token() -> None:
-    """The killed worker is replaced, all workers get the weights, and both clients get all tokens of each sample."""
-    fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2, long=4))
-    report = Report("placement")
-    args = argparse.Namespace(traces=["race", "aside"], ways=["queue", "ours"], rounds=1)
-    await run_fleet(fleet, 2, args, report)
-
-    assert [(row["trace"], row["way"]) for row in report.rows] == [
-        (trace, way) for trace in ("mixed, with faults", "beside a flood") for way in ("queue", "ours")
-    ]
-    assert [row["lost"] for row in report.rows] == [Spread(0, 0, 0)] * 4

@@ -2,33 +2,24 @@
 
 import asyncio
 
-import nats
 import numpy as np
 import pytest
 
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
-from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import (
     BusClosed,
-    EngineDead,
     ErrorCode,
     InvalidRequest,
     NoWorkers,
     RequestFailed,
     RequestRejected,
 )
-from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.engines.synthetic.engine import SyntheticEngine
-from rollbus.workers.worker import Worker
 from tests.support.fleet import StartServed, check_generation, synthetic_worker
-from tests.support.outcomes import error_of
 from tests.support.patience import SOON_S
 from tests.support.requests import sized
-from tests.support.streams import all_of
-from tests.support.waits import until_true
 
 
 async def test_complete_gives_the_whole_result(one_worker: StartServed) -> None:
@@ -62,23 +53,6 @@ async def test_streamed_chunks_add_up_to_the_result(one_worker: StartServed) -> 
     assert [len(part) for part in rows] == [5] + [1] * 7
     np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), whole.token_ids)
     np.testing.assert_array_equal(np.concatenate(rows), whole.routed_experts)
-
-
-@pytest.mark.slow
-async def test_each_of_many_concurrent_requests_equals_the_request_run_alone(one_worker: StartServed) -> None:
-    """Each of 500 concurrent requests of mixed lengths completes once and equals the same request run alone."""
-    config = SyntheticConfig(max_num_seqs=64)
-    requests = [sized(1 + i % 37, 1 + i % 11, request_id=f"r{i}") for i in range(500)]
-    async with one_worker(config=config) as (rb, *_):
-        results = {g.request_id: g async for g in rb.complete_many(requests, max_in_flight=500)}
-        assert len(results) == 500
-        for request in requests[::25]:
-            alone = await rb.complete(request)
-            np.testing.assert_array_equal(results[request.request_id].token_ids, alone.token_ids)
-            np.testing.assert_array_equal(results[request.request_id].routed_experts, alone.routed_experts)
-        assert rb.stats().missing_frames == 0
-    for request in requests:
-        check_generation(results[request.request_id], request)
 
 
 @pytest.mark.proves("P36")
@@ -220,30 +194,6 @@ async def test_routed_experts_larger_than_a_message_arrive_whole(one_worker: Sta
 
 
 @pytest.mark.slow
-async def test_engine_death_fails_every_open_request(nats_url: str, fleet: str) -> None:
-    """When the only engine dies, every open request fails with `engine_dead`, and the worker exits with that error."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    engine = SyntheticEngine(config)
-    worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model="m"), engine)
-    async with rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb, asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(error_of(worker.run(), EngineDead))
-        await rb.fleet.wait_for_workers()
-        failing = [
-            tasks.create_task(error_of(rb.complete(sized(max_tokens=1_000_000)), RequestFailed)) for _ in range(5)
-        ]
-        stream = rb.generate(sized(max_tokens=1_000_000))
-        while worker.presence().in_flight < 6:
-            await anext(stream)
-        engine.kill()
-        with pytest.raises(RequestFailed, match="the engine died: killed"):
-            await all_of(stream)
-
-    assert [task.result().code for task in failing] == [ErrorCode.ENGINE_DEAD] * 5
-    assert str(running.result()) == "killed"
-    assert worker.presence().state == "failed"
-
-
-@pytest.mark.slow
 async def test_open_requests_of_a_stopped_worker_fail_with_worker_stopped(nats_url: str, fleet: str) -> None:
     """Without another worker, open requests of a stopped worker fail with `worker_stopped`.
 
@@ -260,24 +210,6 @@ async def test_open_requests_of_a_stopped_worker_fail_with_worker_stopped(nats_u
             assert caught.value.retryable
         with pytest.raises(NoWorkers):
             await rb.complete(sized())
-
-
-@pytest.mark.proves("P39")
-async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Invalid bytes on any subject harm neither the worker nor the client, and both count them."""
-    subjects = Subjects(fleet)
-    async with one_worker(options={"client": "me"}) as (rb, worker, _):
-        raw = await nats.connect(nats_url)
-        worker_id = worker.presence().worker
-        for garbage in (b"", b"\xff\xfe", b"\x80", b"{}", b"\x93\x01\x02\x03", bytes(1000)):
-            await raw.publish(subjects.request("me", "synthetic", "normal"), garbage)
-            await raw.publish(subjects.link("me", worker_id), garbage)
-            await raw.publish(subjects.frame("me", worker_id), garbage)
-            await raw.publish(subjects.presence("me"), garbage)
-        await raw.drain()
-        assert (await rb.complete(sized())).finish_reason == "length"
-        await until_true(lambda: worker.stats().bad_messages + worker.stats().intake.bad >= 6)
-        await until_true(lambda: (rb.stats().bad_messages, rb.fleet.bad_messages) == (6, 6))
 
 
 async def test_entering_a_connected_client_is_an_error(nats_url: str, fleet: str) -> None:

@@ -39,36 +39,6 @@ async def test_a_missing_frame_is_requested_again_and_completes_the_attempt(nats
     assert stats.resends_asked >= 1
 
 
-async def test_a_heartbeat_reveals_a_lost_last_frame(nats_url: str, fleet: str) -> None:
-    """If the last frame is lost, the number in the next heartbeat reveals the gap."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(2)))
-        key = await worker.next_key()
-        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
-        await worker.frame(2)
-        wanted = await worker.resend_wanted()
-        await worker.frame(1, chunk(key, 1, 8, total=2))
-        generation = await completing
-
-    assert wanted.acked == 1
-    assert list(generation.token_ids) == [7, 8]
-
-
-async def test_a_duplicate_frame_is_handled_once(nats_url: str, fleet: str) -> None:
-    """The client handles a frame that arrives twice only once."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(2)))
-        key = await worker.next_key()
-        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
-        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
-        await worker.frame(1, chunk(key, 1, 8, total=2))
-        generation = await completing
-        assert rb.stats().duplicate_frames == 1
-
-    assert list(generation.token_ids) == [7, 8]
-    assert generation.attempts == 1
-
-
 async def test_frames_for_an_earlier_client_of_the_same_name_are_ignored(nats_url: str, fleet: str) -> None:
     """The client ignores frames for an earlier client of the same name, and sends its own incarnation to the worker."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
@@ -81,24 +51,6 @@ async def test_frames_for_an_earlier_client_of_the_same_name_are_ignored(nats_ur
         generation = await completing
         assert rb.stats().stale_frames == 1
         assert (await worker.links.get()).client_incarnation == mine
-
-    assert list(generation.token_ids) == [7]
-
-
-async def test_frames_of_an_old_incarnation_of_a_worker_are_ignored(nats_url: str, fleet: str) -> None:
-    """After a frame of a worker's new incarnation, the client ignores frames of the old incarnation."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(1)))
-        key = await worker.next_key()
-        await worker.frame(0)
-        worker.incarnation = "life-2"
-        await worker.frame(0)
-        worker.incarnation = "life-1"
-        await worker.frame(0, chunk(key, 0, 666, total=1), admitted=(key,))
-        worker.incarnation = "life-2"
-        await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
-        generation = await completing
-        assert rb.stats().stale_frames == 1
 
     assert list(generation.token_ids) == [7]
 
@@ -120,24 +72,6 @@ async def test_credit_is_granted_for_received_frames_and_not_for_read_results(na
 
     assert after.credit > before.credit >= MAX_WINDOW_BYTES
     assert [chunk.token_ids[0] for chunk in rest] == list(range(1, 200))
-
-
-async def test_one_frame_ack_covers_up_to_64_frames(nats_url: str, fleet: str) -> None:
-    """The client sends one frame ack for up to 64 frames in quick succession, not one for each frame."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(640)))
-        key = await worker.next_key()
-        worker.links = asyncio.Queue(10_000)
-        await worker.frame(0, admitted=(key,))
-        for number in range(1, 641):
-            last = {"total": 640} if number == 640 else {}
-            await worker.frame(number, chunk(key, number - 1, number, **last))
-        await completing
-        count = 1
-        while (await worker.next_link()).acked < 641:
-            count += 1
-
-    assert count <= 100
 
 
 @pytest.mark.slow
@@ -166,21 +100,6 @@ async def test_a_client_publishes_presence_until_its_close(nats_url: str, fleet:
     assert {presence.state for presence in live} == {ClientState.LIVE}
     assert (closed.state, closed.incarnation) == (ClientState.CLOSED, live[0].incarnation)
     assert reborn.incarnation != closed.incarnation
-
-
-async def test_a_link_that_starts_in_the_middle_is_replaced_by_a_new_link(nats_url: str, fleet: str) -> None:
-    """If a link starts in the middle, the client requests it from the start, and follows the worker's next link."""
-    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(1)))
-        key = await worker.next_key()
-        await worker.frame(17, chunk(key, 0, 7, total=1), admitted=(key,))
-        wanted = await worker.resend_wanted()
-        worker.link = 1
-        await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
-        generation = await completing
-
-    assert wanted.acked == 0
-    assert generation.attempts == 1
 
 
 @pytest.mark.proves("P39")

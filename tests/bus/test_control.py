@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import rollbus
 from rollbus.bus.client.fleet import Fleet
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet.desired import effective
-from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.control import Abort, Pause, State, UpdateWeights
 from rollbus.schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
 from rollbus.schemas.presence import WorkerState
@@ -217,21 +215,6 @@ async def test_partial_success_is_an_error_with_the_command_result(nats_url: str
         assert state.registers["sleep"].epoch == 1
 
 
-async def test_a_command_that_all_workers_fail_restores_the_previous_state(nats_url: str, fleet: str) -> None:
-    """If all workers fail, the previous desired state is restored in a new epoch, and the error states this."""
-    async with controlled(nats_url, fleet, "a", "b") as control:
-        await control.rb.fleet.wake()
-        for name in ("a", "b"):
-            control[name].reply = lambda _: ({"status": AckStatus.UNSUPPORTED},)
-        error = await incomplete(control.rb.fleet.sleep())
-        state = await control.store.read("m")
-
-        assert set(error.ledger.unsupported) == {"a", "b"}
-        assert "All workers of m failed: their previous desired state was restored." in str(error)
-        assert state is not None
-        assert (state.registers["sleep"].command.command, state.epoch) == ("wake", 3)
-
-
 @pytest.mark.parametrize("method", [Fleet.pause, Fleet.flush_cache])
 async def test_a_failed_pause_or_flush_stays_desired(nats_url: str, fleet: str, method: Give) -> None:
     """A failed pause or flush stays desired, because a worker that exceeds the time limit is paused nevertheless."""
@@ -353,12 +336,3 @@ async def test_commands_that_must_be_recorded_fail_without_jetstream(monkeypatch
         assert control["a"].heard == []
         assert (await control.rb.fleet.send(State())).is_complete
         assert [worker.worker for worker in (await control.rb.fleet.state()).workers] == ["a"]
-
-
-async def test_the_first_command_creates_the_bucket(tmp_path: Path) -> None:
-    """On a new server the fleet state is empty, and the first command creates the bucket."""
-    require_binary()
-    async with EmbeddedServer(store_dir=tmp_path) as server, controlled(server.url, "f", "a") as control:
-        assert (await control.rb.fleet.state()).desired == {}
-        assert await control.rb.fleet.reset() == ()
-        assert (await control.rb.fleet.pause()).is_complete

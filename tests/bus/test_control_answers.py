@@ -7,10 +7,10 @@ import pytest
 from rollbus.bus.control import controller
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import AnyCommand, FlushCache
-from rollbus.schemas.errors import ControlCode, InvalidRequest
+from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
-from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed, silent
+from tests.support.hand_control import ACCEPTED, APPLIED, controlled, silent
 from tests.support.outcomes import incomplete
 from tests.support.tcp_proxy import tcp_proxy
 
@@ -42,33 +42,6 @@ async def test_a_worker_that_stops_before_its_ack_is_missing_immediately(nats_ur
         assert error.ledger.seconds < 50
 
 
-@pytest.mark.proves("P76")
-async def test_a_worker_with_a_new_incarnation_is_missing(nats_url: str, fleet: str) -> None:
-    """A new incarnation of a worker does not answer for the old one."""
-    async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
-        control["a"].reply = silent
-        pausing = tasks.create_task(incomplete(control.rb.fleet.pause(timeout_s=50)))
-        command = await control["a"].waiting.get()
-        control["a"].incarnation = "life-2"
-        await control["a"].announce()
-        await control["a"].ack(command, **APPLIED)
-
-        assert (await pausing).ledger.missing == {"a": "it came back as a new incarnation"}
-
-
-@pytest.mark.proves("P76")
-@pytest.mark.usefixtures("brief")
-async def test_late_and_silent_workers_are_listed_separately(nats_url: str, fleet: str) -> None:
-    """After the timeout, the result separates workers that had accepted from workers that never answered."""
-    async with controlled(nats_url, fleet, "a", "b", "c") as control:
-        control["b"].reply = lambda _: (ACCEPTED, {"status": AckStatus.PROGRESS, "stage": "pausing"})
-        control["c"].reply = silent
-        ledger = (await incomplete(control.rb.fleet.pause(timeout_s=0.3))).ledger
-
-        assert (set(ledger.applied), list(ledger.missing)) == ({"a"}, ["c"])
-        assert ledger.late["b"].stage == "pausing"
-
-
 @pytest.mark.usefixtures("brief")
 async def test_a_lost_command_is_repeated_to_workers_without_a_final_ack(nats_url: str, fleet: str) -> None:
     """Workers without a final ack receive the command again with the same id and epoch.
@@ -93,16 +66,6 @@ async def test_a_lost_final_ack_is_requested_again(nats_url: str, fleet: str) ->
         control["a"].reply = lambda _: (ACCEPTED,) if len(control["a"].heard) < 2 else (APPLIED,)
 
         assert (await control.rb.fleet.pause()).is_complete
-
-
-async def test_stale_commands_are_acked_and_repeated_acks_change_nothing(nats_url: str, fleet: str) -> None:
-    """A worker acks an outdated command with `stale`. Acks after the final ack change nothing."""
-    async with controlled(nats_url, fleet, "a", "b") as control:
-        control["a"].reply = lambda _: (ACCEPTED, {"status": AckStatus.STALE}, APPLIED)
-        control["b"].reply = lambda _: (ACCEPTED, APPLIED, APPLIED, failed(ControlCode.TIMEOUT), ACCEPTED)
-        ledger = (await incomplete(control.rb.fleet.pause())).ledger
-
-        assert (set(ledger.stale), set(ledger.applied)) == ({"a"}, {"b"})
 
 
 async def test_invalid_acks_and_acks_for_other_workers_are_ignored(nats_url: str, fleet: str) -> None:
@@ -196,15 +159,3 @@ async def test_acks_that_were_missed_in_an_outage_are_requested_again(nats_url: 
 
         assert set(pausing.result().applied) == {"a", "b"}
         assert {command.epoch for worker in control.workers.values() for command in worker.heard} == {1}
-
-
-async def test_the_command_result_contains_all_of_two_hundred_workers(nats_url: str, fleet: str) -> None:
-    """The command result contains all of two hundred workers, and names the one worker that fails."""
-    names = [f"w{i}" for i in range(200)]
-    async with controlled(nats_url, fleet, *names) as control:
-        assert set((await control.rb.fleet.pause()).applied) == set(names)
-        control["w7"].reply = lambda _: (failed(ControlCode.ENGINE_ERROR),)
-        error = await incomplete(control.rb.fleet.resume())
-
-        assert set(error.ledger.failed) == {"w7"}
-        assert len(error.ledger.applied) == 199

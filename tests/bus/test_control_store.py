@@ -15,14 +15,13 @@ from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.protocol.fleet import desired
 from rollbus.bus.subjects import BUCKET, Subjects
 from rollbus.schemas import limits
-from rollbus.schemas.control import DesiredState, FlushCache, LoadLora, Pause, Resume, UpdateWeights
-from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
+from rollbus.schemas.control import DesiredState, FlushCache, Pause, Resume, UpdateWeights
+from rollbus.schemas.errors import ControlError, RemoteProtocolError
 from rollbus.schemas.messages import decode_desired
 from rollbus.schemas.weights import WeightSource
 from tests.support.connections import opened
-from tests.support.nats_server import change_config, require_binary
+from tests.support.nats_server import require_binary
 
-SOURCE = WeightSource(path="/ckpt")
 MODEL = "org/model.v1"
 
 
@@ -84,55 +83,6 @@ async def test_nats_tools_can_read_the_bucket(nats_url: str, fleet: str) -> None
         assert [decode_desired(old.value or b"").epoch for old in history] == [1, 2, 3]
         assert status.history == HISTORY
         assert store.subject(MODEL) == f"$KV.{BUCKET}.{key}"
-
-
-async def test_a_command_that_was_recorded_is_not_recorded_again(nats_url: str, fleet: str) -> None:
-    """A command with a recorded id returns the same epoch and writes nothing."""
-    async with opened(nats_url) as nats:
-        store = DesiredStore(nats, Subjects(fleet))
-        await store.record(MODEL, Pause(id="p"))
-        await store.record(MODEL, Resume(id="r"))
-
-        assert (await store.record(MODEL, Pause(id="p")))[1] == 1
-        assert len(await (await nats.jetstream().key_value(BUCKET)).history(f"{fleet}.org=2Fmodel=2Ev1")) == 2
-
-
-@pytest.mark.proves("P74")
-async def test_concurrent_writers_are_ordered(nats_url: str, fleet: str) -> None:
-    """Commands that are recorded concurrently each get their own epoch.
-
-    A command that is recorded repeatedly keeps one epoch.
-    """
-    async with opened(nats_url) as nats, opened(nats_url) as other:
-        stores = [DesiredStore(connection, Subjects(fleet)) for connection in (nats, other)]
-        async with asyncio.TaskGroup() as tasks:
-            loads = [
-                tasks.create_task(stores[i % 2].record(MODEL, LoadLora(id=f"l{i}", name=f"x{i}", source=SOURCE)))
-                for i in range(16)
-            ]
-            same = [tasks.create_task(store.record(MODEL, Pause(id="same"))) for store in stores * 4]
-        state = await stores[0].read(MODEL)
-
-        assert state is not None
-        assert state.epoch == 17
-        assert {task.result()[1] for task in loads} | {same[0].result()[1]} == set(range(1, 18))
-        assert len({task.result()[1] for task in same}) == 1
-        assert len(state.registers) == 17
-
-
-async def test_a_refused_command_is_not_recorded(nats_url: str, fleet: str) -> None:
-    """A command that the state rejects changes nothing and creates no entry in the bucket."""
-    async with opened(nats_url) as nats:
-        store = DesiredStore(nats, Subjects(fleet))
-        with pytest.raises(ControlError, match="this is the desired state of 'm'"):
-            await store.record("m", Pause(model="n"))
-        assert await store.read("m") is None
-        state, _ = await store.record("m", UpdateWeights(version=2, source=SOURCE))
-        with pytest.raises(ControlError) as caught:
-            await store.record("m", UpdateWeights(version=1, source=SOURCE))
-
-        assert caught.value.code is ControlCode.OLD_VERSION
-        assert await store.read("m") == state
 
 
 async def test_a_state_that_would_be_too_large_is_refused(nats_url: str, fleet: str) -> None:
@@ -250,18 +200,6 @@ async def test_a_missing_bucket_is_created_by_the_next_command(tmp_path: Path) -
         for _ in range(2):
             assert (await store.record("m", Pause()))[1] == 1
             await nats.jetstream().delete_key_value(BUCKET)
-
-
-@pytest.mark.slow
-async def test_every_operation_fails_with_the_reason_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without JetStream, every operation fails immediately with the reason."""
-    require_binary()
-    change_config(monkeypatch)
-    async with EmbeddedServer() as server, opened(server.url) as nats:
-        store = DesiredStore(nats, Subjects("f"))
-        for attempt in (store.read("m"), store.record("m", Pause()), store.reset("m"), store.models()):
-            with pytest.raises(BusBroken, match="no JetStream"):
-                await attempt
 
 
 async def test_a_state_keeps_the_id_of_its_bucket(nats_url: str, fleet: str) -> None:

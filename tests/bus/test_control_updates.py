@@ -120,24 +120,6 @@ async def test_a_worker_that_dies_in_the_check_does_not_delay_other_workers(nats
         assert await desired_version(control) == 1
 
 
-async def test_a_worker_that_dies_in_the_update_is_missing(nats_url: str, fleet: str) -> None:
-    """If a worker dies during the update, the desired state stays.
-
-    The other worker has applied it, and the dead worker reads it after a restart.
-    """
-    async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
-        control["b"].reply = unless(UpdateWeights, ACCEPTED)
-        updating = tasks.create_task(incomplete(control.rb.fleet.update_weights("/ckpt", version=1)))
-        while not isinstance(await control["b"].waiting.get(), UpdateWeights):
-            pass
-        await control["b"].announce(WorkerState.STOPPED)
-        error = await updating
-
-        assert error.ledger.missing == {"b": "it is stopped"}
-        assert error.note == ""
-        assert await desired_version(control) == 1
-
-
 async def test_nothing_is_recorded_if_all_workers_die_in_the_check(nats_url: str, fleet: str) -> None:
     """If all workers die during the check, nothing is recorded."""
     async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
@@ -163,16 +145,6 @@ async def test_an_update_that_all_workers_fail_restores_the_previous_state(nats_
 
         assert "was restored" in error.note
         assert await desired_version(control) == 1
-
-
-async def test_an_update_that_only_some_workers_fail_stays_desired(nats_url: str, fleet: str) -> None:
-    """If only some workers fail an update, the desired state stays. Those workers report the error."""
-    async with controlled(nats_url, fleet, "a", "b") as control:
-        control["b"].reply = unless(UpdateWeights, failed(ControlCode.STORAGE, "no space left"))
-        error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=3))
-
-        assert "b failed: storage: no space left" in str(error)
-        assert await desired_version(control) == 3
 
 
 async def test_the_worker_whose_canary_differs_is_fenced(nats_url: str, fleet: str) -> None:

@@ -1,6 +1,5 @@
 """Prefill and decode workers together return the result of a single worker, also after failures between the phases."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +103,6 @@ async def test_all_sampling_options_give_the_result_of_a_single_worker(nats_url:
         assert both.rb.stats().prefill_legs == 3 * 3 + 3 * 5
 
 
-async def test_five_hundred_concurrent_requests_are_served_once(nats_url: str, fleet: str) -> None:
-    """With many more requests than slots of the prefill workers, each request is served once and correctly."""
-    requests = [long(f"r{number}", 40 + number % 60) for number in range(500)]
-    slots = SyntheticConfig(max_num_seqs=8)
-    async with disaggregated(nats_url, fleet, prefill=slots, workers=("p1", "p2", "d1", "d2")) as both:
-        results = [result async for result in both.rb.complete_many(requests)]
-        await check_equal(results, requests, ALONE)
-
-        served = Counter(result.worker_ids[0] for result in results)
-        assert set(served) == {"p1", "p2"}
-        assert {len(result.worker_ids) for result in results} == {2}
-        assert both.rb.stats().prefill_legs == 500
-
-
 async def test_a_stream_has_chunks_of_both_workers_and_a_single_end(nats_url: str, fleet: str) -> None:
     """A stream consists of one chunk of the prefill worker and then chunks of the decode worker.
 
@@ -177,19 +162,6 @@ async def test_prefill_workers_alone_serve_no_model(nats_url: str, fleet: str) -
         assert state.queues == ()
 
 
-async def test_a_decode_worker_serves_alone_if_all_prefill_workers_are_busy(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request that waits too long for a prefill worker is served by a decode worker alone."""
-    monkeypatch.setattr(machine, "PREFILL_WAIT_S", 0.05)
-    slow = SyntheticConfig(max_num_seqs=1, step_s=0.5)
-    requests = [long(f"r{number}") for number in range(3)]
-    async with disaggregated(nats_url, fleet, prefill=slow) as both:
-        results = [result async for result in both.rb.complete_many(requests)]
-        await check_equal(results, requests, ALONE)
-        assert both.fallbacks() == {PrefillFallback.BUSY: 2}
-
-
 async def test_a_decode_worker_serves_alone_if_prefill_is_rejected_or_unanswered(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,20 +206,6 @@ async def test_a_prefill_worker_without_the_weights_or_adapter_is_skipped(nats_u
         assert both.fallbacks() == {PrefillFallback.UNSUITABLE: 1, PrefillFallback.TOO_LARGE: 1}
 
     assert (newer.worker_ids, largest.worker_ids) == (("d",), ("d",))
-
-
-async def test_a_prompt_that_fills_the_context_has_no_prefill_phase(nats_url: str, fleet: str) -> None:
-    """A prompt with room for one token has no prefill phase, even if the prefill worker has a longer context.
-
-    With room for two tokens, it has both phases.
-    """
-    config = SyntheticConfig(max_model_len=100)
-    requests = [long("full", 99, max_tokens=50), long("not", 98, max_tokens=50)]
-    async with disaggregated(nats_url, fleet, prefill=ALONE, decode=config) as both:
-        results = [result async for result in both.rb.complete_many(requests)]
-        await check_equal(results, requests, config)
-
-    assert {result.request_id: len(result.worker_ids) for result in results} == {"full": 1, "not": 2}
 
 
 # Fields of a request in both phases

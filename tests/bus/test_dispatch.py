@@ -255,59 +255,6 @@ async def test_requests_of_a_session_go_directly_to_its_last_worker(nats_url: st
     assert {len(names) for names in served.values()} == {1}
 
 
-async def test_a_session_request_goes_to_the_queue_if_its_worker_is_full(nats_url: str, fleet: str) -> None:
-    """If the session's worker is full, the request goes to the queue for any worker.
-
-    This does not count as an attempt.
-    """
-    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(1, session_id=session)))
-        direct = await worker.take()
-        await worker.frame(0, failure(direct.key, 0, ErrorCode.QUEUE_FULL))
-        queued = await worker.take()
-        await answer(worker, 1, queued)
-        generation = await completing
-
-    assert direct.queued is None
-    assert queued.queued is not None
-    assert (direct.key.attempt, queued.key.attempt, queued.queued.lane) == (0, 1, "normal")
-    assert (generation.attempts, generation.worker_ids) == (1, ("hand",))
-
-
-@pytest.mark.slow
-async def test_a_session_request_goes_to_the_queue_if_its_worker_is_silent(nats_url: str, fleet: str) -> None:
-    """If a worker does not accept a session's request within a second, the request goes to the queue.
-
-    The client answers the late offer of that worker with an abort.
-    """
-    async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(rb.complete(request(1, session_id=session)))
-        direct, queued = await worker.take(), await worker.take()
-        await worker.frame(0, chunk(direct.key, 0, 666), admitted=(direct.key,))
-        assert await worker.aborted() == [direct.key]
-        await answer(worker, 1, queued)
-        generation = await completing
-
-    assert direct.queued is None
-    assert list(generation.token_ids) == [7]
-    assert generation.attempts == 1
-
-
-async def test_a_worker_without_free_slots_gets_no_direct_request(nats_url: str, fleet: str) -> None:
-    """The client sends no request of a session directly to a worker that announced no free slots."""
-    async with worker_by_hand(nats_url, fleet, "full", pulls=False) as full, worker_by_hand(nats_url, fleet) as worker:
-        full.free_slots = worker.free_slots = 0
-        async with rollbus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.TaskGroup() as tasks:
-            await rb.fleet.wait_for_workers(2)
-            completing = tasks.create_task(rb.complete(request(1, session_id="s")))
-            taken = await worker.take()
-            await answer(worker, 0, taken)
-            await completing
-            assert rb.stats().direct == 0
-
-    assert taken.queued is not None
-
-
 async def test_a_session_moves_to_another_worker_if_its_worker_stops(nats_url: str, fleet: str) -> None:
     """If the session's worker stops, its unaccepted request goes to the queue.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus import BusBroken, BusClosed, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
+from rollbus import BusBroken, ErrorCode, RequestFailed, RequestRejected, RequestTimeout
 from rollbus.bus.client.links import ClientLinks
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, synthetic_worker, until_idle
@@ -142,18 +142,6 @@ async def test_an_error_in_the_thread_of_the_client_reaches_every_caller(
             await rb.__aexit__(None, None, None)
 
     assert caught.group_contains(ZeroDivisionError)
-
-
-@pytest.mark.slow
-async def test_a_client_that_cannot_connect_leaves_no_thread(fleet: str) -> None:
-    """If no server answers, entering the client raises the error, and no thread remains."""
-    threads = threading.enumerate()
-    rb = rollbus.connect("nats://127.0.0.1:1", fleet=fleet)
-    with pytest.raises(BusBroken, match="no NATS server"):
-        await rb.__aenter__()
-    with pytest.raises(BusClosed):
-        rb.stats()
-    assert threading.enumerate() == threads
 
 
 async def test_a_client_can_be_entered_again(nats_url: str, fleet: str) -> None:

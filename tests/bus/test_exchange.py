@@ -174,17 +174,6 @@ async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monk
     assert told == [("impostor", key)] * 2
 
 
-async def test_an_offer_for_a_cancelled_request_is_answered_with_an_abort(nats_url: str, fleet: str) -> None:
-    """If a worker offers a request that the caller has cancelled, the client answers with an abort."""
-    async with hand_worker(nats_url, fleet) as (worker, rb):
-        async with asyncio.TaskGroup() as tasks:
-            completing = tasks.create_task(rb.complete(request()))
-            key = await worker.next_key()
-            completing.cancel()
-        await worker.frame(0, admitted=(key,))
-        assert await worker.aborted() == [key]
-
-
 async def test_aborts_of_thousands_of_requests_fit_into_messages(nats_url: str, fleet: str) -> None:
     """If a client abandons many requests with long ids at once, it aborts each of them in messages of limited size."""
     requests = [request(request_id=f"{'x' * 100}{i}") for i in range(600)]

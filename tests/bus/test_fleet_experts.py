@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.protocol.telemetry.experts import ExpertWindow
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import ask, folders, serving
 from tests.support.disagg import disaggregated, in_two_legs, long
 from tests.support.expert_counts import asked_until, counted, planes_of
-from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.fleet import StartServed
 from tests.support.hand_control import controlled
 from tests.support.requests import greedy, short, sized
 from tests.support.streams import start_stream
@@ -145,29 +144,6 @@ async def test_counts_with_last_s_exclude_earlier_tokens(one_worker: StartServed
     assert later.window.seconds <= 10.0
 
 
-async def test_workers_that_cannot_answer_are_named(nats_url: str, fleet: str) -> None:
-    """The answer names workers of an earlier release and workers without experts.
-
-    Naming an absent worker is an error.
-    """
-    async with (
-        controlled(nats_url, fleet, "old") as control,
-        synthetic_worker(nats_url, fleet, model="m", worker_id="dense", config=SyntheticConfig(num_experts=0)),
-        synthetic_worker(nats_url, fleet, model="m", worker_id="new"),
-    ):
-        await control.rb.fleet.wait_for_workers(3)
-        answers = await control.rb.fleet.experts("m")
-        with pytest.raises(InvalidRequest, match="workers names no live worker of m: gone; allowed: "):
-            await control.rb.fleet.experts("m", workers=["gone"])
-        assert control.count("read_experts") == 0
-
-    assert (answers.asked, answers.num_workers) == (("new",), 3)
-    assert answers.left_out == {
-        "old": "the worker runs an earlier release, which does not answer this command",
-        "dense": "its engine returns no routed experts",
-    }
-
-
 async def test_a_fleet_of_several_models_requires_a_model_name(nats_url: str, fleet: str) -> None:
     """A fleet of several models requires a model name, because counts of different models are not added up."""
     async with controlled(nats_url, fleet, "a", "b", models={"a": "m", "b": "n"}) as control:
@@ -178,19 +154,3 @@ async def test_a_fleet_of_several_models_requires_a_model_name(nats_url: str, fl
             await control.rb.fleet.experts("m", last_s=-1)
         with pytest.raises(InvalidRequest, match=r"last_s is 999.*to 120"):
             await control.rb.fleet.experts("m", last_s=999)
-
-
-async def test_a_worker_that_hangs_is_named(nats_url: str, fleet: str) -> None:
-    """If a worker does not answer in time, the answer names it and contains the counts of the other workers."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        synthetic_worker(nats_url, fleet, worker_id="a"),
-        synthetic_worker(nats_url, fleet, worker_id="b") as (deaf, _),
-    ):
-        await rb.fleet.wait_for_workers(2)
-        deaf._control._receive = lambda *_: None  # type: ignore[method-assign]
-        answers = await rb.fleet.experts(timeout_s=0.3)
-
-    assert isinstance(answers.window, ExpertWindow)
-    assert answers.window.workers == ("a",)
-    assert "did not answer within" in answers.left_out["b"]

@@ -1,4 +1,3 @@
-import asyncio
 import base64
 import json
 import os
@@ -6,15 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nats.aio.msg import Msg
 
-from rollbus.bus.nats.connection import Connection, subscribe
+from rollbus.bus.nats.connection import Connection
 from rollbus.bus.objects.catalog import delete_prefix, ensure_bucket, list_objects, set_bucket_bytes
 from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources import store as folder_store
-from tests.support.connections import count_tasks, opened
+from tests.support.connections import opened
 from tests.support.fetching import complete, fetch_folder, partial
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
 
@@ -184,27 +182,6 @@ async def test_a_full_bucket_is_an_error_and_leaves_nothing(nats_url: str, tmp_p
         assert raised.value.code is ControlCode.STORAGE
         assert [info.name for info in await list_objects(nats, bucket)] == ["small/a"]
         assert await stored_messages(nats, bucket) == 2
-
-
-async def test_a_cancelled_put_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
-    """A put that is cancelled at any moment removes the chunks and descriptions that it stored."""
-    source = write_folder(tmp_path / "source", a=30 * MEGABYTE)
-    async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
-        await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
-        tasks_before = await count_tasks()
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(put(nats, bucket, "p", source))
-
-            async def cancel(message: Msg) -> None:
-                if not task.cancelling():
-                    task.cancel()
-
-            heard = await subscribe(nats, f"$O.{bucket}.C.>", cancel)
-        await heard.unsubscribe()
-
-        assert task.cancelled()
-        assert await stored_messages(nats, bucket) == 0
-        assert await count_tasks() == tasks_before
 
 
 @pytest.mark.parametrize(

@@ -139,25 +139,6 @@ def small_parts(name: str) -> ObjectMeta:
     return ObjectMeta(name=name, options=ObjectMetaOptions(max_chunk_size=8192))
 
 
-async def test_a_cancelled_fetch_ends(tmp_path: Path) -> None:
-    """A cancelled fetch leaves no complete folder, open file, lock or consumer, and the next fetch completes."""
-    event = asyncio.Event()
-    cache = tmp_path / "cache"
-    async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source):
-        after(proxy, 8 * MEGABYTE, event)
-        async with asyncio.TaskGroup() as tasks:
-            fetch = fetch_folder(proxy.url, "bucket/p", tmp_path / "cache")
-            task = tasks.create_task(fetch)
-            await event.wait()
-            assert open_files(cache)
-            task.cancel()
-        assert task.cancelled()
-        assert complete(cache) == open_files(cache) == []
-        async with opened(server.url) as nats:
-            assert await nats.jetstream().consumers_info("OBJ_bucket") == []
-        assert files_in(await fetch_folder(server.url, "bucket/p", cache)) == files_in(source)
-
-
 async def test_a_fetch_or_put_that_is_cancelled_at_any_moment_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
     """A fetch or put that is cancelled at any moment leaves no open file, incomplete folder, task or message."""
     cache = tmp_path / "cache"

@@ -120,22 +120,6 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
     assert (stats.requests, stats.direct, both.placed()) == (4, 4, {PlacementReason.PLACED_GROUP: 4})
 
 
-async def test_workers_without_siblings_get_a_message_for_each_sample(nats_url: str, fleet: str) -> None:
-    """Workers of an earlier release, which accept no siblings, get one message for each sample at the same worker."""
-    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
-        await both.announce(both.a, reads_siblings=False)
-        await both.announce(both.b, reads_siblings=False)
-        completing = tasks.create_task(both.rb.complete(long(3)))
-        worker, first = await both.take_direct()
-        taken = [first, await worker.take(), await worker.take()]
-        for each in taken:
-            await both.answer(worker, each)
-        await completing
-
-    assert [each.key.child for each in taken] == [0, 1, 2]
-    assert {each.message.siblings for each in taken} == {()}
-
-
 async def test_the_first_of_the_rejected_samples_goes_to_the_queue(nats_url: str, fleet: str) -> None:
     """If a worker rejects some samples, the first of them goes to the queue as the leader, and the others follow it."""
     async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
@@ -180,19 +164,6 @@ async def test_a_prefix_is_placed_until_its_cache_is_emptied(nats_url: str, flee
 
     assert worker.name == "a"
     assert both.placed() == {PlacementReason.QUEUED: 2, PlacementReason.PLACED_PREFIX: 1}
-
-
-async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) -> None:
-    """Separate requests of one group go to one worker, also before any of them has an answer."""
-    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(both.rb.complete(long(group_id="g"))) for _ in range(3)]
-        worker, first = await both.take_direct()
-        for taken in (first, await worker.take(), await worker.take()):
-            await both.answer(worker, taken)
-        generations = [await call for call in calls]
-
-    assert {generation.worker_ids for generation in generations} == {(worker.name,)}
-    assert both.placed() == {PlacementReason.PLACED_GROUP: 3}
 
 
 @pytest.mark.parametrize("group_id", [None, "g"])
@@ -356,23 +327,6 @@ async def test_without_placement_all_requests_go_through_the_queue(nats_url: str
                 await both.answer(both.a, each)
             await completing
         assert (both.rb.stats().direct, both.placed()) == (0, {})
-
-
-async def test_a_resumed_attempt_without_a_session_uses_the_queue(nats_url: str, fleet: str) -> None:
-    """After a loss, only the next attempt of a session is placed. Other attempts use the queue."""
-    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
-        for session_id in (None, "s"):
-            warm = tasks.create_task(both.rb.complete(long(session_id=session_id)))
-            worker, taken = await both.take()
-            await both.answer(worker, taken)
-            await warm
-            completing = tasks.create_task(both.rb.complete(long(session_id=session_id)))
-            worker, taken = await both.take()
-            await both.frame(worker, failure(taken.key, 0, ErrorCode.WORKER_STOPPED), admitted=[taken.key])
-            worker, again = await both.take()
-            await both.answer(worker, again)
-            assert (await completing).attempts == 2
-            assert (again.queued is None) == (session_id is not None)
 
 
 async def outcome(awaitable: Awaitable[Generation]) -> None:

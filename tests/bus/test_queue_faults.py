@@ -62,26 +62,6 @@ async def test_a_killed_server_keeps_waiting_and_pulled_requests(fleet: str) -> 
     assert [number for number in numbers if number >= 5] == list(range(5, 20))
 
 
-async def test_open_pulls_receive_requests_after_a_restart_of_the_server(fleet: str) -> None:
-    """A worker whose pulls were open when the server was killed receives requests again after the restart."""
-    require_binary()
-    async with (
-        EmbeddedServer() as server,
-        publishing(server.url, fleet) as client,
-        pulling(server.url, fleet, capacity=100) as worker,
-    ):
-        await until(lambda: num_lanes(client, fleet), 4)
-        for i in range(3):
-            await client.publish_all(str(i).encode())
-
-            assert await worker.take_all(1) == [str(i).encode()]
-            await until(lambda: counts(client, fleet), (0, 0))  # The ack must have arrived too.
-            await server.kill()
-            await server.restart()
-
-        assert worker.puller.stats.ensured == 1
-
-
 @pytest.mark.proves("P5")
 async def test_every_request_is_acked_although_the_server_is_killed_repeatedly(fleet: str) -> None:
     """If the server is killed repeatedly, every request is still acked, and the queue is empty in the end."""

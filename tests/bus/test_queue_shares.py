@@ -8,7 +8,6 @@ import pytest
 import rollbus
 from rollbus.bus.queue.streams import RESUME_SHARE, QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import LANES, Subjects
-from rollbus.schemas.errors import ErrorCode
 from tests.control.support import ask as greedy
 from tests.support.fleet import synthetic_worker
 from tests.support.queues import MODEL, publishing, pulling
@@ -84,19 +83,6 @@ async def test_a_periodic_publication_finds_a_free_share(nats_url: str, fleet: s
             await worker.take_all(3)
         for token in tokens:
             assert (await alice.result(token)).ok
-
-
-async def test_a_request_to_a_full_stream_fails_with_queue_full(nats_url: str, fleet: str) -> None:
-    """If all clients together have filled a stream, a request fails immediately with `queue_full`.
-
-    The server's error code is the same as for a full share.
-    """
-    async with publishing(nats_url, fleet) as alice, publishing(nats_url, fleet, "bob") as bob:
-        await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_msgs=2, max_per_client=2))
-        await alice.publish_all(b"1", b"2")
-        result = await bob.publish()
-
-    assert result.code is ErrorCode.QUEUE_FULL
 
 
 @pytest.mark.proves("P44")

@@ -88,14 +88,6 @@ async def test_requests_of_a_silent_worker_go_to_another_which_also_gets_the_nex
     assert "engine" not in caplog.text
 
 
-async def test_alone_a_silent_worker_keeps_the_request_after_two_moves(nats_url: str, fleet: str) -> None:
-    """If no other worker serves, the request returns to the silent worker twice, and then stays until its deadline."""
-    async with silent_worker(nats_url, fleet) as (_, rb, _tasks):
-        with pytest.raises(RequestTimeout):
-            await rb.complete(short("r", model=MODEL, timeout_s=8))
-        assert rb.stats().attempts_lost == 2
-
-
 async def test_offers_without_tokens_are_no_sign_of_life(nats_url: str, fleet: str) -> None:
     """A worker that offers to run the same request again and again is silent. A follower may wait there longer."""
     async with silent_worker(nats_url, fleet, offers=False) as (hand, rb, tasks):

@@ -13,7 +13,7 @@ import pytest
 import rollbus
 from rollbus.bus.client.groups import GroupSampler
 from rollbus.bus.client.sync import BlockingClient, BlockingFleet, BlockingGroups
-from rollbus.schemas.errors import BusBroken, BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
+from rollbus.schemas.errors import BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
 from tests.support.fleet import StartServed, check_generation
 from tests.support.patience import SOON_S
 from tests.support.requests import endless, greedy, short, sized
@@ -161,16 +161,6 @@ async def test_errors_are_those_of_the_client_with_asyncio(nats_url: str, fleet:
 async def _nothing() -> Any:
     """Yield once, as an async iterable."""
     yield
-
-
-def test_no_server_is_an_error_and_leaves_no_thread(fleet: str) -> None:
-    """Without a server, entering raises an error and leaves no thread, and the client can be entered again."""
-    before = threading.active_count()
-    rb = rollbus.sync.connect("nats://127.0.0.1:1", fleet=fleet)
-    for _ in range(2):
-        with pytest.raises(BusBroken, match=r"127\.0\.0\.1:1"):
-            rb.__enter__()
-    assert threading.active_count() == before
 
 
 def test_without_workers_every_request_method_raises_no_workers(nats_url: str, fleet: str) -> None:

@@ -1,13 +1,13 @@
 """`rb.groups` without asyncio: the same steps from any thread. The thread that waits for a step reads the prompts."""
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import rollbus
-from rollbus import GroupPrompt, GroupStep, InvalidRequest, NoWorkers, SamplingParams
+from rollbus import GroupPrompt, GroupStep, SamplingParams
 from rollbus.schemas.errors import BusClosed
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_sync_client import in_thread
@@ -96,61 +96,6 @@ async def test_prompts_are_read_on_the_thread_that_waits_for_the_step(
 
     async with one_worker():
         await in_thread(program)
-
-
-def is_refused(problem: str, prompts: object, need: int = 1) -> Callable[[rollbus.sync.BlockingClient], None]:
-    """Return a function that checks the rejection of these arguments."""
-
-    def use(rb: rollbus.sync.BlockingClient) -> None:
-        with pytest.raises(InvalidRequest, match=problem):
-            rb.groups(prompts, n=1, need=need)  # type: ignore[arg-type]
-
-    return use
-
-
-async def no_prompts() -> AsyncIterator[list[int]]:
-    """Yield one prompt, as an async iterable."""
-    yield [1]
-
-
-def needs_workers(rb: rollbus.sync.BlockingClient) -> None:
-    """Check that each step raises `NoWorkers` and that the group waits."""
-    with rb.groups(prompts(3), n=1, need=1) as groups:
-        for _ in range(2):
-            with pytest.raises(NoWorkers):
-                groups.step()
-        assert "stopped=1" in repr(groups)
-
-
-def needs_entering(rb: rollbus.sync.BlockingClient) -> None:
-    """Check that a step before and after `with` raises an error."""
-    groups = rb.groups(prompts(3), n=1, need=1)
-    with pytest.raises(BusClosed, match="these groups are not open"):
-        groups.step()
-    with groups:
-        pass
-    with pytest.raises(BusClosed, match="these groups are not open"):
-        groups.step()
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        is_refused("prompts is an async iterable; allowed: an iterable", no_prompts()),
-        is_refused("prompts is 7", 7),
-        is_refused("need is 0", [], need=0),
-        needs_workers,
-        needs_entering,
-    ],
-)
-def test_errors_are_those_of_the_client_with_asyncio(
-    nats_url: str, fleet: str, use: Callable[[rollbus.sync.BlockingClient], None]
-) -> None:
-    """Invalid arguments, an empty fleet and groups that are not entered raise the same errors."""
-    with rollbus.sync.connect(nats_url, fleet=fleet, worker_grace_s=0) as rb:
-        use(rb)
-    with pytest.raises(BusClosed, match="this client was closed"):
-        rb.groups([], n=1, need=1)
 
 
 @pytest.mark.parametrize("left", ["groups", "client"])

@@ -8,18 +8,18 @@ import pytest
 
 import rollbus
 from rollbus import RequestTrace, SamplingParams, WorkerTimeline
-from rollbus.schemas.errors import InvalidRequest, NoWorkers, RequestRejected
+from rollbus.schemas.errors import InvalidRequest, NoWorkers
 from rollbus.schemas.messages import RequestMessage, encode
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.telemetry import TimelineEvent
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_group_fleets import fleet_of, group
 from tests.control.support import ask, folders, serving
-from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.fleet import StartServed
 from tests.support.hand_control import controlled
 from tests.support.requests import endless, greedy, short, sized
 from tests.support.streams import start_stream
-from tests.support.waits import until, until_true
+from tests.support.waits import until
 from tests.support.worker_process import worker_process
 from tests.workers.links_support import queued
 
@@ -152,29 +152,6 @@ async def test_a_request_without_a_token_is_restarted(nats_url: str, fleet: str,
     assert find(told, "weights").tokens == 0
 
 
-async def test_the_timeline_of_a_rejected_request_ends_with_the_error_code(one_worker: StartServed) -> None:
-    """The timeline of a rejected request that never reached the engine ends with the error code."""
-    async with one_worker(options=QUEUE) as (rb, *_):
-        with pytest.raises(RequestRejected):
-            await rb.complete(short("r", lora="missing"))
-        told = only(await rb.fleet.timelines("r"))
-
-    assert names(told) == ["published", "ended"]
-    assert (told.events[-1].reason, told.events[-1].tokens) == ("unsupported", 0)
-
-
-async def test_a_request_that_repeatedly_returns_to_the_queue_has_one_timeline(one_worker: StartServed) -> None:
-    """A request that waits for future weights returns to the queue repeatedly, and has one timeline that shows it."""
-    async with one_worker(options=QUEUE) as (rb, worker, _), asyncio.TaskGroup() as tasks:
-        call = tasks.create_task(rb.complete(short("r", min_weight_version=5)))
-        await until_true(lambda: worker._intake.stats.too_new > 1)
-        told = only(await rb.fleet.timelines("r"))
-        call.cancel()
-
-    assert names(told) == ["published", "ended"]
-    assert told.events[-1].reason == "returned"
-
-
 async def test_a_request_that_arrives_after_the_pulls_stopped_has_a_timeline(one_worker: StartServed) -> None:
     """A request on its way to a worker that stopped pulling returns to the queue, and has a timeline too."""
     message = queued()
@@ -229,22 +206,6 @@ async def test_workers_of_an_earlier_release_are_named(nats_url: str, fleet: str
     assert trace.silent == {"old": "the worker runs an earlier release, which does not answer this command"}
 
 
-async def test_a_hanging_worker_is_named(nats_url: str, fleet: str) -> None:
-    """If a worker does not answer in time, the trace names it and contains the timelines of the other workers."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        synthetic_worker(nats_url, fleet, worker_id="a"),
-        synthetic_worker(nats_url, fleet, worker_id="b") as (deaf, _),
-    ):
-        await rb.fleet.wait_for_workers(2)
-        deaf._control._receive = lambda *_: None  # type: ignore[method-assign]
-        trace = await rb.fleet.timelines("r", timeout_s=0.2)
-
-    assert list(trace.silent) == ["b"]
-    assert "did not answer within" in trace.silent["b"]
-    assert (trace.workers_asked, trace.workers_answered) == (2, 1)
-
-
 async def test_timelines_without_workers_raise_no_workers(nats_url: str, fleet: str) -> None:
     """Without workers, `timelines` raises `NoWorkers`, like every command."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
@@ -263,15 +224,3 @@ async def test_each_of_n_samples_has_its_own_timeline(one_worker: StartServed) -
 
     assert [(timeline.child, timeline.attempt) for timeline in trace.timelines] == [(0, 0), (1, 0), (2, 0)]
     assert {find(timeline, "ended").tokens for timeline in trace.timelines} == {4}
-
-
-async def test_a_worker_stores_the_timelines_of_its_last_thousand_requests(one_worker: StartServed) -> None:
-    """A worker stores the timelines of its last 1,000 requests, so the request before them has none."""
-    async with one_worker(options=QUEUE) as (rb, *_):
-        await rb.complete(short("first"))
-        async for _ in rb.complete_many(short(f"r{number}") for number in range(1000)):
-            pass
-        first, second = await rb.fleet.timelines("first"), await rb.fleet.timelines("r0")
-
-    assert first.timelines == ()
-    assert names(only(second)) == PLAIN_LIFE

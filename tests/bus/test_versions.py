@@ -345,17 +345,6 @@ async def test_cleaning_deletes_old_chunks_that_no_object_names(nats_url: str, t
         assert await parts_in(nats, bucket) == 4
 
 
-async def test_a_failed_cleanup_is_logged(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A failed cleanup is logged and does not undo a publication."""
-    async with opened(nats_url) as nats:
-        async with versions_bucket(nats) as (fleet, _):
-            store = fresh_store(nats_url, fleet)
-            await store.open()
-        await store.clean(set())
-        await store.close()
-    assert "versions.cleanup_failed model=m" in caplog.text
-
-
 async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(nats_url: str) -> None:
     """If the chain record cannot be decoded, the next lease starts a new chain in an epoch above all earlier ones."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):

@@ -154,6 +154,7 @@ def test_a_lost_worker_that_owes_an_answer_is_missing_immediately() -> None:
     assert (ledger.missing, set(ledger.applied), ledger.late) == ({"a": "its lease expired"}, {"b"}, {})
 
 
+@pytest.mark.proves("P76")
 def test_a_worker_with_a_new_incarnation_is_missing() -> None:
     """A worker with a new incarnation is missing, whether its presence or its ack shows the change first."""
     asked = tracker_of("a", "b")
