@@ -89,7 +89,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     canary: Canary | None = None
     """After an update, the result of the canary with the new weights."""
     signature: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """Signature of the engine; canaries are comparable only between workers with equal signatures."""
+    """Signature of the engine. Canaries are comparable only between workers with equal signatures."""
     frames: Annotated[dict[str, int], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
     """After a pause or an update: the number of frames sent on each link, by `<client>/<incarnation>`. Later frames may
     still carry earlier tokens that waited for credit."""

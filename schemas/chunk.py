@@ -258,8 +258,8 @@ class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     routed_experts_start: Position | None = None
     """Applied `routed_experts_prompt_start`; None: the engine returned no routed experts."""
     kv_params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] | None = None
-    """After a prefill phase: location of the prompt's KV cache, for the `KvTransfer` of the decode phase. None: the KV
-    cache was not kept."""
+    """After a prefill phase: location of the prompt's KV cache, for the `KvTransfer` of the decode phase; None: not
+    kept."""
 
     def __post_init__(self) -> None:
         """Check that the error and the finish reason ERROR occur only together."""
@@ -273,11 +273,11 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     request_id: RequestId
     """Id of the request, chosen by the client."""
     attempt: Index
-    """Number of the attempt; 0 for the first publication of the request."""
+    """Number of the attempt, from 0."""
     child: Index
     """Number of the sample, 0 to n - 1."""
     chunk_index: Index
-    """Number of the chunk, 0-based and contiguous within an attempt and child request."""
+    """Number of the chunk, contiguous from 0 within an attempt and child request."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
     """Version of the weights that sampled these tokens; a chunk never mixes two versions."""
     token_ids_data: bytes = b""
@@ -289,21 +289,19 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     top_logprobs: TopLogprobs | None = None
     """Most likely tokens at each of the k positions; None unless `sampling.logprobs` > 0."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log probabilities of prompt tokens; None unless `sampling.prompt_logprobs` is set, and in all chunks after the
-    last prompt position."""
+    """Log probabilities of prompt tokens, if `sampling.prompt_logprobs` is set; None after the last prompt position."""
     end: End | None = None
     """Finish reason and totals; set only in the terminal chunk."""
     lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Version of the adapter that sampled these tokens; a chunk never mixes two versions. None: no adapter."""
+    """Version of the adapter that sampled these tokens, never two; None: no adapter."""
     worker_id: Name | None = None
-    """Id of the worker that made the chunk. None on the wire, because the subject names the worker: the client sets the
-    field on receipt. The client leaves it None in a terminal chunk that the client itself creates."""
+    """Id of the worker that made the chunk. None on the wire, where the subject names it, and in terminal chunks that
+    the client makes."""
     traceparent: Name | None = None
     """W3C trace context of the request at the worker; only in the first chunk of each attempt."""
     kv_recomputed: bool | None = None
-    """True: the engine recomputed the KV cache of all positions before the first of these tokens, with the weights and
-    the adapter of this chunk, for example after a preemption. None: the chunk has no tokens, or the engine does not
-    report it."""
+    """True: the engine recomputed the KV cache of all earlier positions with the weights and the adapter of this chunk,
+    for example after a preemption. None: no tokens, or not reported."""
     sampling_mask: SamplingMask | None = None
     """Sampling masks of the k tokens; None: the engine makes none, or the request declined them."""
 

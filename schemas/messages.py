@@ -45,7 +45,7 @@ class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=T
     request_id: RequestId
     """Id of the request, chosen by the client."""
     attempt: Index = 0
-    """Number of the attempt; 0 for the first publication of the request."""
+    """Number of the attempt, from 0."""
     child: Index = 0
     """Number of the sample, 0 to n - 1."""
 
@@ -59,13 +59,13 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] = b""
-    """`End.kv_params` of the prefill phase: a msgpack map in the connector's format, which the bus does not decode."""
+    """`End.kv_params` of the prefill phase: a msgpack map in the connector's format."""
     connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
-    """`Capabilities.kv_connector` of the prefill worker. Other connectors cannot use `params`."""
+    """`Capabilities.kv_connector` of the prefill worker; others cannot use `params`."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Version of the weights that computed the KV cache. Workers with another version cannot use the cache."""
+    """Version of the weights that computed the KV cache; workers with another one cannot use it."""
     lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Version of the request's adapter, with the same effect. None: the request uses no adapter."""
+    """Version of the request's adapter, with the same effect; None: no adapter."""
 
     @property
     def is_prefill(self) -> bool:
@@ -96,29 +96,26 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     attempt: Index = 0
     """Number of earlier publications of the request."""
     child: Index = 0
-    """Number of the sample, 0 to n - 1. `request.sampling.n` is 1 in this message."""
+    """Number of the sample, 0 to n - 1; `request.sampling.n` is 1."""
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Target version at submission; `max_weight_lag` counts from it. None without `max_weight_lag` and in later
-    attempts."""
+    """Target version at submission, from which `max_weight_lag` counts; None without it and in later attempts."""
     kv: KvTransfer | None = None
     """KV transfer of a prefill phase or decode phase; None: one worker serves the whole request."""
     stream: bool = True
-    """False: the caller does not read single chunks, so the worker may batch tokens briefly."""
+    """False: the caller reads no single chunks, so the worker may batch tokens."""
     request: msgspec.Raw
-    """Encoded `GenerateRequest`. It is decoded separately, so that the client learns of a wrong field."""
+    """Encoded `GenerateRequest`, decoded separately, so that the client learns of a wrong field."""
     siblings: Annotated[tuple[Sibling, ...], Meta(max_length=limits.MAX_SIBLINGS)] = ()
-    """Further samples of the same request and attempt, only in direct messages to workers with
-    `Capabilities.request_groups`. The worker accepts or rejects each sample as if it had arrived alone."""
+    """Further samples of the same request and attempt; only in direct messages to workers with `request_groups`."""
     may_wait: bool = False
-    """True: if no slot is free, the requests may wait at the worker behind a request of their group (`group_id`, else
-    `request_id`) that the worker has accepted. Only in direct messages to workers with `Capabilities.group_backlog`.
-    The worker offers the waiting requests and may still reject them with `queue_full` before their first token."""
+    """True: the requests may wait at the worker behind one of their group (`group_id`, else `request_id`) that it has
+    accepted; only in direct messages to workers with `group_backlog`."""
     placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
     """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
-    """Attempts that the client has lost before this one, oldest first. The worker reports them in its timeline."""
+    """Attempts that the client has lost before, oldest first, for the worker's timeline."""
     given_id: str = ""
-    """Id that the caller gave the request, for people and traces. Empty if it is `request.request_id`."""
+    """Id that the caller gave the request, if it is not `request.request_id`."""
 
     def __post_init__(self) -> None:
         """Check that the client is a subject token, that an answer is possible, and that ids and siblings are valid."""
@@ -149,17 +146,17 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     incarnation: Incarnation
     """Incarnation of the worker. Frame numbers restart with each incarnation."""
     number: FrameNumber
-    """Number of the frame on its link, 0-based and contiguous. A heartbeat, a frame without content, has the number of
-    the next frame and does not use it up."""
+    """Number of the frame on its link, contiguous from 0. A heartbeat, a frame without content, has that of the next
+    frame."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Offers: requests that the worker has just accepted. The client rejects an offer with an abort. A request that may
-    wait is named again when the engine receives it."""
+    """Offers: requests that the worker has just accepted; one that may wait is named again when the engine receives
+    it."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Chunks; those of one request are in order."""
     link: FrameNumber = 0
     """Number of the link within this incarnation. Frame numbers restart with each link."""
     client_incarnation: OptionalIncarnation = ""
-    """Incarnation of the receiving client; other incarnations of its name drop the frame. Empty in plain mode."""
+    """Incarnation of the receiving client; others of its name drop the frame. Empty in plain mode."""
 
     @property
     def is_heartbeat(self) -> bool:
@@ -175,7 +172,7 @@ class LinkMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     abort: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Requests to abort; the worker ignores unknown requests."""
     client_incarnation: OptionalIncarnation = ""
-    """Incarnation of the client. The worker ends requests of earlier incarnations of this client."""
+    """Incarnation of the client; the worker ends requests of earlier ones."""
     incarnation: OptionalIncarnation = ""
     """Incarnation of the worker that owns the link; empty: only `abort` counts."""
     link: FrameNumber = 0
@@ -183,9 +180,9 @@ class LinkMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     acked: FrameNumber = 0
     """Frame ack: the client has received every frame below this number."""
     credit: ByteOffset = 0
-    """Byte offset up to which frames may be sent, counted over all frame sizes of this link. Never decreases."""
+    """Byte offset up to which frames may be sent, over all frames of this link; never decreases."""
     resend: bool = False
-    """True: send all frames from `acked` on again. Some are missing, but later frames arrived or were announced."""
+    """True: send all frames from `acked` on again."""
 
 
 def _enc_hook(value: object) -> object:

@@ -150,7 +150,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: Positive
     """Size of the vocabulary; token ids are 0 to vocab_size - 1."""
     max_num_seqs: Positive
-    """Requests that run at once; further requests wait inside the engine."""
+    """Requests that run at once. Further requests wait inside the engine."""
     max_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
     """Largest allowed `sampling.logprobs` and `sampling.prompt_logprobs`."""
     dtype: str
@@ -166,7 +166,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""
     """Device, parallelism, dtype and engine version. Canaries are comparable only between equal signatures."""
     weight_updates: bool = False
-    """True if weights can be replaced from a checkpoint; verified at start by a reload of the worker's own weights."""
+    """True if weights can be replaced from a checkpoint. A reload of the worker's own weights verifies this at its
+    start."""
     weight_transfer: bool = False
     """True if the worker can receive weights from the engine's own transfer engine."""
     max_loras: NotNegative = 0
@@ -185,18 +186,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: Positive | None = None
     """Largest rank of an adapter; None: unknown, or the worker loads no adapters."""
     world_size: Positive | None = None
-    """Number of processes that hold the model's weights, over all replicas inside the engine; None: not announced."""
+    """Number of processes that hold the model's weights, over all replicas; None: not announced."""
     version_labels: bool = False
     """True if the worker decodes commands with a `label`. Workers of earlier releases do not."""
     sampling_mask: bool = False
-    """True if the engine makes sampling masks: the ids that top-k, top-p and min-p kept for each token."""
+    """True if the engine makes sampling masks. They are the ids that top-k, top-p and min-p kept for each token."""
     weight_deltas: bool = False
     """True if the worker stages published deltas. False: the release is older, or the engine may span several machines
     and rejects weights and adapters in the object store."""
     request_groups: bool = False
-    """True if the worker decodes `siblings` in direct messages; else it serves only the first sample."""
+    """True if the worker decodes `siblings` in direct messages. Otherwise it serves only the first sample."""
     group_backlog: bool = False
-    """True if the worker honours `may_wait` in direct messages: requests of a group wait there for free slots."""
+    """True if the worker honours `may_wait` in direct messages. Requests of a group wait there for free slots."""
     telemetry_reads: bool = False
     """True if the worker answers `read_experts` and `read_request`. Workers of earlier releases reject both."""
     grammar_backend: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
@@ -205,7 +206,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     sampling_limits: SamplingLimits | None = None
     """Limits of the engine's sampler; None: only the limits of `SamplingParams`."""
     weight_digests: bool = False
-    """True if the worker computes digests and decodes a `digest`; False also if the engine may span machines."""
+    """True if the worker computes digests and decodes a `digest`. False also if the engine may span machines."""
     transfer_leases: bool = False
     """True if the worker decodes `by`, `transfer` and `cancel_weight_update`. Workers of earlier releases do not."""
     base_adapters: bool = False
@@ -220,8 +221,7 @@ class WorkerState(enum.StrEnum):
     STARTING = "starting"
     """The engine loads or warms up. Other workers serve the requests."""
     SERVING = "serving"
-    """The engine is warm, the lease is held, and the worker matches the desired state. It pulls requests and runs
-    them."""
+    """The engine is warm, the lease is held, and the worker matches the desired state."""
     UPDATING = "updating"
     """The worker reconciles itself with the desired state: weights, adapters, pause. Requests wait in the queue."""
     PAUSED = "paused"
@@ -231,8 +231,8 @@ class WorkerState(enum.StrEnum):
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """The worker could not get the desired weights, not only an adapter: it keeps its older weights, or their source
-    holds other content now. It serves nothing until a successful update or a restart."""
+    """The worker could not get the desired weights, or their source holds other content now. It serves nothing until a
+    successful update or a restart."""
     POISONED = "poisoned"
     """The weights are partly written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
@@ -341,7 +341,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     loras: tuple[LoraInfo, ...] = ()
     """Adapters that requests may name."""
     lease_age_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds since the server last confirmed a presence message of the worker."""
+    """Seconds since the server last confirmed a presence of the worker."""
     counters: WorkerCounters | None = None
     """Counters of the worker; None: not announced."""
     start_left_s: Annotated[float, Meta(ge=0)] | None = None
@@ -361,8 +361,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     staging: Staging | None = None
     """Weights that the worker stages now; None: it stages none, or does not announce it."""
     cache_epoch: NotNegative = 0
-    """Number that increases whenever the prefix cache was or may have been emptied: by a load of weights, a flush or a
-    sleep. Entries of earlier epochs are gone."""
+    """Number that increases whenever the prefix cache may have been emptied. A load of weights, a flush or a sleep
+    does that; entries of earlier epochs are gone."""
     oldest_prefix_s: NotNegativeSeconds | None = None
     """Seconds since the last use of the oldest prefix that may still be cached. Earlier ones are gone, unless a request
     uses them. None: no prefix has been dropped yet, or the engine does not report it."""

@@ -102,28 +102,26 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     """
 
     prompt_token_ids: TokenIds
-    """Token ids of the prompt, at least one; stored as a read-only i4[Lp] array."""
+    """Token ids of the prompt; stored as a read-only i4[Lp] array."""
     sampling: SamplingParams = SamplingParams()
     """Sampling parameters."""
     request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Id of the request, unique among the open requests of one client; random by default. Up to 512 printable
-    characters. On the wire it is `wire_id`."""
+    """Id of the request, unique among the open requests of one client. Up to 512 printable characters; `wire_id` on the
+    wire."""
     model: str | None = None
-    """Served model name; None: the model of the client's first request without a name, which was the only known one."""
+    """Served model name; None: the only known model at the client's first request without a name."""
     return_routed_experts: bool | None = None
-    """Whether to return routed experts. None: return them if the model has experts. True: reject the request if the
-    model has none. False: do not return them."""
+    """True: reject the request if the model has no routed experts. False: do not return them. None: return them if the
+    model has them."""
     routed_experts_prompt_start: int = 0
-    """Number of leading prompt positions without routed experts in the result, 0 to Lp, for example the positions of
-    earlier turns."""
+    """Number of leading prompt positions without routed experts in the result, for example those of earlier turns."""
     cache_salt: str | None = None
     """Salt of the prefix cache: only requests with the same salt share cache entries."""
     priority: int = 0
-    """Priority of the request; a lower number is more urgent, as in vLLM. It selects the queue lane, and the order in
-    the engine's queue if the engine supports it."""
+    """Priority; lower is more urgent, as in vLLM. It selects the lane, and the order in the engine if that supports
+    it."""
     session_id: str | None = None
-    """Session of the request, for example a conversation. A client may place its turns at the worker that has their
-    common prefix in its cache."""
+    """Session of the request, for example a conversation, whose turns a client may place at one worker."""
     lora: str | None = None
     """Name of a loaded LoRA adapter; None: the base model."""
     timeout_s: float | None = None
@@ -131,19 +129,17 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     min_weight_version: int | None = None
     """Minimum weight version: workers with older weights do not serve the request."""
     max_weight_lag: int | None = None
-    """Maximum number of versions by which the weights may advance before the request starts. If they advance further,
-    the request fails with `too_stale`."""
+    """Maximum number of versions by which the weights may advance before the request starts; beyond it, the request
+    fails with `too_stale`."""
     traceparent: str | None = None
-    """W3C trace context. Every attempt carries it to its worker and engine, and the first chunk of the attempt returns
-    it."""
+    """W3C trace context, which every attempt carries to its worker and engine, and its first chunk returns."""
     return_sampling_mask: bool | None = None
-    """Whether to return the ids from which each token was sampled. None: return them if the engine makes them. True:
-    reject the request if the engine makes none. False: do not return them."""
+    """True: reject the request if the engine makes no sampling masks. False: do not return them. None: return them if
+    it makes them."""
     group_id: str | None = None
-    """Group of requests that share a prompt. A client may place them at one worker, which computes the prompt once."""
+    """Group of requests that share a prompt, which a client may place at one worker."""
     tracestate: str | None = None
-    """Vendor data of tracing systems for `traceparent`. The engine receives both; without `traceparent`, it is not
-    sent."""
+    """Vendor data for `traceparent`, without which it is not sent."""
     id_scope: str | None = None
     """Scope of `request_id`, for example a user of a service: equal ids of two scopes are different requests. Only its
     hash is sent, as part of the wire's id."""

@@ -114,7 +114,7 @@ class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     model_bytes: Bytes = 0
     """Bytes of the version's tensors."""
     chain_length: Count = 0
-    """Number of versions after the last anchor of the chain, including this version; 0: this version has an anchor."""
+    """Versions after the last anchor of the chain, including this one; 0: this version has an anchor."""
     used_bytes: Bytes = 0
     """Used bytes of the model's bucket."""
     limit_bytes: Bytes = 0
@@ -125,16 +125,16 @@ class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The durations of a check or an update in one worker."""
 
     fetched_bytes: Bytes = 0
-    """Bytes fetched from the object store, including earlier checks; 0: the source was already on the machine."""
+    """Bytes fetched from the object store, including earlier checks. 0: the source was already on the machine."""
     staged_s: Seconds = 0.0
     """Seconds to fetch, build and check the source, including earlier checks. The worker may serve requests
     meanwhile."""
     waited_s: Seconds = 0.0
     """Seconds from when the worker had both the command and its source until the requests were paused."""
     paused_s: Seconds = 0.0
-    """Seconds in which the engine ran no step for requests: from their pause until the engine resumes or the worker is
-    paused again."""
+    """Seconds in which the engine ran no step for requests. They last from the requests' pause until the engine resumes
+    or the worker is paused again."""
     loaded_s: Seconds = 0.0
-    """Part of `paused_s` in which the engine replaced and compared its weights, in seconds."""
+    """Part of `paused_s` in which the engine replaced and compared its weights."""
     canary_s: Seconds = 0.0
-    """Part of `paused_s` in which the engine computed the canary, in seconds."""
+    """Part of `paused_s` in which the engine computed the canary."""
