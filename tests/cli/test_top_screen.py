@@ -12,9 +12,9 @@ from rich.cells import cell_len
 
 from rollbus import FleetState, QueueDepth
 from rollbus.bus.protocol.telemetry.rates import FleetRates
-from rollbus.frontend.cli.watch import top as top_options
 from rollbus.frontend.cli.watch.status import of_model
 from rollbus.frontend.cli.watch.top import (
+    KEY_OF,
     SORTS,
     Key,
     KeyReader,
@@ -354,14 +354,14 @@ def test_keys_change_what_is_shown() -> None:
 def test_key_sequences_are_recognized_in_any_fragmentation(data: st.DataObject) -> None:
     """Key sequences are recognized in any fragmentation, and other bytes are ignored."""
     noise = [b"\x1b[38;5;1m", b"x", b"\x1b[200~", b"\xc3\xa9", b"\x00"]
-    sent = data.draw(st.lists(st.sampled_from([*top_options._SORT_KEYS, *noise]), max_size=20))
+    sent = data.draw(st.lists(st.sampled_from([*KEY_OF, *noise]), max_size=20))
     text = b"".join(sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     reader = KeyReader()
     pieces = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     keys = [key for piece in pieces for key in reader.read(piece)]
-    assert keys == [top_options._SORT_KEYS[each] for each in sent if each in top_options._SORT_KEYS]
+    assert keys == [KEY_OF[each] for each in sent if each in KEY_OF]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20))

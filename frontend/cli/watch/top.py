@@ -68,7 +68,8 @@ _BYTES_OF: Final[dict[Key, tuple[bytes, ...]]] = {
     "back": (b"b", b"\x7f", b"\x1b[D", b"\x1bOD"),
 }
 """Bytes that terminals send, as xterm defines them, with and without application mode."""
-_KEY_OF: Final = {each: key for key, sequences in _BYTES_OF.items() for each in sequences}
+KEY_OF: Final = {each: key for key, sequences in _BYTES_OF.items() for each in sequences}
+"""The key of each of these sequences."""
 _SEQUENCE: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}[@-~]|O[@-~])|[^\x1b]|\x1b(?![\[O])", re.DOTALL)
 _PREFIX: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}|O)?\Z")
 
@@ -97,7 +98,7 @@ class KeyReader:
         # The length of a prefix is bounded, so little is buffered.
         self._rest = partial[0] if partial else b""
         found = _SEQUENCE.findall(data[: len(data) - len(self._rest)])
-        return [_KEY_OF[sequence] for sequence in found if sequence in _KEY_OF]
+        return [KEY_OF[sequence] for sequence in found if sequence in KEY_OF]
 
 
 def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> TopOptions | None:
