@@ -1,6 +1,6 @@
 // Commands to the fleet. A dialog first shows the effect and the workers, then sends the command and shows the result.
 
-import { el, openDialog, setAttr, setText } from "./dom.js";
+import { el, openDialog, setAttr, setText, showText } from "./dom.js";
 import { compareNames, count, duration, plural } from "./format.js";
 import { stream } from "./live.js";
 import { ask, askForToken, token } from "./session.js";
@@ -118,8 +118,7 @@ function askFirst(act, shown) {
       chosen = all.find(([value]) => value === select.value);
       const [, , workers] = chosen;
       setText(says, act.says(workers));
-      setText(warns, act.warns?.(workers) ?? "");
-      warns.hidden = !warns.textContent;
+      showText(warns, act.warns?.(workers) ?? "");
       extra.replaceChildren(...(act.fields ? [act.fields(workers)] : []));
       setText(confirm, `${act.verb} ${plural(workers.length, "worker")}`);
     };

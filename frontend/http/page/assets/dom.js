@@ -28,6 +28,12 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Show a text. Without a text, hide the node. */
+export function showText(node, text) {
+  setText(node, text);
+  node.hidden = !text;
+}
+
 /** Set an attribute; null removes it. */
 export function setAttr(node, name, value) {
   if (value === null || value === undefined) {

@@ -1,6 +1,6 @@
 // The view of the experts: how often each expert was chosen in the last minute, or before it, layer by layer.
 
-import { el, keyed, setAttr, setText } from "./dom.js";
+import { el, keyed, setAttr, setText, showText } from "./dom.js";
 import { clock, compareNames, count, decimals, duration, percent, plural, ratio } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { watchExperts } from "./live.js";
@@ -143,8 +143,7 @@ export function expertsView() {
   /** Show only a sentence while there are no counts. */
   function empty(words) {
     if (words) shown = null;
-    setText(none, words);
-    none.hidden = !words;
+    showText(none, words);
     for (const node of [map.root, readout, summary, help, seen, source, tables.root]) node.hidden = Boolean(words);
   }
 
@@ -163,8 +162,7 @@ export function expertsView() {
     const { params } = route();
     const plane = params.get("plane") === "prompt" ? "prompt" : "generated";
     const { num_layers: layers, num_experts: experts } = event;
-    setText(problem, event.problem ?? "");
-    problem.hidden = !event.problem;
+    showText(problem, event.problem ?? "");
     const data = event.planes?.[plane];
     empty(data ? "" : event.problem ? "There are no counts." : "Waiting for the first counts.");
     if (!data) return;

@@ -1,6 +1,6 @@
 // Starts the page: the tabs, the event stream, and the banner for a lost stream.
 
-import { el, markScrolling, setAttr, setText } from "./dom.js";
+import { el, markScrolling, setAttr, setText, showText } from "./dom.js";
 import { expertsView } from "./experts.js";
 import { fleetView } from "./fleet.js";
 import { clock, duration } from "./format.js";
@@ -75,9 +75,7 @@ function showLink() {
   setText(link.firstElementChild, kind === "live" ? "●" : ["connecting", "resting"].includes(kind) ? "◌" : "✕");
   setText(document.getElementById("link-text"), LINK_WORDS[kind]);
   document.body.classList.toggle("stale", isOld && now.fleet !== null);
-  const words = problemWords(now.link, isOld ? silent : 0);
-  setText(banner, words);
-  banner.hidden = !words;
+  showText(banner, problemWords(now.link, isOld ? silent : 0));
 }
 
 function problemWords({ kind, problem, retryAt }, silent) {

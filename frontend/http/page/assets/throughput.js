@@ -2,7 +2,7 @@
 
 import { MAX_LINES, TimeChart } from "./chart.js";
 import { chartMarks } from "./day.js";
-import { el, keyed, setAttr, setText } from "./dom.js";
+import { el, keyed, setAttr, setText, showText } from "./dom.js";
 import { compareNames, count, duration, NONE, plural, rate } from "./format.js";
 import { address, route, setParams } from "./router.js";
 import { ask } from "./session.js";
@@ -136,8 +136,7 @@ export function throughputView() {
     }
     const row = worker && now.fleet?.workers.find((each) => each.worker === worker);
     setText(facts, row ? [row.state.replaceAll("_", " "), `incarnation ${row.incarnation}, up ${duration(row.uptime_s)}`, row.host && `host ${row.host}, process ${row.pid ?? NONE}`, row.log ? `log ${row.log}` : "no log file is known"].filter(Boolean).join(" · ") : "");
-    setText(failure, row?.last_error ?? "");
-    failure.hidden = !row?.last_error;
+    showText(failure, row?.last_error ?? "");
     const isThere = !worker || Boolean(row);
     const more = lines.length > MAX_LINES ? `${plural(lines.length - MAX_LINES, "model")} more are not shown.` : "";
     setText(note, !isThere ? `There is no worker ${worker} now.` : worker && !history.workers[worker] && history.number !== null ? "The service has no history of this worker." : more);
