@@ -34,7 +34,8 @@ def turns_of(room: int) -> Turns:
 
 async def order_of(asked: list[tuple[str, rollbus.GenerateRequest]], room: int = 1) -> list[str]:
     """Return the users in the order of their turns, if their requests arrive in this order while another one runs."""
-    turns, order = turns_of(room), []
+    turns = turns_of(room)
+    order: list[str] = []
 
     async def take_turn(user: str, request: rollbus.GenerateRequest) -> None:
         async with turns.turn(user, request):
@@ -62,7 +63,8 @@ async def test_users_take_turns() -> None:
 async def test_the_most_urgent_request_of_a_user_is_first() -> None:
     """The requests of one user run by priority, then in order of arrival."""
     requests = [sampled(priority=priority) for priority in (0, 5, 0, -1)]
-    turns, order = turns_of(1), []
+    turns = turns_of(1)
+    order: list[str] = []
 
     async def take_turn(request: rollbus.GenerateRequest) -> None:
         async with turns.turn("a", request) as turn:
