@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ....schemas.errors import ForeignError, RollbusError, foreign_code
@@ -33,6 +33,15 @@ total work is then linear in the length of the text."""
 POOL: Final = ThreadPoolExecutor(2, "answer-parser")
 """Threads that parse long texts, so that other requests continue. More threads would not help, because a parser in
 Python holds the interpreter lock."""
+
+
+CALLED: Final = ("adjust_request", "parse", "parse_delta")
+"""Methods of a parser that this module calls."""
+QUIET: Final = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
+"""Loggers that log generated text when a parser fails."""
+MAX_MESSAGE_CHARS: Final = 200
+FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Exceptions that parsers raise if the tokenizer lacks their tokens, or if they cannot make a grammar of a schema."""
 
 
 class ParserUnavailable(RollbusError):
@@ -82,43 +91,152 @@ class ToolQuestion:
         return self.choice in ("required", "named")
 
 
-class AnswerParser(Protocol):
+@dataclass(frozen=True, slots=True)
+class AnswerParser:
     """Parser of one answer. Each method may raise any exception, because the model can generate any text."""
+
+    parser: Any
+    request: Any
 
     def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
         """Return the parts of a whole answer."""
+        reasoning, content, calls = self.parser.parse(
+            text, self.request, enable_auto_tools=True, model_output_token_ids=token_ids
+        )
+        return AnswerParts(
+            content or None,
+            reasoning or None,
+            tuple(
+                CallPart(index, call.id or f"chatcmpl-tool-{uuid.uuid4().hex}", call.name, call.arguments)
+                for index, call in enumerate(calls or ())
+            ),
+        )
 
     def add(self, text: str, token_ids: list[int], *, prompt: list[int], final: bool) -> AnswerParts:
         """Return the additions from the next text of an answer."""
+        delta = self.parser.parse_delta(text, token_ids, self.request, prompt_token_ids=prompt, finished=final)
+        if delta is None:
+            return AnswerParts()
+        calls = ((call, call.function) for call in delta.tool_calls or ())
+        return AnswerParts(
+            delta.content or None,
+            delta.reasoning or None,
+            tuple(
+                CallPart(call.index, call.id, function and function.name, (function and function.arguments) or "")
+                for call, function in calls
+            ),
+        )
 
 
-class ParsePlan(Protocol):
+@dataclass(slots=True)
+class ParsePlan:
     """The parsing of the answers to one request."""
+
+    parser_class: Any
+    tokenizer: Any
+    request: Any
+    template_kwargs: dict[str, Any]
 
     @property
     def structured_outputs(self) -> dict[str, Any] | None:
         """The constraint that the engine must enforce on the answer, in vLLM's format; None: no constraint."""
+        params = self.request.structured_outputs
+        if params is None:
+            return None
+        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        return {name: value for name in names if (value := getattr(params, name, None)) is not None}
 
     @property
     def skip_special_tokens(self) -> bool:
         """False if the parser needs special tokens in the text."""
+        return bool(self.request.skip_special_tokens)
+
+    def make(self) -> Any:
+        """Create vLLM's parser of one answer."""
+        return self.parser_class(
+            self.tokenizer, self.request.tools, chat_template_kwargs=self.template_kwargs, model_config=None
+        )
 
     def answer_parser(self) -> AnswerParser:
         """Create the parser of one answer."""
+        return AnswerParser(self.make(), self.request)
 
 
-class Parsers(Protocol):
-    """The parsers that the options of the service select."""
+class Parsers:
+    """vLLM's parsers, with the names that `vllm serve` uses.
 
-    tool_call_parser: str | None
-    reasoning_parser: str | None
+    Args:
+        tool_call_parser: name of the parser of tool calls; None: the service rejects tools.
+        reasoning_parser: name of the parser of reasoning; None: reasoning stays in the content.
+
+    Raises:
+        ParserUnavailable: vLLM is not installed, has no parser with that name, rejects the parsers, or has parsers with
+            another interface.
+    """
+
+    def __init__(self, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+        self.tool_call_parser = tool_call_parser
+        self.reasoning_parser = reasoning_parser
+        try:
+            with _own_logging():
+                from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+                from vllm.parser import ParserManager
+                from vllm.reasoning import ReasoningParserManager
+                from vllm.tokenizers.hf import get_cached_tokenizer
+                from vllm.tool_parsers import ToolParserManager
+        except ImportError as exc:
+            option = "--tool-call-parser" if tool_call_parser else "--reasoning-parser"
+            raise ParserUnavailable(
+                f"{option} needs vLLM's parsers ({exc}): install vLLM 0.30 to 0.33 for the HTTP service"
+            ) from exc
+        _check_name("--tool-call-parser", tool_call_parser, ToolParserManager.list_registered())
+        _check_name("--reasoning-parser", reasoning_parser, ReasoningParserManager.list_registered())
+        self._request_class: Any = ChatCompletionRequest
+        self._cached = get_cached_tokenizer
+        self._tokenizers: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
+        try:
+            self._parser_class: Any = ParserManager.get_parser(
+                tool_parser_name=tool_call_parser,
+                reasoning_parser_name=reasoning_parser,
+                enable_auto_tools=tool_call_parser is not None,
+            )
+        except (TypeError, ValueError) as exc:
+            # From vLLM 0.32 on, some parsers can only be combined with the other parser of the same model.
+            raise ParserUnavailable(f"vLLM rejects the parsers: {_first_line(exc)}") from exc
+        missing = [name for name in CALLED if not callable(getattr(self._parser_class, name, None))]
+        if missing:
+            raise ParserUnavailable(
+                f"the parsers of the installed vLLM have no method {missing[0]}; allowed: vLLM 0.30 to 0.33"
+            )
 
     def plan(self, tokenizer: Tokenizer, question: ToolQuestion) -> ParsePlan:
-        """Return the plan for parsing the answers to a request. Several threads may call this method at the same time.
+        """Return the plan for parsing answers, with the constraints that vLLM's server would give to the engine.
+
+        Several threads may call this method at the same time.
 
         Raises:
             HttpError: 400 if the tools cannot be used, 501 if the parser does not match the model.
         """
+        if tokenizer not in self._tokenizers:
+            # Each new parser reads the whole vocabulary, so a cached tokenizer is kept. If two threads reach this line
+            # at the same time, either result is correct.
+            self._tokenizers[tokenizer] = self._cached(tokenizer.wrapped)
+        try:
+            request = self._request_class(**_request_fields(question))
+        except ValueError as exc:
+            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "tools that vLLM accepts") from exc
+        plan = ParsePlan(self._parser_class, self._tokenizers[tokenizer], request, dict(question.template_kwargs))
+        try:
+            parser = plan.make()
+        except FAILURES as exc:
+            names = " and ".join(name for name in (self.tool_call_parser, self.reasoning_parser) if name)
+            problem = f"the parser {names} does not match this model: {_first_line(exc)}"
+            raise HttpError(501, problem, code="no_parser") from exc
+        try:
+            plan.request = parser.adjust_request(request)
+        except FAILURES as exc:
+            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "JSON schemas that vLLM accepts") from exc
+        return plan
 
 
 def load_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> Parsers | None:
@@ -129,8 +247,7 @@ def load_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> 
     """
     if tool_call_parser is None and reasoning_parser is None:
         return None
-
-    return VllmParsers(tool_call_parser, reasoning_parser)
+    return Parsers(tool_call_parser, reasoning_parser)
 
 
 class AnswerReader:
@@ -270,151 +387,6 @@ def _without_blanks(blanks: AnswerParts, found: AnswerParts) -> tuple[AnswerPart
     reasoning = (blanks.reasoning or "") + (found.reasoning or "")
     kept = AnswerParts(content.rstrip() or None, reasoning.rstrip() or None)
     return kept, AnswerParts(content[len(kept.content or "") :], reasoning[len(kept.reasoning or "") :])
-
-
-CALLED: Final = ("adjust_request", "parse", "parse_delta")
-"""Methods of a parser that this module calls."""
-QUIET: Final = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
-"""Loggers that log generated text when a parser fails."""
-MAX_MESSAGE_CHARS: Final = 200
-FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Exceptions that parsers raise if the tokenizer lacks their tokens, or if they cannot make a grammar of a schema."""
-
-
-class VllmParsers:
-    """vLLM's parsers, with the names that `vllm serve` uses.
-
-    Args:
-        tool_call_parser: name of the parser of tool calls; None: the service rejects tools.
-        reasoning_parser: name of the parser of reasoning; None: reasoning stays in the content.
-
-    Raises:
-        ParserUnavailable: vLLM is not installed, has no parser with that name, rejects the parsers, or has parsers with
-            another interface.
-    """
-
-    def __init__(self, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-        self.tool_call_parser = tool_call_parser
-        self.reasoning_parser = reasoning_parser
-        try:
-            with _own_logging():
-                from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-                from vllm.parser import ParserManager
-                from vllm.reasoning import ReasoningParserManager
-                from vllm.tokenizers.hf import get_cached_tokenizer
-                from vllm.tool_parsers import ToolParserManager
-        except ImportError as exc:
-            option = "--tool-call-parser" if tool_call_parser else "--reasoning-parser"
-            raise ParserUnavailable(
-                f"{option} needs vLLM's parsers ({exc}): install vLLM 0.30 to 0.33 for the HTTP service"
-            ) from exc
-        _check_name("--tool-call-parser", tool_call_parser, ToolParserManager.list_registered())
-        _check_name("--reasoning-parser", reasoning_parser, ReasoningParserManager.list_registered())
-        self._request_class: Any = ChatCompletionRequest
-        self._cached = get_cached_tokenizer
-        self._tokenizers: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
-        try:
-            self._parser_class: Any = ParserManager.get_parser(
-                tool_parser_name=tool_call_parser,
-                reasoning_parser_name=reasoning_parser,
-                enable_auto_tools=tool_call_parser is not None,
-            )
-        except (TypeError, ValueError) as exc:
-            # From vLLM 0.32 on, some parsers can only be combined with the other parser of the same model.
-            raise ParserUnavailable(f"vLLM rejects the parsers: {_first_line(exc)}") from exc
-        missing = [name for name in CALLED if not callable(getattr(self._parser_class, name, None))]
-        if missing:
-            raise ParserUnavailable(
-                f"the parsers of the installed vLLM have no method {missing[0]}; allowed: vLLM 0.30 to 0.33"
-            )
-
-    def plan(self, tokenizer: Tokenizer, question: ToolQuestion) -> ParsePlan:
-        """Return the plan for parsing answers, with the constraints that vLLM's server would give to the engine.
-
-        Raises:
-            HttpError: 400 if the tools cannot be used, 501 if the parser does not match the model.
-        """
-        if tokenizer not in self._tokenizers:
-            # Each new parser reads the whole vocabulary, so a cached tokenizer is kept. If two threads reach this line
-            # at the same time, either result is correct.
-            self._tokenizers[tokenizer] = self._cached(tokenizer.wrapped)
-        try:
-            request = self._request_class(**_request_fields(question))
-        except ValueError as exc:
-            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "tools that vLLM accepts") from exc
-        plan = _ParserPlan(self._parser_class, self._tokenizers[tokenizer], request, dict(question.template_kwargs))
-        try:
-            parser = plan.make()
-        except FAILURES as exc:
-            names = " and ".join(name for name in (self.tool_call_parser, self.reasoning_parser) if name)
-            problem = f"the parser {names} does not match this model: {_first_line(exc)}"
-            raise HttpError(501, problem, code="no_parser") from exc
-        try:
-            plan.request = parser.adjust_request(request)
-        except FAILURES as exc:
-            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "JSON schemas that vLLM accepts") from exc
-        return plan
-
-
-@dataclass(slots=True)
-class _ParserPlan:
-    parser_class: Any
-    tokenizer: Any
-    request: Any
-    template_kwargs: dict[str, Any]
-
-    @property
-    def structured_outputs(self) -> dict[str, Any] | None:
-        params = self.request.structured_outputs
-        if params is None:
-            return None
-        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        return {name: value for name in names if (value := getattr(params, name, None)) is not None}
-
-    @property
-    def skip_special_tokens(self) -> bool:
-        return bool(self.request.skip_special_tokens)
-
-    def make(self) -> Any:
-        return self.parser_class(
-            self.tokenizer, self.request.tools, chat_template_kwargs=self.template_kwargs, model_config=None
-        )
-
-    def answer_parser(self) -> AnswerParser:
-        return _VllmAnswerParser(self.make(), self.request)
-
-
-@dataclass(frozen=True, slots=True)
-class _VllmAnswerParser:
-    parser: Any
-    request: Any
-
-    def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
-        reasoning, content, calls = self.parser.parse(
-            text, self.request, enable_auto_tools=True, model_output_token_ids=token_ids
-        )
-        return AnswerParts(
-            content or None,
-            reasoning or None,
-            tuple(
-                CallPart(index, call.id or f"chatcmpl-tool-{uuid.uuid4().hex}", call.name, call.arguments)
-                for index, call in enumerate(calls or ())
-            ),
-        )
-
-    def add(self, text: str, token_ids: list[int], *, prompt: list[int], final: bool) -> AnswerParts:
-        delta = self.parser.parse_delta(text, token_ids, self.request, prompt_token_ids=prompt, finished=final)
-        if delta is None:
-            return AnswerParts()
-        calls = ((call, call.function) for call in delta.tool_calls or ())
-        return AnswerParts(
-            delta.content or None,
-            delta.reasoning or None,
-            tuple(
-                CallPart(call.index, call.id, function and function.name, (function and function.arguments) or "")
-                for call, function in calls
-            ),
-        )
 
 
 def _request_fields(question: ToolQuestion) -> Mapping[str, Any]:
