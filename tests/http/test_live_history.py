@@ -8,7 +8,6 @@ from rollbus.bus.client.times import Durations
 from rollbus.bus.protocol.telemetry.rates import FIELDS
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live.events import QueueWaits
-from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import watching
 from tests.http.support import http_before, http_service
@@ -57,15 +56,6 @@ async def test_since_selects_the_new_points(nats_url: str, fleet: str) -> None:
         for since in ("-1", "x", "1.5", 2**60):
             wrong = await http.client.get(PATH, params={"since": since})
             assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
-
-
-async def test_the_history_requires_a_token(nats_url: str, fleet: str) -> None:
-    """The history requires the data or admin token, like the state of the fleet."""
-    async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
-        assert (await http.client.get(PATH)).status_code == 401
-        for token in ("data", "admin"):
-            answer = await http.client.get(PATH, headers={"Authorization": f"Bearer {token}"})
-            assert answer.status_code == 200
 
 
 async def test_points_are_unknown_while_nats_is_down(nats_url: str, fleet: str) -> None:

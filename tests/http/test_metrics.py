@@ -259,14 +259,6 @@ async def test_a_service_without_a_fleet_can_be_scraped(nats_url: str, fleet: st
     assert not [name for name, _ in parse(answer.text) if name.startswith("rollbus_worker_")]
 
 
-async def test_metrics_require_the_data_token(nats_url: str, fleet: str) -> None:
-    """`/metrics` requires the data token, because it contains names of models and workers."""
-    async with http_before(nats_url, fleet, Settings(token="data")) as http:
-        assert (await http.client.get("/metrics")).status_code == 401
-        right = await http.client.get("/metrics", headers={"Authorization": "Bearer data"})
-    assert right.status_code == 200
-
-
 async def test_streamed_and_other_requests_count_the_same_tokens(nats_url: str, fleet: str) -> None:
     """Streamed and other requests count the same tokens and rows. Only streams measure times of tokens."""
     async with synthetic_worker(nats_url, fleet, weight_version=5), a_service(nats_url, fleet) as service:
