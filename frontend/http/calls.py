@@ -106,7 +106,14 @@ class JsonPieces(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the pieces."""
+        """Send the pieces.
+
+        Raises:
+            ClientDisconnect: the client disconnected.
+        """
+        await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gathered = bytearray()
         for piece in self._pieces:

@@ -230,12 +230,6 @@ class Metrics:
             ("method", "route"),
             buckets=SECONDS,
         )
-        self._connections_cut = counter(
-            "rollbus_http_connections_cut",
-            "Connections closed before an answer: head_timeout and too_many, without a complete request; busy,"
-            " answered 503 because requests used all connections that they may have",
-            ("reason",),
-        )
         self.in_flight = gauge("rollbus_http_generations_in_flight", "Open token requests", ("model",))
         self.waiting = gauge(
             "rollbus_http_generations_waiting",
@@ -318,10 +312,6 @@ class Metrics:
             self._note_use(seen.model)
             self._requests.labels(method, route, str(seen.status), seen.model).inc()
             self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
-
-    def connection_cut(self, reason: str) -> None:
-        """Count a connection that was closed before its answer."""
-        self._connections_cut.labels(reason).inc()
 
     def is_for(self, model: str) -> None:
         """Set the model of the current request. Live workers serve this model."""

@@ -1,4 +1,4 @@
-"""The framing of requests and answers: trailers, compressed bodies, HTTP/1.0, and the header that forbids retries."""
+"""Compressed bodies, and the header that forbids retries."""
 
 import gzip
 import json
@@ -10,64 +10,9 @@ from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.settings import Settings
 from tests.http.openai_support import client_of
 from tests.http.support import http_service
-from tests.http.test_connections import BODY, PATH, connected, rest_of
+from tests.http.test_connections import BODY, PATH
 
 TOKENS = Settings(token="data", admin_token="admin")
-CHUNKED = "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
-
-
-def chunked(path: str, headers: str, trailers: str, body: str = "{}") -> bytes:
-    """Return a request whose chunked body ends with trailers."""
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{CHUNKED}{headers}\r\n"
-    return f"{head}{len(body):x}\r\n{body}\r\n0\r\n{trailers}\r\n".encode()
-
-
-async def test_trailers_are_no_headers(nats_url: str, fleet: str) -> None:
-    """A token, an id or a second `Host` in the trailers of a body has no effect."""
-    late = "Authorization: Bearer admin\r\nX-Request-Id: late\r\nHost: other\r\nExpect: 100-continue\r\n"
-    close = "Connection: close\r\n"
-    async with http_service(nats_url, fleet, TOKENS) as http:
-        async with connected(http.url, chunked("/pause", close, late)) as (reader, _):
-            refused = await rest_of(reader)
-        async with connected(http.url, chunked("/pause", f"{close}Authorization: Bearer admin\r\n", late)) as (
-            reader,
-            _,
-        ):
-            applied = await rest_of(reader)
-    assert refused.startswith(b"HTTP/1.1 401 ")
-    assert applied.startswith(b"HTTP/1.1 200 ")
-    assert b"late" not in refused + applied
-
-
-async def test_headers_after_trailers_belong_to_the_next_request(nats_url: str, fleet: str) -> None:
-    """On one connection, the headers of a request after trailers count again."""
-    first = chunked("/pause", "", "Authorization: Bearer admin\r\n")
-    second = b"GET /is_paused HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer data\r\nConnection: close\r\n\r\n"
-    async with http_service(nats_url, fleet, TOKENS) as http, connected(http.url, first + second) as (reader, _):
-        answers = await rest_of(reader)
-    assert [status.split()[0] for status in answers.split(b"HTTP/1.1 ")[1:]] == [b"401", b"200"]
-    assert answers.endswith(b'{"is_paused":false}')
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_of_http_1_0_gets_no_chunks(nats_url: str, fleet: str, stream: bool) -> None:
-    """An answer without a length to HTTP/1.0 is not chunked and ends with the connection."""
-    body = json.dumps({**BODY, "stream": stream})
-    head = f"POST {PATH} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    async with http_service(nats_url, fleet) as http:
-        async with connected(http.url, f"{head}{body}".encode()) as (reader, _):
-            answer = await rest_of(reader)
-        async with connected(http.url, b"GET /v1/models HTTP/1.0\r\n\r\n") as (reader, _):
-            models = await rest_of(reader)
-    headers, _, content = answer.partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in headers.lower()
-    assert b"connection: close" in headers.lower()
-    if stream:
-        assert content.startswith(b"data: {")
-        assert content.endswith(b"data: [DONE]\n\n")
-    else:
-        assert len(json.loads(content)["choices"][0]["token_ids"]) == 1
-    assert json.loads(models.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
 async def test_a_compressed_body_is_refused(nats_url: str, fleet: str) -> None:

@@ -178,7 +178,7 @@ async def test_a_slow_viewer_gets_the_newest() -> None:
         sent.put_nowait(message["body"])
         await reads.wait()
 
-    viewer = Viewer(lambda: None)
+    viewer = Viewer()
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(SOON_S):
         tasks.create_task(viewer.send_to(send))
         viewer.offer("fleet", b"1")
@@ -190,19 +190,3 @@ async def test_a_slow_viewer_gets_the_newest() -> None:
         assert [await sent.get(), await sent.get()] == [b"999", b"p"]
         viewer.end()
         assert await sent.get() == b""
-
-
-async def test_the_end_of_a_stream_disconnects_a_viewer_that_does_not_read() -> None:
-    """The end of a stream closes the connection of a viewer that does not read."""
-    cut = asyncio.Event()
-
-    async def send(_message: MutableMapping[str, Any]) -> None:
-        await cut.wait()
-
-    viewer = Viewer(cut.set)
-    async with asyncio.TaskGroup() as tasks, asyncio.timeout(SOON_S):
-        task = tasks.create_task(viewer.send_to(send))
-        viewer.offer("fleet", b"{}")
-        await asyncio.sleep(0)
-        assert not task.done()
-        viewer.end()

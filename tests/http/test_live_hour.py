@@ -43,7 +43,7 @@ class ScriptedWatch(FleetWatch):
 @pytest.mark.parametrize("num_workers", [20])
 async def test_memory_does_not_grow_in_an_hour(num_workers: int) -> None:
     """Apart from the kept points of known size, memory does not grow in an hour, even if a viewer never reads."""
-    watch, heard, history, viewer = ScriptedWatch(num_workers), Heard(), History(), Viewer(lambda: None)
+    watch, heard, history, viewer = ScriptedWatch(num_workers), Heard(), History(), Viewer()
     tracemalloc.start()
     try:
         for second in range(1, HOUR_S + WARM_UP_S + 1):

@@ -72,8 +72,7 @@ def bind_address(host: str, port: int) -> socket.socket:
     Raises:
         CommandFailed: another process uses the address, or it is not an address of this machine.
     """
-    from ...http.edge import raise_descriptor_limit
-    from ...http.server import listen
+    from ...http.server import listen, raise_descriptor_limit
 
     try:
         listening = listen(host, port)

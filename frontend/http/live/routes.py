@@ -38,8 +38,7 @@ async def events(service: Service, request: Request) -> Response:
         raise invalid("worker", "is given without experts", "together with the model whose experts are meant")
     if request.method == "HEAD":
         return Response(media_type=ViewerStream.media_type)
-    connection = request.scope["state"]["connection"]
-    viewer = Viewer(connection.cut)
+    viewer = Viewer()
     is_admin = has_access(request, service.settings.admin_token)
     viewer.offer(HELLO, service.live.hello(may_act=is_admin))
     viewer.offer(DAY, service.live.day())
@@ -47,7 +46,6 @@ async def events(service: Service, request: Request) -> Response:
     if query.experts is not None:
         feed = service.live.experts.joined(viewer, query.experts, query.worker, is_admin=is_admin)
         request.state.until_answered.enter_context(feed)
-    connection.begin_watching()
     return ViewerStream(request, viewer)
 
 

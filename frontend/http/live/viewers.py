@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -29,16 +29,11 @@ class Viewer:
     """One stream of events.
 
     A viewer that reads slowly receives fewer events: a new event replaces an unsent event of the same name.
-
-    Args:
-        cut: closes the viewer's connection immediately.
     """
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
+    def __init__(self) -> None:
         self._pending: dict[EventName, bytes] = {}
         self._changed = asyncio.Event()
-        self._is_sending = False
         self.has_ended = False
 
     def offer(self, name: EventName, event: bytes) -> None:
@@ -47,11 +42,9 @@ class Viewer:
         self._changed.set()
 
     def end(self) -> None:
-        """End the stream immediately. If the viewer does not read, close its connection."""
+        """End the stream after the event that is being sent."""
         self.has_ended = True
         self._changed.set()
-        if self._is_sending:
-            self._cut()
 
     async def send_to(self, send: Send) -> None:
         """Send events as they arrive, until the stream ends."""
@@ -60,9 +53,7 @@ class Viewer:
             self._changed.clear()
             while self._pending and not self.has_ended:
                 event = self._pending.pop(next(iter(self._pending)))
-                self._is_sending = True
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._is_sending = False
         await send({"type": "http.response.body", "body": b""})
 
 
