@@ -20,7 +20,6 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.http.support import Http, by_bus, http_before, http_service, rows_of
 from tests.support.checkpoints import write_adapter
-from tests.support.fleet import until_idle
 from tests.support.gated_engine import running
 from tests.support.waits import until_true
 
@@ -336,21 +335,6 @@ async def test_a_request_aborted_before_its_first_token_has_a_valid_response(nat
     choice = parse_generate_response(answer.content)["choices"][0]
     assert (answer.status_code, choice["finish_reason"], choice["token_ids"]) == (200, "abort", [])
     assert (choice["logprobs"], choice["routed_experts"]["shape"]) == ({"content": []}, [0, 4, 4])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_request_of_a_disconnected_client_is_aborted(nats_url: str, fleet: str, stream: bool) -> None:
-    """If the client disconnects, streaming or waiting, its request is aborted long before the context is full."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=1_000_000)
-    async with http_service(nats_url, fleet, config=config) as http:
-        assert http.engine is not None
-        body = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}, "stream": stream}
-        async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(http.client.post(PATH, json=body))
-            while not any(worker.in_flight for worker in (await http.rb.fleet.state()).workers):
-                pass
-            asking.cancel()
-        await until_idle(http.engine, http.rb)
 
 
 class FailingEngine(SyntheticEngine):
