@@ -29,7 +29,7 @@ from .fleet import Fleet
 from .generation import Generation, GroupStep
 from .groups import GroupSampler
 from .record.writer import RunRecorder
-from .thread import OwnerThread
+from .thread import LoopThread
 from .times import BatchTimes, ClientStats
 
 R = TypeVar("R")
@@ -112,7 +112,7 @@ class BlockingGroups:
 
     def __init__(
         self,
-        owner: OwnerThread,
+        owner: LoopThread[Client],
         sampler: GroupSampler,
         handed: HandedPrompts,
         prompts: Iterable[Prompt],
@@ -134,7 +134,7 @@ class BlockingGroups:
 
     def __enter__(self) -> Self:
         """Allow steps."""
-        self._owner.run(self._awaited.__aenter__())
+        self._owner.run_blocking(self._awaited.__aenter__())
         return self
 
     def __exit__(
@@ -152,11 +152,11 @@ class BlockingGroups:
         """Run groups until enough are complete. Arguments, result and errors are those of `GroupSampler.step`."""
         waiting = object()
         try:
-            step = self._owner.run(self._begin(waiting, version))
-            while self._owner.run(self._handed.until_requested(step)):
+            step = self._owner.run_blocking(self._begin(waiting, version))
+            while self._owner.run_blocking(self._handed.until_requested(step)):
                 # An error of the source ends the step, as an interrupt does.
-                self._owner.run(self._handed.bring(next(self._source, END)))
-            return self._owner.run(_result(step))
+                self._owner.run_blocking(self._handed.bring(next(self._source, END)))
+            return self._owner.run_blocking(_result(step))
         finally:
             # If the step was interrupted, it is still running.
             self._owner.finish(self._cancel(waiting))
@@ -207,7 +207,7 @@ class _BlockingCall(Protocol[T_co]):
     """An object whose methods block until the coroutine methods of a `T_co` return."""
 
     @property
-    def _connected(self) -> OwnerThread: ...
+    def _connected(self) -> LoopThread[Client]: ...
 
     @property
     def _awaited(self) -> T_co: ...
@@ -220,7 +220,7 @@ def _blocking(
 
     @wraps(method)
     def wait(self: _BlockingCall[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._connected.run(method(self._awaited, *args, **kwargs))
+        return self._connected.run_blocking(method(self._awaited, *args, **kwargs))
 
     return wait
 
@@ -232,7 +232,7 @@ class BlockingFleet:
         self._client = client
 
     @property
-    def _connected(self) -> OwnerThread:
+    def _connected(self) -> LoopThread[Client]:
         return self._client._connected
 
     @property
@@ -307,7 +307,7 @@ class BlockingClient:
         self._awaited = client
         self._opening = threading.Lock()
         # Set while connected.
-        self._owner: OwnerThread | None = None
+        self._owner: LoopThread[Client] | None = None
         self._is_closed = False
         # Runs if nothing references the connected client any more.
         self._on_dropped: weakref.finalize[..., BlockingClient]
@@ -351,10 +351,9 @@ class BlockingClient:
         """
         with self._opening:
             if self._owner is None:
-                client = self._awaited
-                # Not `self`: this client must not be referenced by its thread.
-                owner = OwnerThread(client, lambda: runtime_of(client).thread.is_current)
-                owner.start()
+                # The thread must not refer to this object.
+                owner = LoopThread("rollbus-owner", self._awaited)
+                owner.start_blocking()
                 self._on_dropped = weakref.finalize(self, owner.request_stop)
                 # At exit, the owner threads are stopped and awaited.
                 self._on_dropped.atexit = False
@@ -370,7 +369,7 @@ class BlockingClient:
             owner, self._owner, self._is_closed = self._owner, None, True
         if owner is not None:
             self._on_dropped.detach()
-            owner.stop()
+            owner.stop_blocking()
 
     def __enter__(self) -> Self:
         """Connect, as `open` does."""
@@ -410,7 +409,7 @@ class BlockingClient:
         owner = self._connected
         chunks = self._awaited.generate(request, on_end=on_end, wait_limit=wait_limit, **fields)
         try:
-            while (chunk := owner.run(_next(chunks))) is not None:
+            while (chunk := owner.run_blocking(_next(chunks))) is not None:
                 yield chunk
         finally:
             owner.finish(_leave(chunks))
@@ -443,11 +442,11 @@ class BlockingClient:
                     except StopIteration:
                         is_over = True
                         continue
-                    refused = owner.run(batch.open(request))
+                    refused = owner.run_blocking(batch.open(request))
                     if refused is not None:
                         yield refused
                 elif batch.num_in_flight:
-                    yield owner.run(batch.next_result())
+                    yield owner.run_blocking(batch.next_result())
                 else:
                     break
         finally:
@@ -481,7 +480,7 @@ class BlockingClient:
         return BlockingGroups(owner, sampler, handed, prompts, client=self)
 
     @property
-    def _connected(self) -> OwnerThread:
+    def _connected(self) -> LoopThread[Client]:
         while (owner := self._owner) is None:
             if self._is_closed:
                 raise BusClosed("this client was closed; `open` connects it again")

@@ -1,11 +1,11 @@
 """The publisher of weights for trainers, with asyncio or without."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
@@ -158,7 +158,7 @@ class WeightPublisher:
             folder = None if self._folder is None else read_checkpoint_folder(self._folder)
             runtime = runtime_of(self._client)
             publisher = self._make(runtime, folder)
-            _wait(runtime.thread.submit(publisher.open(self._base)))
+            runtime.thread.submit(publisher.open(self._base)).result()
             self._publisher, self._thread = publisher, runtime.thread
             self._exits = stack.pop_all()
         return self
@@ -172,7 +172,7 @@ class WeightPublisher:
         if not isinstance(stack, contextlib.ExitStack):
             raise BusClosed("this publisher was entered with `async with`; leave it with `async with`")
         with stack, contextlib.suppress(BusClosed):
-            _wait(thread.submit(self._publisher.close()))
+            thread.submit(self._publisher.close()).result()
 
     async def publish(
         self, named_tensors: NamedTensors, *, version: int, **settings: Unpack[PublishSettings]
@@ -263,18 +263,11 @@ async def _draw_beside(feed: TensorFeed, thread: LoopThread[Any], publishing: Co
         feed.halt()
 
 
-def _draw_here(feed: TensorFeed, publishing: concurrent.futures.Future[R]) -> R:
+def _draw_here(feed: TensorFeed, publishing: Future[R]) -> R:
     """Draw the tensors of a publication on the thread of the caller."""
     publishing.add_done_callback(lambda _: feed.halt())
     try:
         feed.draw()
-        return _wait(publishing)
+        return publishing.result()
     finally:
         publishing.cancel()
-
-
-def _wait(future: concurrent.futures.Future[R]) -> R:
-    try:
-        return future.result()
-    except concurrent.futures.CancelledError:
-        raise BusClosed("the client was closed") from None

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,9 @@ async def test_many_posts_wake_a_busy_thread_once() -> None:
         started.set()
         go.wait(SOON_S)
 
-    def wake(callback: Callable[[], object]) -> None:
+    def wake(callback: Callable[..., object], *args: Any) -> bool:
         wake_ups.append(callback)
-        wake_for_real(callback)
+        return wake_for_real(callback, *args)
 
     thread.post(be_busy)
     await asyncio.to_thread(started.wait)
