@@ -15,7 +15,7 @@ from rollbus.bus.nats import connection as connection_module
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken
-from tests.support.connections import count_tasks, event_callback, opened
+from tests.support.connections import count_tasks, event_callback, opened, until_lost
 from tests.support.nats_server import require_binary
 from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
@@ -26,7 +26,6 @@ MEGABYTE = bytes(1024 * 1024)
 @contextlib.asynccontextmanager
 async def stalled(
     *,
-    on_disconnect: Callable[[], Awaitable[None]] | None = None,
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[tuple[EmbeddedServer, Connection, asyncio.Task[None]]]:
     """Provide a server that does not read, a connection, and a task that waits in `publish`."""
@@ -38,7 +37,7 @@ async def stalled(
     require_binary()
     async with (
         EmbeddedServer() as server,
-        opened(server.url, on_disconnect=on_disconnect, on_reconnect=on_reconnect) as connection,
+        opened(server.url, on_reconnect=on_reconnect) as connection,
         asyncio.TaskGroup() as tasks,
     ):
         await subscribe(connection, "x", _ignore)
@@ -53,9 +52,9 @@ async def stalled(
 
 @pytest.mark.slow
 async def test_an_outage_is_survived_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """After an outage both callbacks have run, and subscriptions and buffered messages remain."""
+    """After an outage the callback has run, and subscriptions and buffered messages remain."""
     require_binary()
-    gone, back = asyncio.Event(), asyncio.Event()
+    back = asyncio.Event()
     received: asyncio.Queue[bytes] = asyncio.Queue(10)
 
     async def receive(message: Msg) -> None:
@@ -63,12 +62,12 @@ async def test_an_outage_is_survived_counted_and_reported(caplog: pytest.LogCapt
 
     async with (
         EmbeddedServer() as server,
-        opened(server.url, on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as connection,
+        opened(server.url, on_reconnect=event_callback(back)) as connection,
     ):
         await subscribe(connection, "x", receive)
         await connection.flush()
         await server.kill()
-        await gone.wait()
+        await until_lost(connection)
         await publish(connection, "x", b"published meanwhile")
         await server.restart()
         await back.wait()
@@ -100,10 +99,9 @@ async def test_a_failing_reconnect_callback_does_not_end_the_connection() -> Non
 async def test_a_full_buffer_is_an_error() -> None:
     """While the server is down, publishing works until the buffer is full and then raises an error."""
     require_binary()
-    gone = asyncio.Event()
-    async with EmbeddedServer() as server, opened(server.url, on_disconnect=event_callback(gone)) as connection:
+    async with EmbeddedServer() as server, opened(server.url) as connection:
         await server.kill()
-        await gone.wait()
+        await until_lost(connection)
         while connection.pending_data_size + len(MEGABYTE) <= connection_module.PENDING_BYTES:
             await publish(connection, "x", MEGABYTE)
         with pytest.raises(BusBroken, match="the buffer of unsent messages is full"):
@@ -156,17 +154,16 @@ async def test_confirm_covers_all_earlier_messages(nats_url: str, fleet: str, mo
 
 async def test_confirm_returns_false_if_the_server_hangs_or_is_disconnected() -> None:
     """`confirm` returns False while the server hangs and while there is no connection."""
-    gone = asyncio.Event()
     async with (
         EmbeddedServer() as server,
         tcp_proxy(server.url) as proxy,
-        opened(proxy.url, on_disconnect=event_callback(gone)) as connection,
+        opened(proxy.url) as connection,
     ):
         proxy.freeze()
         hangs = await connection.confirm(timeout_s=0.05)
         proxy.thaw()
         await server.kill()
-        await gone.wait()
+        await until_lost(connection)
 
         assert not hangs
         assert not await connection.confirm(timeout_s=SOON_S)
@@ -177,7 +174,6 @@ async def test_a_confirm_or_request_ends_when_the_connection_is_lost() -> None:
 
     A request sent during the outage is answered after the reconnect.
     """
-    gone = asyncio.Event()
 
     async def answer(message: Msg) -> None:
         await message.respond(b"heard")
@@ -185,7 +181,7 @@ async def test_a_confirm_or_request_ends_when_the_connection_is_lost() -> None:
     async with (
         EmbeddedServer() as server,
         tcp_proxy(server.url) as proxy,
-        opened(proxy.url, on_disconnect=event_callback(gone)) as connection,
+        opened(proxy.url) as connection,
     ):
         await subscribe(connection, "x", answer)
         proxy.freeze()
@@ -196,7 +192,7 @@ async def test_a_confirm_or_request_ends_when_the_connection_is_lost() -> None:
             async with asyncio.timeout(SOON_S):
                 proxy.cut()
                 await asyncio.wait([confirm, request])
-                await gone.wait()
+                await until_lost(connection)
                 later = tasks.create_task(connection.request("x", timeout=SOON_S))
                 proxy.thaw()
                 await proxy.restore()
@@ -330,12 +326,12 @@ async def test_a_lost_transport_rejects_writes(nats_url: str) -> None:
 async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that stops reading and answering counts as disconnected despite unsent bytes; its return is detected."""
     monkeypatch.setattr(connection_module, "PING_INTERVAL_S", 0.02)
-    gone, back = asyncio.Event(), asyncio.Event()
+    back = asyncio.Event()
     async with (
-        stalled(on_disconnect=event_callback(gone), on_reconnect=event_callback(back)) as (server, connection, task),
+        stalled(on_reconnect=event_callback(back)) as (server, connection, task),
         asyncio.timeout(SOON_S),
     ):
-        await gone.wait()
+        await until_lost(connection)
         task.cancel()
         os.kill(server.pid, signal.SIGCONT)
         await back.wait()

@@ -123,11 +123,6 @@ class Batch:
         return len(self._in_flight)
 
     @property
-    def has_result(self) -> bool:
-        """True if `next_result` returns without waiting."""
-        return bool(self._ended)
-
-    @property
     def has_room(self) -> bool:
         """True if another request may be opened before the next result is read. Any thread may read this property."""
         if self._ended or self.no_workers is not None:

@@ -73,7 +73,6 @@ class Connection(PatchedNatsClient):
         server: Server,
         *,
         name: str,
-        on_disconnect: Callable[[], Awaitable[None]] | None = None,
         on_reconnect: Callable[[], Awaitable[None]] | None = None,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
@@ -86,7 +85,6 @@ class Connection(PatchedNatsClient):
         self._urls = server.urls
         self._shown_urls = ",".join(map(redact, self._urls))
         self._name = name
-        self._on_disconnect = on_disconnect
         self._on_reconnect = on_reconnect
         self._on_error = on_error
         self._is_open = self._is_opening = False
@@ -213,14 +211,18 @@ class Connection(PatchedNatsClient):
         if self._is_open:
             self.counted.disconnects += 1
             logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url())
-            await self._call(self._on_disconnect)
 
     async def _on_nats_reconnect(self) -> None:
         if not self._is_open:
             return
         self._logged.clear()
         logger.info("nats.reconnected name=%s url=%s", self._name, self._shown_url())
-        await self._call(self._on_reconnect)
+        try:
+            if self._on_reconnect is not None:
+                await self._on_reconnect()
+        except RollbusError as error:
+            # The connection was lost again. The next reconnect calls this callback again.
+            logger.warning("nats.callback_failed name=%s error=%s", self._name, error)
 
     async def _on_nats_close(self) -> None:
         if self._is_open:
@@ -228,21 +230,11 @@ class Connection(PatchedNatsClient):
             logger.error("nats.connection_lost name=%s error=%s", self._name, self.lost)
             self._on_error(self.lost)
 
-    async def _call(self, callback: Callable[[], Awaitable[None]] | None) -> None:
-        if callback is None:
-            return
-        try:
-            await callback()
-        except RollbusError as error:
-            # The connection was lost again. The next reconnect calls this callback again.
-            logger.warning("nats.callback_failed name=%s error=%s", self._name, error)
-
 
 async def open_connection(
     server: str | Server,
     *,
     name: str,
-    on_disconnect: Callable[[], Awaitable[None]] | None = None,
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     on_error: Callable[[Exception], None] = lambda _: None,
     timeout_s: float = CONNECT_TIMEOUT_S,
@@ -254,12 +246,11 @@ async def open_connection(
             `Server` also has credentials and TLS. Several URLs with commas are servers of one cluster: the client
             connects to any of them, or to another server of the cluster.
         name: name of the connection in the server's monitoring.
-        on_disconnect: called when an open connection is lost. Messages in flight in both directions may be lost.
-        on_reconnect: called after a reconnect, when all subscriptions are restored. It may publish.
+        on_reconnect: called after a reconnect, when all subscriptions are restored. It may publish. Of its exceptions,
+            only `RollbusError` is caught.
         on_error: called with `nats.errors.SlowConsumerError` for each dropped message, with each exception of a
             handler, with each `PermissionDenied` that no call waits for, and with the `BusBroken` that ends the
-            connection permanently. It must not raise. Of the exceptions of the other two callbacks, only `RollbusError`
-            is caught.
+            connection permanently. It must not raise.
         timeout_s: seconds for the first connection, with attempts every quarter of a second. Each further URL adds
             `ATTEMPT_TIMEOUT_S`.
 
@@ -272,9 +263,7 @@ async def open_connection(
     """
     if isinstance(server, str):
         server = Server(server)
-    connection = Connection(
-        server, name=name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
-    )
+    connection = Connection(server, name=name, on_reconnect=on_reconnect, on_error=on_error)
     await connection.open(timeout_s)
     return connection
 

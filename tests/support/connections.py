@@ -6,20 +6,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from rollbus.bus.nats.connection import Connection, open_connection
 from tests.support.patience import SOON_S
+from tests.support.waits import until_true
 
 
 @contextlib.asynccontextmanager
 async def opened(
     url: str,
     *,
-    on_disconnect: Callable[[], Awaitable[None]] | None = None,
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     on_error: Callable[[Exception], None] = lambda _: None,
 ) -> AsyncIterator[Connection]:
     """Open a connection and close it at the end of the block."""
-    connection = await open_connection(
-        url, name="test", timeout_s=SOON_S, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
-    )
+    connection = await open_connection(url, name="test", timeout_s=SOON_S, on_reconnect=on_reconnect, on_error=on_error)
     try:
         yield connection
     finally:
@@ -33,6 +31,11 @@ def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
         event.set()
 
     return callback
+
+
+async def until_lost(connection: Connection) -> None:
+    """Wait until the connection has noticed its first loss."""
+    await until_true(lambda: connection.counters().disconnects > 0)
 
 
 async def count_tasks() -> int:
