@@ -8,9 +8,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
-from enum import Enum
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable, Sequence
 from functools import wraps
+from itertools import islice
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
 
@@ -39,20 +39,11 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class EndOfPrompts(Enum):
-    """Marks the end of the prompts."""
-
-    END = "end"
-
-
-END: Final = EndOfPrompts.END
-
-
 class HandedPrompts:
     """An async iterable whose items another thread provides on demand. Use it from the owner's loop."""
 
     def __init__(self) -> None:
-        self._wanted: asyncio.Future[Prompt | EndOfPrompts] | None = None
+        self._wanted: asyncio.Future[Sequence[Prompt]] | None = None
         self._woken = asyncio.Event()
 
     def __aiter__(self) -> Self:
@@ -68,12 +59,12 @@ class HandedPrompts:
         self._wanted = asyncio.get_running_loop().create_future()
         self._woken.set()
         try:
-            prompt = await self._wanted
+            prompts = await self._wanted
         finally:
             self._wanted = None
-        if isinstance(prompt, EndOfPrompts):
+        if not prompts:
             raise StopAsyncIteration
-        return prompt
+        return prompts[0]
 
     async def until_requested(self, step: asyncio.Future[GroupStep]) -> bool:
         """Wait until the sampler requests a prompt, and return True.
@@ -89,10 +80,10 @@ class HandedPrompts:
         """Make `until_requested` check its condition again."""
         self._woken.set()
 
-    async def bring(self, prompt: "Prompt | EndOfPrompts") -> None:
-        """Provide the requested prompt, or the end. This has no effect if the groups were closed meanwhile."""
+    async def bring(self, prompts: Sequence[Prompt]) -> None:
+        """Provide the requested prompt, or none at the end. This has no effect if the groups were closed meanwhile."""
         if self._wanted is not None and not self._wanted.done():
-            self._wanted.set_result(prompt)
+            self._wanted.set_result(prompts)
 
 
 class BlockingGroups:
@@ -155,7 +146,7 @@ class BlockingGroups:
             step = self._owner.run_blocking(self._begin(waiting, version))
             while self._owner.run_blocking(self._handed.until_requested(step)):
                 # An error of the source ends the step, as an interrupt does.
-                self._owner.run_blocking(self._handed.bring(next(self._source, END)))
+                self._owner.run_blocking(self._handed.bring(list(islice(self._source, 1))))
             return self._owner.run_blocking(_result(step))
         finally:
             # If the step was interrupted, it is still running.
