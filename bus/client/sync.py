@@ -9,10 +9,11 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from itertools import islice
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ...schemas.checks import describe
 from ...schemas.chunk import Chunk
@@ -29,11 +30,10 @@ from .fleet import Fleet
 from .generation import Generation, GroupStep
 from .groups import GroupSampler
 from .record.writer import RunRecorder
-from .thread import LoopThread
+from .thread import CLEAN_UP_S, LoopThread
 from .times import BatchTimes, ClientStats
 
 R = TypeVar("R")
-LEFT: Final = "these groups were closed during a step"
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -66,7 +66,7 @@ class HandedPrompts:
             raise StopAsyncIteration
         return prompts[0]
 
-    async def until_requested(self, step: asyncio.Future[GroupStep]) -> bool:
+    async def until_requested(self, step: Future[GroupStep]) -> bool:
         """Wait until the sampler requests a prompt, and return True.
 
         Return False if the step ended and `wake` was called.
@@ -115,9 +115,8 @@ class BlockingGroups:
         self._awaited = sampler
         self._handed = handed
         self._source = iter(_check_iterable("prompts", prompts))
-        # Running steps, by the call that waits for the step. Only the owner's loop uses this. It has more than one step
-        # only until the sampler has rejected the others.
-        self._steps: dict[object, asyncio.Task[GroupStep]] = {}
+        # Running steps. There is more than one only until the sampler has rejected the others.
+        self._steps: set[Future[GroupStep]] = set()
 
     def __repr__(self) -> str:
         """Return one line with counts."""
@@ -132,7 +131,9 @@ class BlockingGroups:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort all requests in flight. Calls of the client after this call run after the abort."""
-        self._owner.finish(self._leave())
+        for step in tuple(self._steps):
+            self._owner.cancel(step)
+        self._owner.finish(self._awaited.__aexit__(None, None, None))
 
     def __iter__(self) -> Generator[GroupStep, None, None]:
         """Yield steps until no prompts and no groups are left."""
@@ -141,40 +142,18 @@ class BlockingGroups:
 
     def step(self, *, version: int | None = None) -> GroupStep:
         """Run groups until enough are complete. Arguments, result and errors are those of `GroupSampler.step`."""
-        waiting = object()
+        self._owner.check_caller()
+        step = self._owner.submit(self._awaited.step(version=version))
+        step.add_done_callback(lambda _: self._owner.post(self._handed.wake))
+        self._steps.add(step)
         try:
-            step = self._owner.run_blocking(self._begin(waiting, version))
             while self._owner.run_blocking(self._handed.until_requested(step)):
                 # An error of the source ends the step, as an interrupt does.
                 self._owner.run_blocking(self._handed.bring(list(islice(self._source, 1))))
-            return self._owner.run_blocking(_result(step))
+            return step.result()
         finally:
-            # If the step was interrupted, it is still running.
-            self._owner.finish(self._cancel(waiting))
-
-    async def _begin(self, waiting: object, version: int | None) -> asyncio.Task[GroupStep]:
-        if interrupted := [step for step in self._steps.values() if step.cancelling()]:
-            await asyncio.wait(interrupted)
-        step = asyncio.get_running_loop().create_task(self._awaited.step(version=version), name="client.step")
-        self._steps[waiting] = step
-        step.add_done_callback(lambda _: self._on_end(waiting))
-        return step
-
-    def _on_end(self, waiting: object) -> None:
-        del self._steps[waiting]
-        self._handed.wake()
-
-    async def _cancel(self, waiting: object) -> None:
-        if waiting in self._steps:
-            self._steps[waiting].cancel()
-
-    async def _leave(self) -> None:
-        steps = list(self._steps.values())
-        for step in steps:
-            step.cancel()
-        if steps:
-            await asyncio.wait(steps)
-        await self._awaited.__aexit__(None, None, None)
+            self._owner.cancel(step, wait_s=CLEAN_UP_S)
+            self._steps.discard(step)
 
 
 def _check_iterable(name: str, items: Iterable[T]) -> Iterable[T]:
@@ -185,13 +164,6 @@ def _check_iterable(name: str, items: Iterable[T]) -> Iterable[T]:
     if not isinstance(items, Iterable):
         raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
     return items
-
-
-async def _result(step: asyncio.Task[GroupStep]) -> GroupStep:
-    await asyncio.wait((step,))
-    if step.cancelled():
-        raise BusClosed(LEFT)
-    return step.result()
 
 
 class _BlockingCall(Protocol[T_co]):

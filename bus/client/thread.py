@@ -30,6 +30,7 @@ CLEAN_UP_S: Final = 5.0
 EXIT_S: Final = 10.0
 """Seconds to close open clients when the interpreter exits. Closing a client takes less time, also without a server."""
 CLOSED: Final = "this client was closed"
+CANCELLED: Final = "another thread ended this call"
 
 FORKED: Final = "this client belongs to the process that forked this one; connect a new client in this process"
 OWNER_ENDED: Final = (
@@ -122,7 +123,13 @@ class LoopThread(Generic[T]):
         if self._owner is not None and not self._owner.is_running() and _is_in_loop():
             raise BusClosed(OWNER_ENDED)
 
-    def _check_caller(self) -> None:
+    def check_caller(self) -> None:
+        """Check that the caller may block until the thread has done something.
+
+        Raises:
+            BusClosed: the thread was abandoned.
+            RuntimeError: the caller is this thread, or one that was started on it.
+        """
         self.check_process()
         inner = [thread._thread for thread in tuple(_running) if thread._launcher is self._thread]
         if threading.current_thread() in (self._thread, *inner):
@@ -239,21 +246,27 @@ class LoopThread(Generic[T]):
         If the caller is interrupted (Ctrl-C), `coroutine` is cancelled and has `CLEAN_UP_S` seconds to clean up.
 
         Raises:
-            RuntimeError: the caller is this thread, or one that was started on it, which would wait for itself.
+            RuntimeError: as `check_caller`.
             BusClosed, BusBroken, Exception: as `run`.
         """
         with contextlib.ExitStack() as unless_usable:
             unless_usable.callback(coroutine.close)
-            self._check_caller()
+            self.check_caller()
             unless_usable.pop_all()
         outcome = self.submit(coroutine)
         try:
             concurrent.futures.wait((outcome,))
         finally:
-            # A cancelled future would be done before the cleanup.
-            if not outcome.done() and self._wake_thread(self._cancel_task, outcome):
-                concurrent.futures.wait((outcome,), CLEAN_UP_S)
+            self.cancel(outcome, wait_s=CLEAN_UP_S)
         return outcome.result()
+
+    def cancel(self, outcome: Future[Any], *, wait_s: float = 0.0) -> None:
+        """Cancel a submitted coroutine, and wait until it has cleaned up. Its future then has a `BusClosed`.
+
+        A future that is cancelled itself is done before the cleanup.
+        """
+        if not outcome.done() and self._wake_thread(self._cancel_task, outcome):
+            concurrent.futures.wait((outcome,), wait_s)
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a cleanup `coroutine` without waiting for it.
@@ -289,7 +302,7 @@ class LoopThread(Generic[T]):
             Exception: as `stop`.
         """
         if not self._is_abandoned:
-            self._check_caller()
+            self.check_caller()
             self.request_stop()
             try:
                 concurrent.futures.wait((self._ended,))
@@ -401,7 +414,7 @@ class LoopThread(Generic[T]):
             # Nobody waits. asyncio logs the error of the task, if it has one.
             self._submitted.pop(outcome, None)
         elif task.cancelled():
-            outcome.set_exception(BusClosed(CLOSED))
+            outcome.set_exception(BusClosed(CANCELLED))
         elif (error := task.exception()) is not None:
             outcome.set_exception(error)
         else:
