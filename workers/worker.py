@@ -112,8 +112,7 @@ class WorkerStats:
         counted["returned"] = self.intake.returned + self.intake.too_new + self.puller.given_back
         counted["fences"] = self.times_fenced
         for name, value in counted.items():
-            if isinstance(value, float):
-                counted[name] = round(value, 3 if name.startswith("weights_") else 6)
+            counted[name] = round(value, 6) if isinstance(value, float) else value
         return WorkerCounters(**counted)
 
 
@@ -478,8 +477,9 @@ def make_control(
     sources: WeightSources,
 ) -> CommandHandler:
     """Create the parts that execute commands, without starting them."""
-    loras = Loras(in_flight, sources)
-    weights = WeightManager(config, in_flight, sources, loras)
+    versions = in_flight.links.versions
+    loras = Loras(in_flight, sources, versions)
+    weights = WeightManager(config, in_flight, sources, loras, versions)
     weights.start.peers = StartPeers(config, nats)
     transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
     registers = Registers(in_flight, weights, loras, transfer)
