@@ -202,29 +202,6 @@ async def test_new_content_under_an_old_name_is_fetched(
         assert files_in(await sources.checkpoint(source, ignore)) == files_in(folder)
 
 
-async def test_the_cache_of_an_older_release_is_deleted(nats_url: str, tmp_path: Path) -> None:
-    """Only this worker's cache of an older release is deleted.
-
-    Other files and the caches of other workers stay.
-    """
-    old, other = tmp_path / "cache" / "w1", tmp_path / "cache" / "w2"
-    for left in (old / ".objects-1", old / "objects-2", other / "objects-3"):
-        write_checkpoint(left)
-    (old / "notes").touch()
-    async with store(nats_url, tmp_path) as (uploads, sources):
-        source = await uploads.put(write_checkpoint(tmp_path / "step-1"))
-        folder = await sources.checkpoint(source, ignore)
-
-        await sources.clean_up()
-        assert [*old.iterdir()] == [old / "notes"]
-        (old / "notes").unlink()
-        await sources.clean_up()
-
-    assert not old.exists()
-    assert [entry.name for entry in other.iterdir()] == ["objects-3"]
-    assert kept(tmp_path) == {folder}
-
-
 async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
     """During a fetch, a checkpoint on this machine can be checked. A second fetch waits."""
     opening, go_on = asyncio.Event(), asyncio.Event()

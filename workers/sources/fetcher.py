@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -37,7 +37,7 @@ from .checkpoint import check_tensors, published_content, read_checkpoint
 from .content import Tensor, bad_source
 from .store import FolderStore, Hold, PartialFolder, files_stamp
 from .tensor_files import Change, build_jobs, check_no_others, copy_others, prepare_files, verify_file, verify_jobs
-from .threads import Progress, Scratch, run_quietly
+from .threads import Progress, run_quietly
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Fetcher:
     ) -> bool:
         """Return True if a folder of the store is valid. A damaged folder is deleted."""
         with contextlib.ExitStack() as stack:
-            stack.callback(hold.release)
+            stack.enter_context(hold)
             if not hold.is_of_this_boot or not await asyncio.to_thread(hold.is_unchanged):
                 files = await asyncio.to_thread(files_stamp, hold.folder)
                 try:
@@ -219,7 +219,10 @@ class Fetcher:
         async with contextlib.AsyncExitStack() as stack:
             base: Path | None = None
             if plan.base is not None:
-                base = stack.enter_context(_holding(self._store, plan.base)).folder
+                # The folder may have been deleted since the plan was made.
+                if (hold := self._store.hold(plan.base)) is None:
+                    raise bad_source(f"{self._store.folder(plan.base)} was deleted meanwhile")
+                base = stack.enter_context(hold).folder
             parts = await self._open_parts(stack, plan, newest, folder)
             anchor = next((part for part in parts if part.is_anchor), None)
             deltas = [part for part in parts if not part.is_anchor]
@@ -267,7 +270,7 @@ class Fetcher:
             names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
         else:
             files = {path / name: decode_digest(info).hex() for name, info in folder.names.items()}
-            await run_quietly(partial(_verify_file, file, sha256) for file, sha256 in files.items())
+            await run_quietly(partial(verify_file, file, sha256) for file, sha256 in files.items())
             names = {*folder.names}
         await asyncio.to_thread(check_no_others, path, names)
 
@@ -491,21 +494,6 @@ def _make_room(partial: PartialFolder, fetched: int, newest: Manifest, *, is_wri
 def _shown(plan: FetchPlan) -> str:
     begin = f"base {plan.base}" if plan.anchor is None else f"anchor {plan.anchor.objects}"
     return f"{begin} and {len(plan.deltas)} deltas"
-
-
-@contextlib.contextmanager
-def _holding(store: FolderStore, digest: str) -> Iterator[Hold]:
-    """Hold a local folder that may have been deleted since the plan was made."""
-    if (hold := store.hold(digest)) is None:
-        raise bad_source(f"{store.folder(digest)} was deleted meanwhile")
-    try:
-        yield hold
-    finally:
-        hold.release()
-
-
-def _verify_file(file: Path, sha256: str, _scratch: Scratch) -> None:
-    verify_file(file, sha256)
 
 
 @contextlib.asynccontextmanager

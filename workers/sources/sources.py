@@ -21,7 +21,6 @@ from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging, WeightSource
 from .checkpoint import (
     FolderContent,
-    Watched,
     WatchedFolders,
     check_adapter,
     check_model,
@@ -35,7 +34,7 @@ from .checkpoint import (
 )
 from .content import ContentHasher, Tensor, allowed_folder, bad_source
 from .fetcher import Checks, Fetcher, check_manifest
-from .store import FolderStore, Hold, clear_old_cache, store_root
+from .store import FolderStore, Hold, store_root
 from .threads import Progress, Report
 
 VerifyUnchanged = Callable[[], Awaitable[None]]
@@ -68,7 +67,7 @@ class _Own(NamedTuple):
     config: Mapping[str, Any]
 
 
-class _StagedFolder(NamedTuple):
+class _KnownFolder(NamedTuple):
     digest: str
     content: str
     """Digest of the weights in the folder, which does not depend on its files."""
@@ -83,23 +82,25 @@ class StagedFolders:
 
     Args:
         store: contains the folders.
+        watched: the folders of this kind that paths named.
         max_held: number of the last staged or found folders that are held, so that no process deletes them before the
             engine reads them.
-        clock: returns monotonic seconds.
+        is_adapter: True for adapters.
     """
 
-    def __init__(self, store: FolderStore, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: FolderStore, watched: WatchedFolders, max_held: int, *, is_adapter: bool) -> None:
         self.store = store
+        self.watched = watched
+        self.is_adapter = is_adapter
         self._max_held = max_held
-        self._clock = clock
-        self._known: dict[str, _StagedFolder] = {}
+        self._known: dict[str, _KnownFolder] = {}
         self._holds: dict[str, Hold] = {}
 
     def add(self, objects: str, hold: Hold, content: str, *, is_published: bool) -> Path:
         """Record the folder of a source and the digest of its weights, hold the folder and return its path."""
-        expires_at = math.inf if is_published else self._clock() + UPLOAD_GOOD_S
+        expires_at = math.inf if is_published else time.monotonic() + UPLOAD_GOOD_S
         self._known.pop(objects, None)
-        self._known[objects] = _StagedFolder(hold.digest, content, expires_at)
+        self._known[objects] = _KnownFolder(hold.digest, content, expires_at)
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self._hold(hold)
@@ -112,14 +113,16 @@ class StagedFolders:
             is_any_age: also return an upload that has expired.
         """
         known = self._known.get(objects)
-        if known is None or not (is_any_age or self._clock() < known.expires_at):
+        if known is None or not (is_any_age or time.monotonic() < known.expires_at):
             return None
         if (hold := self.store.hold(known.digest)) is not None:
             self._hold(hold)
         return hold
 
-    def content_of(self, folder: Path) -> str | None:
-        """Return the digest of the weights in a folder that was added, or None."""
+    def digest_of(self, folder: Path) -> str | None:
+        """Return the digest of the weights in a folder that was added or watched, or None."""
+        if (watched := self.watched.find(folder)) is not None:
+            return watched.digest
         known = (known.content for known in self._known.values() if known.digest == folder.name)
         return next(known, None) if folder.parent == self.store.root else None
 
@@ -172,17 +175,16 @@ class WeightSources:
         self._roots = tuple(roots)
         self._own_path = own
         self._model = model
-        self._old_cache = cache / worker
         self._objects = objects
         self._own: _Own | None = None
         root = store_root(cache, worker)
-        checkpoints = FolderStore(root / "checkpoints", model=model, max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
-        self._checkpoints = StagedFolders(checkpoints, max_held=1)
-        adapters = FolderStore(root / "adapters", model=model, max_bytes=stage_bytes, kept=MAX_LORAS)
-        self._adapters = StagedFolders(adapters, max_held=MAX_LORAS)
         self._hasher = ContentHasher(root / "digests")
-        self._watched = WatchedFolders(MAX_WATCHED, self._hasher)
-        self._watched_adapters = WatchedFolders(MAX_LORAS, self._hasher)
+        checkpoints = FolderStore(root / "checkpoints", model=model, max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
+        watched = WatchedFolders(MAX_WATCHED, self._hasher)
+        self._checkpoints = StagedFolders(checkpoints, watched, max_held=1, is_adapter=False)
+        adapters = FolderStore(root / "adapters", model=model, max_bytes=stage_bytes, kept=MAX_LORAS)
+        watched = WatchedFolders(MAX_LORAS, self._hasher)
+        self._adapters = StagedFolders(adapters, watched, max_held=MAX_LORAS, is_adapter=True)
         self._present: Hold | None = None
         # Only one source is fetched at a time, and only one is read: parallel transfers would not be faster.
         self._lock = asyncio.Lock()
@@ -234,10 +236,7 @@ class WeightSources:
 
     def digest_of(self, folder: Path) -> str | None:
         """Return the digest of a folder that `checkpoint`, `adapter` or `start_digest` has staged, or None."""
-        for watched in (self._watched, self._watched_adapters):
-            if (found := watched.find(folder)) is not None:
-                return found.digest
-        return self._checkpoints.content_of(folder) or self._adapters.content_of(folder)
+        return self._checkpoints.digest_of(folder) or self._adapters.digest_of(folder)
 
     async def start_digest(self) -> str | None:
         """Return the digest of the checkpoint that the worker was started with, or None if there is none to read.
@@ -255,7 +254,8 @@ class WeightSources:
         if not tensors:
             return None
         progress = Progress(WeightSource(path=str(own)), lambda _stage: None)
-        return await self._watched.read(str(own), FolderContent(own, notes, tensors, whole), progress, is_urgent=True)
+        content = FolderContent(own, notes, tensors, whole)
+        return await self._checkpoints.watched.read(str(own), content, progress, is_urgent=True)
 
     @contextlib.asynccontextmanager
     async def using(self, folder: Path, digest: str | None = None) -> AsyncIterator[VerifyUnchanged]:
@@ -273,8 +273,7 @@ class WeightSources:
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._checkpoints.store, stack)
-            watched = self._watched.find(folder)
-            yield await _unchanged(folder, hold, watched, digest, ControlCode.HALF_WRITTEN)
+            yield await _unchanged(folder, hold, self._checkpoints, digest, ControlCode.HALF_WRITTEN)
             stack.pop_all()
         self._checkpoints.expire_upload(folder)
         if self._present is not None:
@@ -289,14 +288,12 @@ class WeightSources:
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._adapters.store, stack)
-            watched = self._watched_adapters.find(folder)
-            yield await _unchanged(folder, hold, watched, digest, ControlCode.STORAGE)
+            yield await _unchanged(folder, hold, self._adapters, digest, ControlCode.STORAGE)
 
     async def clean_up(self) -> None:
-        """Delete unneeded files: older folders, the remains of killed builders, and the cache of older releases."""
-        for clean in (self._checkpoints.store.clean_up, self._adapters.store.clean_up):
-            await _try_to_clean(clean)
-        await _try_to_clean(lambda: clear_old_cache(self._old_cache))
+        """Delete unneeded files: older folders, and the remains of killed builders."""
+        await _try_to_clean(self._checkpoints.store)
+        await _try_to_clean(self._adapters.store)
 
     def close(self) -> None:
         """Release all holds. The fetched folders stay for the workers of this machine."""
@@ -317,13 +314,11 @@ class WeightSources:
     ) -> Path:
         if source.path is not None:
             report("checking")
-            is_adapter = staged is self._adapters
-            content = await asyncio.to_thread(_allowed, source.path, self._roots, checks, is_adapter=is_adapter)
-            watched = self._watched_adapters if is_adapter else self._watched
+            content = await asyncio.to_thread(_allowed, source.path, self._roots, checks, is_adapter=staged.is_adapter)
             async with self._reading:
                 progress = Progress(source, report)
-                with contextlib.nullcontext() if watched.is_known(content) else self._counting(progress):
-                    await watched.read(source.path, content, progress)
+                with contextlib.nullcontext() if staged.watched.is_known(content) else self._counting(progress):
+                    await staged.watched.read(source.path, content, progress)
             return content.folder
         if self._objects is None or source.objects is None:
             raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
@@ -338,9 +333,9 @@ class WeightSources:
                 fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
                 digest = fetched.content or await self._digest_of_upload(fetched.hold, progress, staged)
             folder = staged.add(source.objects, fetched.hold, digest, is_published=fetched.published is not None)
-            if staged is self._checkpoints:
+            if not staged.is_adapter:
                 self.published = fetched.published
-            await _try_to_clean(staged.store.clean_up)
+            await _try_to_clean(staged.store)
         return folder
 
     async def _find(
@@ -350,7 +345,7 @@ class WeightSources:
         hold = staged.find(objects, is_any_age=is_any_age)
         if hold is None or not await asyncio.to_thread(hold.is_unchanged):
             return None
-        if staged is self._adapters:
+        if staged.is_adapter:
             staged.expire_upload(hold.folder)
         report("checking")
         await asyncio.to_thread(checks.folder, hold.folder)
@@ -358,10 +353,9 @@ class WeightSources:
 
     async def _digest_of_upload(self, hold: Hold, progress: Progress, staged: StagedFolders) -> str:
         """Return the digest of a fetched folder without a manifest."""
-        is_adapter = staged is self._adapters
         with contextlib.ExitStack() as unless_hashed:
             unless_hashed.callback(hold.release)
-            content = await asyncio.to_thread(folder_content, hold.folder, None, is_adapter=is_adapter)
+            content = await asyncio.to_thread(folder_content, hold.folder, None, is_adapter=staged.is_adapter)
             digest, _ = await self._hasher.digest(content.tensors, content.notes, progress, whole=content.whole)
             unless_hashed.pop_all()
         return digest
@@ -411,10 +405,10 @@ class WeightSources:
         return self._own
 
 
-async def _try_to_clean(clean: Callable[[], None]) -> None:
+async def _try_to_clean(store: FolderStore) -> None:
     """Delete unneeded files, and only log a failure: if the disk has a fault, the next staging reports it."""
     try:
-        await asyncio.to_thread(clean)
+        await asyncio.to_thread(store.clean_up)
     except OSError as error:
         logger.warning("sources.cleanup_failed error=%s", error)
 
@@ -439,25 +433,25 @@ def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold
     hold = store.hold(folder.name)
     if hold is None:
         raise ControlError(ControlCode.STORAGE, f"{folder} was deleted meanwhile: stage its source again")
-    stack.callback(hold.release)
-    return hold
+    return stack.enter_context(hold)
 
 
 async def _unchanged(
-    folder: Path, hold: Hold | None, watched: Watched | None, digest: str | None, code: ControlCode
+    folder: Path, hold: Hold | None, staged: StagedFolders, digest: str | None, code: ControlCode
 ) -> VerifyUnchanged:
     """Check that the files have not changed since the folder was validated. Return the check for after the load.
 
     Args:
         folder: the folder that the engine loads.
         hold: the hold of the folder; None if a path named the folder.
-        watched: the recorded state of a folder that a path named; None if it was not recorded.
+        staged: the folders of this kind.
         digest: the digest that the folder must have, or None.
         code: the error code of a change that is found after the load.
 
     Raises:
         ControlError: `storage`: files have changed.
     """
+    watched = staged.watched.find(folder)
 
     def find_changed(*, is_strict: bool) -> Path | None:
         if hold is not None:

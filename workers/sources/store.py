@@ -37,8 +37,6 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, err
 """The error numbers of file systems without locks."""
 SHARED: Final = "shared.weights"
 """The folder that all workers of a fleet on a machine share. Worker names have no dot, so no worker has this name."""
-_OLD_PREFIXES: Final = ("objects-", ".objects-")
-"""The name prefixes of folders that releases before 0.2 fetched into one folder for each worker."""
 LEFT_S: Final = 24 * 3600.0
 """Seconds without use after which partial folders, and folders of models of other workers, are deleted."""
 MAX_MARK_BYTES: Final = 4096
@@ -138,17 +136,6 @@ def store_root(cache: Path, worker: str) -> Path:
     return cache / SHARED
 
 
-def clear_old_cache(folder: Path) -> None:
-    """Delete the folders that an older release of the worker fetched, and no other files. Blocks."""
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
-        if entry.name.startswith(_OLD_PREFIXES):
-            shutil.rmtree(entry, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it contains other files
-        folder.rmdir()
-
-
 def files_stamp(folder: Path) -> str:
     """Return a digest of the sizes and times of all files below a folder. Blocks."""
     sha = hashlib.sha256()
@@ -225,6 +212,14 @@ class Hold:
         """
         if self._fd is not None:
             self._store.retire(self.digest, self._fd)
+        self.release()
+
+    def __enter__(self) -> Self:
+        """Return this hold, which the end of the block releases."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Release the hold."""
         self.release()
 
     def release(self) -> None:

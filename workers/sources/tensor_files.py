@@ -85,8 +85,8 @@ def verify_jobs(manifest: Manifest, folder: Path, on_bytes: OnBytes) -> Iterator
             yield partial(_verify, entry, path, offset, on_bytes)
 
 
-def verify_file(path: Path, sha256: str) -> None:
-    """Compare a whole file with its digest.
+def verify_file(path: Path, sha256: str, _scratch: Scratch | None = None) -> None:
+    """Compare a whole file with its digest. This is also a job.
 
     Raises:
         ControlError: `bad_source`.
