@@ -46,7 +46,6 @@ from ..schemas.telemetry import RequestTimeline
 from .config import WorkerConfig
 from .control.acks import AckPublisher
 from .control.commands import CommandHandler
-from .control.content import StartPeers
 from .control.desired import DesiredReader
 from .control.loras import Loras
 from .control.reconciler import Reconciler
@@ -447,7 +446,7 @@ class Worker:
             staging=reconciler.stager.progress,
             cache_epoch=self._runner.cache_epoch,
             oldest_prefix_s=None if state is WorkerState.STARTING else self._engine.oldest_prefix_s,
-            published=reconciler.stager.published,
+            published=self._sources.published,
             weight_digest=reconciler.registers.weights.valid_digest,
             transfer=reconciler.registers.transfer.open,
         )
@@ -477,10 +476,8 @@ def make_control(
     sources: WeightSources,
 ) -> CommandHandler:
     """Create the parts that execute commands, without starting them."""
-    versions = in_flight.links.versions
-    loras = Loras(in_flight, sources, versions)
-    weights = WeightManager(config, in_flight, sources, loras, versions)
-    weights.start.peers = StartPeers(config, nats)
+    loras = Loras(in_flight, sources)
+    weights = WeightManager(config, in_flight, sources, loras)
     transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
     registers = Registers(in_flight, weights, loras, transfer)
     store = DesiredStore(nats, Subjects(config.fleet))

@@ -83,9 +83,8 @@ class Rig:
             execute=self._carry_out,
         )
         sources = WeightSources(roots=[root], own=self.own, cache=root / "cache", model="m", worker="w1", objects=None)
-        versions = self.links.versions
-        self.loras = Loras(self.flow, sources, versions)
-        self.weights = WeightManager(worker, self.flow, sources, self.loras, versions)
+        self.loras = Loras(self.flow, sources)
+        self.weights = WeightManager(worker, self.flow, sources, self.loras)
         self.transfer = Transfer(self.flow, self.weights)
         self.stager = Stager(sources, lambda: self.engine.capabilities)
         self.stages: list[str] = []

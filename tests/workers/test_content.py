@@ -157,7 +157,7 @@ async def test_a_start_checkpoint_that_changes_while_it_is_hashed_is_not_served(
 
     async with rig(tmp_path, prove_reload=False) as worker:
         monkeypatch.setattr(content, "hash_range", overwrite)
-        await worker.weights.start.hash()
+        await worker.weights.start.run(None)
         await worker.weights.verify_start()
         assert worker.standing == (1, True)
         assert worker.weights.problem == f"{tmp_path / 'own'} changed during the load"

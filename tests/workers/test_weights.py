@@ -112,21 +112,23 @@ async def test_a_broken_reload_is_found_at_the_start(tmp_path: Path) -> None:
 async def test_a_checkpoint_with_another_canary_than_before_poisons_the_worker(tmp_path: Path) -> None:
     """A checkpoint with another canary than before poisons the worker, and held tokens are never sent."""
     async with rig(tmp_path) as worker:
-        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        path = worker.checkpoint("2", 2)
+        await worker.weights.update(update(path, 2), worker.report)
+        await worker.weights.update(update(worker.checkpoint("3", 3), 3), worker.report)
         await worker.flow.resume()
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
         worker.engine.faults = SyntheticFaults(load="wrong_experts")
-        with pytest.raises(ControlError, match="differs from the earlier canary of this checkpoint") as caught:
-            await worker.weights.update(update(worker.own, 3), worker.report)
+        with pytest.raises(ControlError, match="differs from the earlier canary of these weights") as caught:
+            await worker.weights.update(update(path, 4), worker.report)
 
         assert caught.value.code is ControlCode.NOT_VERIFIED
-        assert worker.standing == (2, True)
+        assert worker.standing == (3, True)
         end = worker.end("r")
         assert end is not None
         assert end.error is not None
         assert end.error.code is ErrorCode.WORKER_FENCED
-        assert {token.weight_version for token in worker.tokens("r")} == {2}
+        assert {token.weight_version for token in worker.tokens("r")} == {3}
 
 
 async def test_weights_are_used_only_if_their_canary_equals_the_trainers(tmp_path: Path) -> None:

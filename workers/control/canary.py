@@ -1,10 +1,8 @@
 """Canaries: the greedy answer to a fixed prompt, which verifies a worker's weights."""
 
-import asyncio
 import base64
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -21,8 +19,6 @@ from ...schemas.weights import Canary
 from ..requests.in_flight import InFlightRequests
 from .staging import Deadline
 
-Fingerprint = tuple[tuple[str, int, int], ...]
-"""Identifies a checkpoint: path, size and modification time (ns) of each weight file."""
 MAX_KNOWN: Final = 8
 """Maximum stored canaries: a fleet rarely returns to an earlier checkpoint, and then to a recent one."""
 
@@ -110,7 +106,8 @@ class Canaries:
 
     def __init__(self, in_flight: InFlightRequests) -> None:
         self._in_flight = in_flight
-        self._known: dict[Fingerprint, Canary] = {}
+        # By the digest of the weights.
+        self._known: dict[str, Canary] = {}
 
     async def sample(self, deadline: Deadline) -> Canary:
         """Sample the canary on the engine, which must not be paused.
@@ -166,27 +163,24 @@ class Canaries:
         if why is not None:
             raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")
 
-    def check_known(self, canary: Canary, fingerprint: Fingerprint) -> None:
-        """Check that a checkpoint produces the same canary as before. Raises the same errors as `check_agrees`."""
-        self.check_agrees(canary, self._known.get(fingerprint), "the earlier canary of this checkpoint")
+    def check_known(self, canary: Canary, digest: str | None) -> None:
+        """Check that weights produce the same canary as before. Raises the same errors as `check_agrees`.
 
-    def add(self, fingerprint: Fingerprint, canary: Canary) -> None:
-        """Add the canary of a checkpoint. Remove the oldest canary if there are more than `MAX_KNOWN`."""
-        self._known.pop(fingerprint, None)
-        self._known[fingerprint] = canary
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        Args:
+            digest: digest of the weights. None, if it is unknown, accepts every canary.
+        """
+        if digest is not None:
+            self.check_agrees(canary, self._known.get(digest), "the earlier canary of these weights")
 
-    def remove(self, fingerprint: Fingerprint) -> None:
-        """Remove the canary of a checkpoint because it was wrong."""
-        self._known.pop(fingerprint, None)
+    def add(self, digest: str | None, canary: Canary) -> None:
+        """Add the canary of weights with a digest. Remove the oldest canary if there are more than `MAX_KNOWN`."""
+        if digest is not None:
+            self._known.pop(digest, None)
+            self._known[digest] = canary
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
 
-
-async def fingerprint_of(folder: Path) -> Fingerprint:
-    """Return the fingerprint of the weight files in `folder`, which is empty without weight files."""
-    return await asyncio.to_thread(_fingerprint, folder)
-
-
-def _fingerprint(folder: Path) -> Fingerprint:
-    stats = [(str(path), path.stat()) for path in sorted(folder.resolve().glob("*.safetensors"))]
-    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+    def remove(self, digest: str | None) -> None:
+        """Remove the canary of weights because it was wrong."""
+        if digest is not None:
+            self._known.pop(digest, None)

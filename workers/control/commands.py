@@ -173,7 +173,7 @@ class CommandHandler:
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
         """Return the coroutines that run until the worker stops, by name. They may raise `EngineDead`."""
         return {
-            "digest": self.reconciler.registers.weights.start.hash,
+            "digest": partial(self.reconciler.registers.weights.start.run, self._nats),
             "read": self.reader.run,
             "reconcile": self.reconciler.run,
             "stage": self.reconciler.stager.run,

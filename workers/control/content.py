@@ -32,76 +32,6 @@ HOLDING: Final = frozenset(
 """States of workers that serve their weights now or after a command."""
 
 
-class StartPeers:
-    """The last presence of each other worker, from the start of this worker until it serves."""
-
-    def __init__(self, config: WorkerConfig, nats: Connection) -> None:
-        self._config = config
-        self._nats = nats
-        self._listens_since = time.monotonic()
-        # Decoded only once, at the end.
-        self._last: dict[str, tuple[float, bytes]] | None = {}
-        self._subscription: Subscription | None = None
-
-    async def listen(self) -> None:
-        """Subscribe to the presence of all workers. Call this once, while the engine starts.
-
-        Users that an earlier release created may not subscribe. The worker then compares nothing.
-        """
-        self._listens_since = time.monotonic()
-        subject = Subjects(self._config.fleet).presences
-        try:
-            self._subscription = await subscribe_permitted(
-                self._nats,
-                subject,
-                self._receive,
-                max_pending_msgs=MAX_PENDING_MSGS,
-                max_pending_bytes=MAX_PENDING_BYTES,
-            )
-        except PermissionDenied as exc:
-            logger.warning("peers.subscription_denied error=%s remedy=%s", exc, "rollbus auth init")
-        except (BusBroken, BusClosed) as exc:
-            logger.warning("peers.subscription_failed error=%s", exc)
-
-    async def _receive(self, message: Msg) -> None:
-        if self._last is not None and (message.subject in self._last or len(self._last) < MAX_PEERS):
-            self._last[message.subject] = time.monotonic(), message.data
-
-    async def stop(self) -> None:
-        """Stop listening. A second call does nothing."""
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
-            with contextlib.suppress(Error):  # a lost connection has no subscriptions
-                await subscription.unsubscribe()
-
-    async def find_conflict(self, version: int, digest: str | None) -> str | None:
-        """Return which live worker of this model holds other content under this version, or None; stop listening.
-
-        Args:
-            digest: the content of this worker, or None if it is unknown and cannot be compared.
-        """
-        if digest is None or self._subscription is None:
-            await self.stop()
-            return None
-        await asyncio.sleep(max(self._listens_since + LISTEN_S - time.monotonic(), 0.0))
-        last, self._last = self._last or {}, None
-        await self.stop()
-        for heard_at, data in last.values():
-            try:
-                peer = decode_presence(data)
-            except RemoteProtocolError:
-                continue  # clients report it
-            is_other = peer.model == self._config.model and peer.worker != self._config.worker_id
-            if not is_other or peer.state not in HOLDING or heard_at + peer.lease_s < time.monotonic():
-                continue
-            if peer.weight_version == version and peer.weight_digest not in {None, digest}:
-                return (
-                    f"version {version} is {peer.weight_digest} on {peer.worker}; the start checkpoint of this worker "
-                    f"is {digest}. Restart the worker with that checkpoint, or send the next update"
-                )
-        return None
-
-
 def check_content(what: str, recorded: str | None, found: str | None, source: object) -> None:
     """Check that a source holds the recorded content.
 
@@ -121,27 +51,30 @@ def check_content(what: str, recorded: str | None, found: str | None, source: ob
         )
 
 
-class StartContent:
-    """The content of the checkpoint that the worker was started with.
+class StartCheck:
+    """Compares the checkpoint of the start with its files, and with what other workers hold under its version."""
 
-    Args:
-        sources: hashes the checkpoint.
-    """
-
-    def __init__(self, sources: WeightSources) -> None:
+    def __init__(self, config: WorkerConfig, sources: WeightSources) -> None:
+        self._config = config
         self._sources = sources
         self._is_known = asyncio.Event()
         self._has_changed = False
         self.digest: str | None = None
         """Digest of the checkpoint, or None if it is unknown."""
-        self.peers: StartPeers | None = None
-        """The other workers, or None if they are unknown."""
+        # The last presence of each worker, with the time of its arrival. Decoded only once, at the end.
+        self._presences: dict[str, tuple[float, bytes]] = {}
+        self._subscription: Subscription | None = None
+        self._listens_since = 0.0
 
-    async def hash(self) -> None:
-        """Compute the digest, and listen to other workers. Run this while the engine loads the checkpoint."""
+    async def run(self, nats: Connection | None) -> None:
+        """Listen to other workers, and compute the digest. Run this while the engine loads the checkpoint.
+
+        Args:
+            nats: None: compare nothing with other workers.
+        """
         try:
-            if self.peers is not None:
-                await self.peers.listen()
+            if nats is not None:
+                await self._listen(nats)
             self.digest = await self._sources.start_digest()
         except (ControlError, OSError) as exc:
             logger.warning("weights.start_digest_failed error=%s", exc)
@@ -149,8 +82,27 @@ class StartContent:
         finally:
             self._is_known.set()
 
+    async def _listen(self, nats: Connection) -> None:
+        """Subscribe to the presence of all workers.
+
+        Users that an earlier release created may not subscribe. The worker then compares nothing.
+        """
+        self._listens_since = time.monotonic()
+        limits = {"max_pending_msgs": MAX_PENDING_MSGS, "max_pending_bytes": MAX_PENDING_BYTES}
+        subject = Subjects(self._config.fleet).presences
+        try:
+            self._subscription = await subscribe_permitted(nats, subject, self._receive, **limits)
+        except PermissionDenied as exc:
+            logger.warning("peers.subscription_denied error=%s remedy=%s", exc, "rollbus auth init")
+        except (BusBroken, BusClosed) as exc:
+            logger.warning("peers.subscription_failed error=%s", exc)
+
+    async def _receive(self, message: Msg) -> None:
+        if message.subject in self._presences or len(self._presences) < MAX_PEERS:
+            self._presences[message.subject] = time.monotonic(), message.data
+
     async def wait(self) -> str | None:
-        """Wait for the end of `hash`, and return the digest."""
+        """Wait until `run` has computed the digest, and return it."""
         await self._is_known.wait()
         return self.digest
 
@@ -165,5 +117,32 @@ class StartContent:
             return False
 
     async def find_conflict(self, version: int, digest: str | None) -> str | None:
-        """Return why the checkpoint must not be served under this version, or None. Call this once."""
-        return None if self.peers is None else await self.peers.find_conflict(version, digest)
+        """Return which live worker of this model holds other content under this version, or None; stop listening.
+
+        Args:
+            digest: the content of this worker, or None if it is unknown and cannot be compared.
+        """
+        subscription, self._subscription = self._subscription, None
+        if subscription is None:
+            return None
+        if digest is not None:
+            await asyncio.sleep(max(self._listens_since + LISTEN_S - time.monotonic(), 0.0))
+        with contextlib.suppress(Error):  # a lost connection has no subscriptions
+            await subscription.unsubscribe()
+        presences, self._presences = self._presences, {}
+        if digest is None:
+            return None
+        for received_at, data in presences.values():
+            try:
+                peer = decode_presence(data)
+            except RemoteProtocolError:
+                continue  # clients report it
+            is_other = peer.model == self._config.model and peer.worker != self._config.worker_id
+            if not is_other or peer.state not in HOLDING or received_at + peer.lease_s < time.monotonic():
+                continue
+            if peer.weight_version == version and peer.weight_digest not in {None, digest}:
+                return (
+                    f"version {version} is {peer.weight_digest} on {peer.worker}; the start checkpoint of this worker "
+                    f"is {digest}. Restart the worker with that checkpoint, or send the next update"
+                )
+        return None

@@ -13,7 +13,6 @@ from ...schemas.control import LoadLora, UnloadLora
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.weights import WeightSource
-from ..requests.admission import Versions
 from ..requests.in_flight import InFlightRequests
 from ..sources.sources import WeightSources
 from ..sources.threads import Report
@@ -39,15 +38,12 @@ class Loras:
     """The adapters of one worker. This class never calls `InFlightRequests.resume`.
 
     Every coroutine raises `EngineDead` if the engine is dead.
-
-    Args:
-        versions: versions of the worker. This class maintains the field `loras`.
     """
 
-    def __init__(self, in_flight: InFlightRequests, sources: WeightSources, versions: Versions) -> None:
+    def __init__(self, in_flight: InFlightRequests, sources: WeightSources) -> None:
         self._in_flight = in_flight
         self._sources = sources
-        self._versions = versions
+        self._versions = in_flight.links.versions
         # Bounded by the number of adapters that the engine can hold.
         self._loaded: dict[str, LoadedLora] = {}
         self.lost: dict[str, str] = {}

@@ -110,13 +110,24 @@ class Registers:
             case Drain():
                 self._in_flight.fail_for_retry("this worker is drained")
             case FlushCache():
-                await self._flush_cache(command, report)
+                await self._flush_cache(report, preempt=command.preempt)
             case Sleep():
                 await self._sleep(command, report)
             case Wake():
                 await self._wake(report, command.timeout_s)
+            case UpdateWeights():
+                return await self._update(command, report)
+            case FinishWeightUpdate():
+                await self._wake(report, command.timeout_s)
+                return await self._finish(command, report)
+            case LoadLora():
+                await self._wake(report, command.timeout_s)
+                await self.loras.load(command, report)
+            case UnloadLora():
+                await self._wake(report, command.timeout_s)
+                await self.loras.unload(command)
             case _:
-                return await self._load(command, report)
+                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} does not set a register")
         return None
 
     def _check_in_transfer(self, command: AnyCommand) -> None:
@@ -136,25 +147,12 @@ class Registers:
                 return
         raise ControlError(ControlCode.NOT_SERVING, f"a transfer of weights is open on this worker; {problem}")
 
-    async def _load(self, command: AnyCommand, report: Report) -> Canary | None:
-        if not isinstance(command, UpdateWeights):
-            await self._wake(report, command.timeout_s)
-        match command:
-            case UpdateWeights():
-                if await self._wake_engine() == DEEP:
-                    self.weights.mark_invalid("the engine discarded its weights for a deep sleep")
-                canary = await self.weights.update(await self._abandon_transfer(command), report)
-                self.transfer.last_end = None
-                return canary
-            case FinishWeightUpdate():
-                return await self._finish(command, report)
-            case LoadLora():
-                await self.loras.load(command, report)
-            case UnloadLora():
-                await self.loras.unload(command)
-            case _:
-                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} does not set a register")
-        return None
+    async def _update(self, command: UpdateWeights, report: Report) -> Canary | None:
+        if await self._wake_engine() == DEEP:
+            self.weights.mark_invalid("the engine discarded its weights for a deep sleep")
+        canary = await self.weights.update(await self._abandon_transfer(command), report)
+        self.transfer.last_end = None
+        return canary
 
     async def _abandon_transfer(self, command: UpdateWeights) -> UpdateWeights:
         """End an open transfer. Return the update in a mode that needs no engine step on half-written weights."""
@@ -195,14 +193,12 @@ class Registers:
         else:
             await self._in_flight.stop(command.mode, command.timeout_s)
         if command.clear_cache:
-            report("flushing")
-            await self._in_flight.reset_cache(preempt=command.mode == "keep")
+            await self._flush_cache(report, preempt=command.mode == "keep")
 
-    async def _flush_cache(self, command: FlushCache, report: Report) -> None:
-        if self.is_asleep:
-            return
-        report("flushing")
-        await self._in_flight.reset_cache(preempt=command.preempt)
+    async def _flush_cache(self, report: Report, *, preempt: bool) -> None:
+        if not self.is_asleep:
+            report("flushing")
+            await self._in_flight.reset_cache(preempt=preempt)
 
     async def _sleep(self, command: Sleep, report: Report) -> None:
         if self._sleep_level == command.level:
@@ -231,10 +227,7 @@ class Registers:
     async def _finish(self, command: FinishWeightUpdate, report: Report) -> Canary | None:
         if self.weights.is_transferring or self.weights.is_current(command):
             return await self.transfer.finish(command, report)
-        problem, end = (
-            f"the weights of version {command.version} arrived through a transfer engine",
-            self.transfer.last_end,
-        )
-        if end is None:
+        problem = f"the weights of version {command.version} arrived through a transfer engine"
+        if (end := self.transfer.last_end) is None:
             raise ControlError(ControlCode.NOT_FOUND, f"{problem}, but not on this worker")
         raise ControlError(ControlCode.TRANSFER_EXPIRED, f"{problem} and cannot be loaded again; {end}")

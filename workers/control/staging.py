@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import Capabilities
-from ...schemas.weights import PublishedVersion, Staging, UpdateTiming, WeightSource
+from ...schemas.weights import Staging, UpdateTiming, WeightSource
 from ..sources.sources import WeightSources
 
 logger = logging.getLogger(__name__)
@@ -245,11 +245,6 @@ class Stager:
     def progress(self) -> Staging | None:
         """Progress of the current staging, or None."""
         return None if self._current is None else self._progress(self._current[0])
-
-    @property
-    def published(self) -> PublishedVersion | None:
-        """The last staged published version of the weights, or None."""
-        return self._sources.published
 
     def _progress(self, job: _StagingJob) -> Staging:
         staging, source = self._sources.staging, str(job.key.source)[:MAX_ERROR_CHARS]

@@ -4,6 +4,7 @@
 is cancelled. During this time engine steps are held. The weight version changes after the canary has passed.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -13,12 +14,12 @@ from ...schemas.control import LOAD_TIMEOUT_S, FinishWeightUpdate, PauseMode, Up
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.weights import Canary, Verified, WeightSource
 from ..config import WorkerConfig
-from ..requests.admission import Versions
 from ..requests.in_flight import InFlightRequests
+from ..sources.checkpoint import has_checkpoint
 from ..sources.sources import WeightSources
 from ..sources.threads import Report
-from .canary import Canaries, Fingerprint, fingerprint_of
-from .content import StartContent, check_content
+from .canary import Canaries
+from .content import StartCheck, check_content
 from .loras import Loras
 from .staging import Deadline, UpdateClock, check_weights_supported
 
@@ -36,7 +37,6 @@ class WeightManager:
     Args:
         config: contains the checkpoint of the start, and whether its reload is verified.
         loras: the adapters, which an engine may lose with its weights.
-        versions: versions of the worker. This class maintains the field `weight_version`.
     """
 
     def __init__(
@@ -45,20 +45,18 @@ class WeightManager:
         in_flight: InFlightRequests,
         sources: WeightSources,
         loras: Loras,
-        versions: Versions,
     ) -> None:
         self._in_flight = in_flight
         self._sources = sources
         self._loras = loras
-        self._versions = versions
+        self._versions = in_flight.links.versions
         self._own = None if config.model_path is None else Path(config.model_path)
         self._verifies_reload = config.prove_reload
         self._canaries = Canaries(in_flight)
-        self._fingerprint: Fingerprint = ()
         self._are_from_start = True
         self.source: WeightSource | None = None
         """Source of the last successful update. None without an update, or if the weights arrived by a transfer."""
-        self.start = StartContent(sources)
+        self.start = StartCheck(config, sources)
         self.digest: str | None = None
         """Digest of the tensors of the current weights, or None if it is unknown, as after a transfer."""
         self.conflict: str | None = None
@@ -111,19 +109,15 @@ class WeightManager:
         Raises:
             EngineDead: the reload failed or changed the output. The message has the difference.
         """
-        if (
-            not self._verifies_reload
-            or not self._in_flight.runner.engine.capabilities.weight_updates
-            or self._own is None
-        ):
+        own, can_reload = self._own, self._in_flight.runner.engine.capabilities.weight_updates
+        if not self._verifies_reload or not can_reload or own is None:
             return
-        own, fingerprint = self._own, await fingerprint_of(self._own)
-        if not fingerprint:
+        if not await asyncio.to_thread(has_checkpoint, own):
             return
         deadline = Deadline(LOAD_TIMEOUT_S)
         try:
-            self._accept(await self._canaries.sample(deadline), fingerprint)
-            await self._load(own, self.digest, deadline, _ignore)
+            canary = await self._canaries.sample(deadline)
+            await self._load(own, self.digest, deadline, lambda _stage: None, canary)
         except ControlError as exc:
             raise EngineDead(f"the engine cannot reload its own checkpoint {own}: {exc.message}") from exc
         logger.info("weights.verified version=%s path=%s", self.version, own)
@@ -231,7 +225,7 @@ class WeightManager:
         """
         logger.error("weights.poisoned version=%s reason=%s", self.version, reason)
         if not keeps_canary:
-            self._canaries.remove(self._fingerprint)
+            self._canaries.remove(self.digest)
         self.is_transferring = False
         self._poison(reason)
 
@@ -252,13 +246,7 @@ class WeightManager:
                 await verify_unchanged()
                 return verified
 
-            try:
-                fingerprint = await fingerprint_of(path)
-            except OSError as error:  # the engine has changed nothing yet, so the current weights stay valid
-                raise ControlError(ControlCode.STORAGE, f"{path} cannot be read: {error.strerror or error}") from error
-            canary = await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
-            self.digest = digest
-            return canary
+            return await self.replace(load, deadline, report, digest=digest, expected=expected)
 
     # For updates and transfers
 
@@ -280,13 +268,13 @@ class WeightManager:
         deadline: Deadline,
         report: Report,
         *,
-        fingerprint: Fingerprint = (),
+        digest: str | None = None,
         expected: Canary | None = None,
     ) -> Canary:
         """Call `change`, which replaces the weights of the stopped engine, and verify them.
 
         Args:
-            fingerprint: fingerprint of the checkpoint, or empty without a checkpoint.
+            digest: digest of the new weights, or None if it is unknown.
             expected: the expected canary, or None to accept every canary.
 
         Returns:
@@ -311,8 +299,10 @@ class WeightManager:
             async with deadline.bound("verifying the weights"):
                 canary = await self._sample_canary(deadline)
             self._canaries.check_agrees(canary, expected)
-            self._canaries.check_known(canary, fingerprint)
-            self._accept(canary, fingerprint)
+            self._canaries.check_known(canary, digest)
+            self._canaries.add(digest, canary)
+            self.canary, self.digest = canary, digest
+            self.is_poisoned, self.problem, self.is_transferring, self.conflict = False, None, False, None
         except ControlError as exc:
             if self.is_poisoned:
                 self.problem = exc.message
@@ -329,8 +319,6 @@ class WeightManager:
         """Set the version of the held steps and of all later tokens."""
         self._versions.weight_version = version
         self.source, self._are_from_start = source, False
-        if source is None:
-            self.digest = None
         logger.info("weights.updated version=%s source=%s", version, source)
 
     async def _change(self, change: Callable[[], Awaitable[Verified | None]], before: tuple[bool, str | None]) -> None:
@@ -357,12 +345,6 @@ class WeightManager:
             await self._in_flight.pause_engine()
         return canary
 
-    def _accept(self, canary: Canary, fingerprint: Fingerprint) -> None:
-        self.canary, self._fingerprint = canary, fingerprint
-        self.is_poisoned, self.problem, self.is_transferring, self.conflict = False, None, False, None
-        if fingerprint:
-            self._canaries.add(fingerprint, canary)
-
     def _poison(self, reason: str) -> None:
         self.is_poisoned, self.problem = True, reason
 
@@ -370,7 +352,3 @@ class WeightManager:
         check_weights_supported(source, self._in_flight.runner.engine.capabilities)
         async with deadline.bound("checking the checkpoint"):
             return await self._sources.checkpoint(source, report)
-
-
-def _ignore(_stage: str) -> None:
-    """Ignore a stage, because no command waits for reports."""
