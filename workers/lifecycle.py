@@ -55,6 +55,7 @@ class WorkerLifecycle:
         on_fenced: called when the lease has expired, after the incarnation has changed. It must remove the requests of
             the old incarnation.
         on_changed: called when the state has changed.
+        on_duplicate: called once with the error that ends this worker, if another worker has its id.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class WorkerLifecycle:
         describe: Callable[[], WorkerPresence],
         on_fenced: Callable[[], None],
         on_changed: Callable[[], None],
+        on_duplicate: Callable[[DuplicateWorker], None],
     ) -> None:
         self._worker_id = config.worker_id
         self._nats = nats
@@ -72,6 +74,7 @@ class WorkerLifecycle:
         self.describe = describe
         self._on_fenced = on_fenced
         self._on_changed = on_changed
+        self._on_duplicate = on_duplicate
         self._confirmed_at = time.monotonic()
         self._lease = WorkerLease(config.lease_s, LEASE_MARGIN_S, self._confirmed_at)
         # A lease has time for several presence messages, and one confirmation is enough.
@@ -84,7 +87,10 @@ class WorkerLifecycle:
         self.knows_target: Callable[[], bool] = lambda: True
         """Returns False while the desired state may have changed without this worker. It then accepts no requests."""
         self._has_published = False
-        self._has_given_way = False
+        self.duplicate: DuplicateWorker | None = None
+        """The error passed to `on_duplicate`, or None while this worker keeps its id."""
+        self.rejected = RejectionCount()
+        """Presence messages that could not be decoded."""
         self.state = WORKER.initial
         self.times_fenced = 0
 
@@ -97,6 +103,23 @@ class WorkerLifecycle:
     def held_s(self) -> float:
         """Seconds since presence of this incarnation was first confirmed, or 0 before that and while fenced."""
         return 0.0 if self._held_since is None else max(time.monotonic() - self._held_since, 0.0)
+
+    async def receive_presence(self, message: Msg) -> None:
+        """Handle presence of this worker, or of another worker with its id, which may have to end this worker.
+
+        This worker then publishes no presence except the final one.
+        """
+        try:
+            presence = decode_presence(message.data)
+        except RemoteProtocolError as exc:
+            if so_far := self.rejected.add():
+                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
+            return
+        if presence.worker != self._worker_id or self.duplicate is not None or not self.on_presence(presence):
+            return
+        self.duplicate = DuplicateWorker(_describe_duplicate(presence))
+        logger.error("worker.superseded worker=%s error=%s", self._worker_id, self.duplicate)
+        self._on_duplicate(self.duplicate)
 
     def on_presence(self, presence: WorkerPresence) -> bool:
         """Handle presence under this worker's id. Return True if this worker must end because of another worker."""
@@ -117,10 +140,6 @@ class WorkerLifecycle:
             )
         return gives_way
 
-    def give_way(self) -> None:
-        """Publish no presence except the final one, because another worker has the id."""
-        self._has_given_way = True
-
     async def wait_alone(self) -> None:
         """Wait until this worker has listened long enough without presence of another worker that keeps its id."""
         await _wait_while(lambda: self._duplicates.serves_in_s(time.monotonic()))
@@ -130,7 +149,7 @@ class WorkerLifecycle:
         if self.state in WORKER.final:
             # Clients that have received presence of this worker would otherwise use it until its lease expires.
             return self._has_published
-        if self._has_given_way:
+        if self.duplicate is not None:
             return False
         return self.state in SPEAKING or self._publishes_in_s() <= 0
 
@@ -252,48 +271,7 @@ def log_name() -> str | None:
     return "journal" if "JOURNAL_STREAM" in os.environ else None
 
 
-class IdGuard:
-    """Detects other workers that use this worker's id.
-
-    Args:
-        worker_id: id of this worker.
-        on_duplicate: called once with the error that ends this worker.
-
-    Attributes:
-        duplicate: the error passed to `on_duplicate`, or None while this worker keeps its id.
-        rejected: presence messages that could not be decoded.
-    """
-
-    def __init__(
-        self, worker_id: str, lifecycle: WorkerLifecycle, on_duplicate: Callable[[DuplicateWorker], None]
-    ) -> None:
-        self._worker_id = worker_id
-        self._lifecycle = lifecycle
-        self._on_duplicate = on_duplicate
-        self.duplicate: DuplicateWorker | None = None
-        self.rejected = RejectionCount()
-
-    async def receive(self, message: Msg) -> None:
-        """Handle presence of this worker or of another worker with its id."""
-        try:
-            presence = decode_presence(message.data)
-        except RemoteProtocolError as exc:
-            if so_far := self.rejected.add():
-                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
-            return
-        if (
-            presence.worker != self._worker_id
-            or self.duplicate is not None
-            or not self._lifecycle.on_presence(presence)
-        ):
-            return
-        self.duplicate = DuplicateWorker(_text(presence))
-        logger.error("worker.superseded worker=%s error=%s", self._worker_id, self.duplicate)
-        self._lifecycle.give_way()
-        self._on_duplicate(self.duplicate)
-
-
-def _text(other: WorkerPresence) -> str:
+def _describe_duplicate(other: WorkerPresence) -> str:
     """Return an error message that describes the worker with the id and the next step."""
     started = datetime.now(UTC) - timedelta(seconds=other.uptime_s)
     return (

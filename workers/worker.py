@@ -56,7 +56,7 @@ from .control.weights import WeightManager
 from .engines.engine import Engine
 from .engines.engine_runner import EngineRunner
 from .inbox import WorkerInbox
-from .lifecycle import HEARTBEAT_S, HOST, IdGuard, WorkerLifecycle, log_name
+from .lifecycle import HEARTBEAT_S, HOST, WorkerLifecycle, log_name
 from .requests.in_flight import InFlightRequests
 from .requests.intake import IntakeStats, RequestIntake
 from .requests.links import WorkerLinks
@@ -144,7 +144,6 @@ class Worker:
         self._nats: Connection
         self._runner: EngineRunner
         self._lifecycle: WorkerLifecycle
-        self._id_guard: IdGuard
         self._inbox: WorkerInbox
         self._links: WorkerLinks
         self._intake: RequestIntake
@@ -186,7 +185,9 @@ class Worker:
             await self._inbox.subscribe(self._subjects.ping, self._on_ping, FloodMeter())
             await self._inbox.subscribe(self._subjects.pings, self._on_ping, FloodMeter())
             await self._inbox.subscribe(self._subjects.clients, self._on_client_presence, FloodMeter())
-            await subscribe(self._nats, self._subjects.presence(self._config.worker_id), self._id_guard.receive)
+            await subscribe(
+                self._nats, self._subjects.presence(self._config.worker_id), self._lifecycle.receive_presence
+            )
             await self._control.subscribe(self._inbox)
             await check_permitted(self._nats)
             async with asyncio.TaskGroup() as tasks:
@@ -204,7 +205,7 @@ class Worker:
                 self._sources.close()
             finally:
                 await self._nats.shut()
-        if (fatal := self._id_guard.duplicate or self._death) is not None:
+        if (fatal := self._lifecycle.duplicate or self._death) is not None:
             raise fatal
         if (broken := self._nats.lost or self._nats.denials.first) is not None:
             raise broken
@@ -213,9 +214,13 @@ class Worker:
         config, nats = self._config, self._nats
         self._runner = EngineRunner(self._engine, timeout_s=config.engine_timeout_s)
         self._lifecycle = WorkerLifecycle(
-            config, nats, describe=self.presence, on_fenced=self._on_fenced, on_changed=self._on_changed
+            config,
+            nats,
+            describe=self.presence,
+            on_fenced=self._on_fenced,
+            on_changed=self._on_changed,
+            on_duplicate=self._give_up,
         )
-        self._id_guard = IdGuard(config.worker_id, self._lifecycle, self._give_up)
         self._max_payload = nats.max_payload
         self._links = WorkerLinks(config, self._lifecycle.incarnation, max_payload=self._max_payload)
         self._links.requests.timelines.on_ended = self._on_request_ended
@@ -399,7 +404,7 @@ class Worker:
             puller=replace(self._puller.stats),
             frames=self._publisher.frames,
             frames_lost=self._publisher.frames_lost,
-            bad_messages=self._inbox.rejected.so_far + self._id_guard.rejected.so_far,
+            bad_messages=self._inbox.rejected.so_far + self._lifecycle.rejected.so_far,
             bad_commands=self._control.rejected.so_far + self._control.reader.refused,
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),

@@ -16,7 +16,7 @@ from rollbus.bus.protocol.fleet.leases import TIE_S
 from rollbus.schemas.errors import EXIT_DUPLICATE_WORKER
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.lifecycle import IdGuard
+from rollbus.workers.lifecycle import WorkerLifecycle
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import ask
@@ -162,10 +162,10 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
 ) -> None:
     """Workers of earlier releases do not check for duplicate ids. All requests of both workers complete."""
 
-    async def ignore_message(_self: IdGuard, _message: object) -> None:
+    async def ignore_message(_self: WorkerLifecycle, _message: object) -> None:
         return
 
-    monkeypatch.setattr(IdGuard, "receive", ignore_message)
+    monkeypatch.setattr(WorkerLifecycle, "receive_presence", ignore_message)
     load = await Load.mixed(80, CONFIG)
     async with (
         one_worker(config=CONFIG, worker_id="same") as (rb, one, _),

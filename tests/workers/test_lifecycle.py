@@ -52,7 +52,12 @@ def make_life(wire: Wire) -> WorkerLifecycle:
         return presence(worker="same", incarnation=life.incarnation, state=life.state, held_s=life.held_s)
 
     life = WorkerLifecycle(
-        config, cast(Connection, wire), describe=describe, on_fenced=lambda: None, on_changed=lambda: None
+        config,
+        cast(Connection, wire),
+        describe=describe,
+        on_fenced=lambda: None,
+        on_changed=lambda: None,
+        on_duplicate=lambda _error: None,
     )
     life.transition(WorkerEvent.READY)
     life.transition(WorkerEvent.CAUGHT_UP)

@@ -30,7 +30,14 @@ def describe() -> WorkerPresence:
 def make_life(nats: Connection) -> WorkerLifecycle:
     """Return the lifecycle of a worker that serves."""
     config = WorkerConfig(nats_url="", model="m")
-    life = WorkerLifecycle(config, nats, describe=describe, on_fenced=lambda: None, on_changed=lambda: None)
+    life = WorkerLifecycle(
+        config,
+        nats,
+        describe=describe,
+        on_fenced=lambda: None,
+        on_changed=lambda: None,
+        on_duplicate=lambda _error: None,
+    )
     life.transition(WorkerEvent.READY)
     return life
 
