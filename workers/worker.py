@@ -111,7 +111,8 @@ class WorkerStats:
         counted["returned"] = self.intake.returned + self.intake.too_new + self.puller.given_back
         counted["fences"] = self.times_fenced
         for name, value in counted.items():
-            counted[name] = round(value, 6) if isinstance(value, float) else value
+            if isinstance(value, float):
+                counted[name] = round(value, 3 if name.startswith("weights_") else 6)
         return WorkerCounters(**counted)
 
 

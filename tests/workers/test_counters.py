@@ -7,9 +7,15 @@ from contextlib import aclosing
 import pytest
 
 import rollbus
+from rollbus.bus.nats.connection import ConnectionStats
+from rollbus.bus.queue.puller import PullerStats
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
 from rollbus.schemas.presence import WorkerCounters, WorkerPresence
+from rollbus.workers.control.staging import StagerStats
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.requests.intake import IntakeStats
+from rollbus.workers.requests.steps import WorkerLinkStats
+from rollbus.workers.worker import WorkerStats
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, ROW_BYTES, Ear, make_links, step
@@ -30,6 +36,17 @@ def test_a_worker_counts_the_tokens_and_rows_of_its_requests() -> None:
     stats = links.stats
     assert (stats.prompt_tokens, stats.generated_tokens, stats.routing_bytes) == (PROMPT_LEN, 3, 5 * ROW_BYTES)
     assert stats.late_steps == 1
+
+
+def test_the_seconds_of_weights_are_rounded_to_milliseconds() -> None:
+    """Presence has the seconds of staging and of paused updates with three digits, and those of tokens with six."""
+    stats = WorkerStats(
+        intake=IntakeStats(), links=WorkerLinkStats(first_tokens_s=1.2345678), puller=PullerStats(), frames=0,
+        frames_lost=0, bad_messages=0, bad_commands=0, times_fenced=0, connection=ConnectionStats(), credit_stalls=0,
+        stagings=StagerStats(weights_staging_s=2.3456789, weights_paused_s=3.4567891),
+    )  # fmt: skip
+    counters = stats.counters()
+    assert (counters.first_tokens_s, counters.weights_staging_s, counters.weights_paused_s) == (1.234568, 2.346, 3.457)
 
 
 def test_times_of_tokens_are_added_up() -> None:
