@@ -61,7 +61,8 @@ class WorkerLinks:
 
     def __repr__(self) -> str:
         """One line with counts."""
-        return f"<WorkerLinks {self.outbound!r} {self.requests!r}>"
+        num_links, open_requests = sum(1 for _ in self.outbound.links()), len(self.requests)
+        return f"<WorkerLinks links={num_links} open={open_requests} held_bytes={self.outbound.held_bytes}>"
 
     def begin(self, engine: Engine, now: float) -> None:
         """Store the capabilities of an engine that has started."""

@@ -138,13 +138,6 @@ class OutboundRegistry:
         """True if each live client has acknowledged all frames."""
         return not self._plain and all(link.sender.is_idle for link in self.links() if link.lost_at is None)
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        links = sum(map(len, self._links.values()))
-        return (
-            f"<OutboundRegistry {self.incarnation} links={links} plain={len(self._plain)} touched={len(self._touched)}>"
-        )
-
     def links(self) -> Iterator[OutboundLink]:
         """Iterate over all links. Do not open or remove links during the iteration."""
         for incarnations in self._links.values():

@@ -110,10 +110,6 @@ class WorkerRequestTable:
         self._by_client: dict[tuple[str, str], dict[RequestKey, WorkerRequest]] = {}
         self._serial = 0
 
-    def __repr__(self) -> str:
-        """One line with counts."""
-        return f"<WorkerRequestTable open={len(self)} held={sum(map(len, self._by_client.values()))}>"
-
     def __len__(self) -> int:
         """Number of open requests: neither the engine nor the worker has ended them."""
         return len(self._by_name)

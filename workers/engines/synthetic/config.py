@@ -144,27 +144,18 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 num_experts=self.num_experts,
                 dtype=dtype_for(self.num_experts),
             )
+        same: dict[str, Any] = {
+            name: getattr(self, name) for name in Capabilities.__struct_fields__ if name in self.__struct_fields__
+        }
         return Capabilities(
             engine="synthetic",
             engine_version="1",
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            max_num_seqs=self.max_num_seqs,
             max_logprobs=20,
             dtype="float32",
             routed_experts=routing,
             priority=True,
             signature="synthetic 1",
-            weight_updates=self.weight_updates,
-            weight_transfer=self.weight_transfer,
-            max_loras=self.max_loras,
             sleep=True,
-            role=self.role,
             kv_connector=None if self.role == "both" else "synthetic",
-            max_lora_rank=self.max_lora_rank,
-            world_size=self.world_size,
-            version_labels=self.version_labels,
-            weight_digests=self.weight_digests,
-            sampling_mask=self.sampling_mask,
-            weight_deltas=self.weight_deltas,
+            **same,
         )
