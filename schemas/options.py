@@ -109,7 +109,9 @@ def _add_option(
         text: its help.
         read: type of the value, or None for a string.
     """
-    parser.add_argument(name, metavar=value, help=text, type=read, **settings)
+    if read is not None:
+        settings["type"] = read
+    parser.add_argument(name, metavar=value, help=text, **settings)
 
 
 def add_otel(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,7 @@ def follow(
     now: float = 0.0,
     *,
     capacity: int = 1000,
-) -> Turn | None:
+) -> str | None:
     """Return the turn of one more follower, or None if it is rejected."""
     begins = turns.admit(request, waiting, num_free=0, capacity=capacity, now=now)
     assert begins != "now"
