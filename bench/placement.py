@@ -1,4 +1,4 @@
-"""Compares ways to place requests: queue only, sessions, least load, static shards, and prefixes with groups.
+"""Compares ways to place requests: queue only, static shards, a simple rule, and prefixes with groups.
 
     python -m bench.placement [--fleets simulated synthetic vllm] [--traces groups ...] [--ways queue ours ...]
                               [--simulated 64] [--workers 4] [--vllm-workers 2] [--rounds 3] [--dynamo PYTHON]
@@ -43,7 +43,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import rollbus
-from bench.placement_choices import LeastLoaded, Ours, QueueOnly, SessionsOnly, Static
+from bench.placement_choices import Ours, QueueOnly, Simple, Spill, Static
 from bench.placement_sim import EngineShape, Simulation, Way
 from bench.placement_traces import GROUP, TRACES, Shape, Tokens, Trace, block_keys, least_computed, make_trace
 from bench.placement_ways import SLOW, WAYS
@@ -133,9 +133,9 @@ BUSY: Final = 0.75
 """Share of the slots that a trainer fills. Without free slots, there is no choice between workers."""
 SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
     "queue": QueueOnly,
-    "sessions": SessionsOnly,
-    "least": LeastLoaded,
     "static": Static,
+    "simple": Simple,
+    "spill": Spill,
     "ours": Ours,
 }
 SIMULATED_TRACES: Final = tuple(name for name in TRACES if name not in {"race", "aside"})
@@ -353,7 +353,8 @@ async def run_fleet(fleet: Fleet, num_workers: int, args: argparse.Namespace, re
     for num_slow, names in by_slow.items():
         if num_slow and fleet.slow_args is None:
             continue
-        async with started(fleet, num_workers, num_slow, args.ways) as (rb, players):
+        # The simple rule is only simulated.
+        async with started(fleet, num_workers, num_slow, [way for way in args.ways if way in WAYS]) as (rb, players):
             for name in names:
                 found = await measure(rb, players, name, args.rounds, shape)
                 add_rows(report, f"{num_workers} {fleet.name}", make_trace(name, shape).name, found)
@@ -396,7 +397,13 @@ if __name__ == "__main__":
         _run,
         arg("--fleets", ["simulated", *FLEETS], "", nargs="+", default=["simulated", *FLEETS]),
         arg("--traces", list(TRACES), "traces (default: the recorded traces)", nargs="+"),
-        arg("--ways", WAYS, "ways; must include queue (default: %(default)s)", nargs="+", default=RECORDED_WAYS),
+        arg(
+            "--ways",
+            list(SIMULATED),
+            "ways; must include queue (default: %(default)s)",
+            nargs="+",
+            default=RECORDED_WAYS,
+        ),
         arg("--simulated", None, "simulated workers (default: %(default)s)", type=int, nargs="+", default=[64]),
         arg("--workers", None, "workers with synthetic engines (default: %(default)s)", type=int, default=4),
         arg("--vllm-workers", None, "workers with vLLM and a tiny MoE (default: %(default)s)", type=int, default=2),

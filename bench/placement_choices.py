@@ -46,57 +46,6 @@ class QueueOnly:
         """Record that a worker was too full for a placed request."""
 
 
-class SessionsOnly(QueueOnly):
-    """Sends a session to its last worker if its presence has free slots, otherwise to the queue.
-
-    Earlier releases of rollbus did this. Groups are sessions.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[str, int] = {}
-        self._last: dict[str, str] = {}
-
-    def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Store the free slots of the worker."""
-        self._free[presence.worker] = presence.free_slots
-
-    def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the session's worker if it has free slots, otherwise None."""
-        session = session_of(job.conversation)
-        worker = self._last.get(session) or rendezvous(session, self._free)
-        return [worker if self._free[worker] else None] * count
-
-    def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Store the worker that served the session last."""
-        self._last[session_of(job.conversation)] = worker
-
-
-class LeastLoaded(QueueOnly):
-    """Sends each request immediately to the worker with the fewest requests. It waits there."""
-
-    waits_at_worker = True
-
-    def __init__(self) -> None:
-        self._open: dict[str, int] = {}
-
-    def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Add the worker if it is new."""
-        self._open.setdefault(presence.worker, 0)
-
-    def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the least loaded worker for one sample after the other."""
-        workers = []
-        for _ in range(count):
-            worker = min(self._open, key=self._open.__getitem__)
-            self._open[worker] += 1
-            workers.append(worker)
-        return workers
-
-    def ended(self, job: Job, worker: str, now: float) -> None:
-        """Reduce the number of open requests of the worker."""
-        self._open[worker] -= 1
-
-
 class Static(QueueOnly):
     """Chooses the worker by the hash of the group or conversation. The request waits there."""
 
@@ -115,6 +64,58 @@ class Static(QueueOnly):
         session = session_of(job.conversation)
         worker = self._chosen[session] = self._chosen[session] or rendezvous(session, self._workers)
         return [worker] * count
+
+
+class Simple(QueueOnly):
+    """Sends a request to the worker that the hash of its session, group or prefix chooses.
+
+    Samples for which this worker has announced no free slots go to the queue, and so do those that it rejects.
+    """
+
+    spills = False
+    """True: the next workers in the order of the hash come before the queue."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, int] = {}
+
+    def announced(self, presence: WorkerPresence, now: float) -> None:
+        """Store the free slots of the worker."""
+        self._free[presence.worker] = presence.free_slots
+
+    def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
+        """Return the worker of one sample after the other, or None for the queue."""
+        conversation, pieces = job.conversation, piece_hashes(job.prompt, PrefixScope())
+        session = conversation.group or (conversation.name if conversation.is_session else None)
+        key = session or str(pieces[0] if pieces else hash(job.prompt.tobytes()))
+        able = dict.fromkeys(self._free)
+        workers: list[str | None] = []
+        while able and len(workers) < count:
+            worker = rendezvous(key, able)
+            del able[worker]
+            num_placed = min(max(self._free[worker], 0), count - len(workers))
+            self._free[worker] -= num_placed
+            workers += [worker] * num_placed
+            if not self.spills:
+                break
+        return workers + [None] * (count - len(workers))
+
+    def admitted(self, job: Job, worker: str, now: float) -> None:
+        """Count a request that the worker got from the queue."""
+        self._free[worker] -= not job.is_placed
+
+    def ended(self, job: Job, worker: str, now: float) -> None:
+        """Count the slot that is free again."""
+        self._free[worker] += 1
+
+    def refused(self, job: Job, worker: str, now: float) -> None:
+        """Place nothing there until the next presence with free slots, or the next end."""
+        self._free[worker] = min(self._free[worker], 0)
+
+
+class Spill(Simple):
+    """The rule `Simple`, but the next workers in the order of the hash come before the queue."""
+
+    spills = True
 
 
 class Ours(QueueOnly):

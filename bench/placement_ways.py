@@ -7,8 +7,6 @@ It is a way of `bench.processes`. Each line `TRACE SHAPE`, with a `Shape` as JSO
 with faults. All ways send the same requests:
 
 - `queue`: `placement=False`; workers pull requests, and the client places none;
-- `sessions`: groups and conversations are sessions, and the client stores no prompts;
-- `least`: each request goes to the worker with the most free slots, or to the queue if no worker has free slots;
 - `static`: the hash of the group or the conversation chooses the worker, and the request waits for a slot there;
 - `ours`: the policy of rollbus, with `group_id` as trainers set it.
 """
@@ -31,11 +29,11 @@ import rollbus
 from bench.placement_choices import session_of
 from bench.placement_traces import Conversation, Shape, Tokens, Trace, Turn, least_computed, make_trace
 from bench.processes import START_S, answer
-from rollbus.bus.protocol.queue.load import PrefixIndex, WorkerLoad
+from rollbus.bus.protocol.queue.load import WorkerLoad
 from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
 
 POLICY: Final = "rollbus.bus.protocol.queue.placement.PlacementPolicy"
-"""The class that the other ways replace in their clients."""
+"""The class that `static` replaces in its clients."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 SETTLE_S: Final = 2.0
 """Seconds until a flood has filled its share of the queue."""
@@ -70,31 +68,6 @@ class Played:
     """Prompt tokens that a single engine with an unlimited cache would compute."""
 
 
-class LeastLoaded(PlacementPolicy):
-    """Sends each request to the worker with the most free slots, without regard to the caches."""
-
-    def place(self, wanted: PlacementNeeds, able: Sequence[WorkerLoad], now: float) -> Placement:
-        """Choose the worker of a request."""
-        load = max(able, key=lambda load: load.room(now), default=None)
-        if load is None or not load.room(now):
-            return QUEUED
-        return Placement(load.worker, PlacementReason.PLACED_ABLE)
-
-    def place_group(
-        self, wanted: PlacementNeeds, count: int, able: Sequence[WorkerLoad], now: float
-    ) -> list[Placement]:
-        """Choose the workers of samples, evenly."""
-        rooms = {load.worker: load.room(now) for load in able}
-        placements = []
-        for _ in range(count):
-            worker = max(rooms, key=rooms.__getitem__, default=None)
-            is_placed = worker is not None and rooms[worker] > 0
-            placements.append(Placement(worker, PlacementReason.PLACED_ABLE) if is_placed else QUEUED)
-            if worker is not None:
-                rooms[worker] -= 1
-        return placements
-
-
 class Static(PlacementPolicy):
     """Chooses the worker by the hash of the session. The client waits until that worker has free slots."""
 
@@ -110,16 +83,6 @@ class Static(PlacementPolicy):
     ) -> list[Placement]:
         """Choose the same worker for all samples."""
         return [self.place(wanted, able, now)] * count
-
-
-def patched(way: str) -> contextlib.ExitStack:
-    """Return a context in which clients choose workers by `way`."""
-    stack = contextlib.ExitStack()
-    if way in ("least", "static"):
-        stack.enter_context(mock.patch(POLICY, LeastLoaded if way == "least" else Static))
-    if way == "sessions":
-        stack.enter_context(mock.patch.object(PrefixIndex, "longest", return_value={}))
-    return stack
 
 
 class Player:
@@ -233,11 +196,8 @@ class Player:
         return sequences[0]
 
     def _request(self, conversation: Conversation, turn: Turn, prompt: Tokens) -> rollbus.GenerateRequest:
-        is_shared = conversation.is_session or conversation.room != 1
         session = {
             "queue": None,
-            "least": None,
-            "sessions": session_of(conversation) if is_shared else None,
             "static": session_of(conversation),
             "ours": conversation.name if conversation.is_session else None,
         }[self._way]
@@ -275,12 +235,12 @@ class _Room:
         self._has_more.set()
 
 
-WAYS: Final = ("queue", "sessions", "least", "static", "ours")
+WAYS: Final = ("queue", "static", "ours")
 
 
 async def run(way: str, url: str, slots: int, block_tokens: int, *, caches_outputs: bool, weights: str) -> None:
     """Run a way."""
-    with patched(way):
+    with mock.patch(POLICY, Static) if way == "static" else contextlib.nullcontext():
         async with (
             rollbus.connect(url, placement=way != "queue") as rb,
             rollbus.connect(url, placement=way != "queue") as other,
