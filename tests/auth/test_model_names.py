@@ -51,8 +51,5 @@ async def test_a_model_that_was_forgotten_can_come_back(tmp_path: Path) -> None:
         await store.record(MODEL, Pause(id="later"))
         after = await remembers.read(MODEL)
 
-    assert before is not None
-    assert first is not None
-    assert after is not None
     assert (before.epoch >= 5, first.is_first, first.bucket != before.bucket) == (True, True, True)
     assert (after.epoch, after.registers["pause"].command.id, remembers.refused) == (first.epoch + 1, "later", 0)

@@ -20,7 +20,6 @@ def counts_of(generations: Iterable[rollbus.Generation], num_experts: int) -> di
     prompts, answers = [], []
     for generation in generations:
         rows = generation.routed_experts
-        assert rows is not None
         # The last token was sampled, but the engine computed no row for it.
         prompt_len = len(rows) - (len(generation.token_ids) - 1)
         prompts.append(rows[:prompt_len])

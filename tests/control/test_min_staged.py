@@ -67,7 +67,6 @@ async def test_an_update_with_min_staged_waits_only_for_that_number_of_workers(
         assert {staged, behind} == {"a", "b"}
         assert behind in (ledger.late | ledger.missing)
         timing = ledger.applied[staged].timing
-        assert timing is not None
         assert ledger.paused_s == pytest.approx(timing.paused_s, abs=0.001)
         state = await until_state(
             rb, lambda state: {worker.worker: worker.staging is not None for worker in state.workers}[behind]

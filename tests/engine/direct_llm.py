@@ -36,7 +36,6 @@ async def generate(
             final = output.outputs[0]
     finally:
         llm.shutdown()
-    assert final is not None
     tokens = list(final.token_ids)
     return {
         "token_ids": tokens,

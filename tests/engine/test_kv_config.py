@@ -51,7 +51,6 @@ def test_the_example_connector_is_replaced() -> None:
     """The worker replaces vLLM's example connector, which would load KV of other weights, and keeps its folder."""
     config = connector_config("prefill", EXAMPLE)
 
-    assert config is not None
     assert config["kv_connector"] == "SharedFolderConnector"
     assert config["kv_connector_module_path"] == "rollbus.workers.engines.vllm.kv.connector"
     assert config["kv_connector_extra_config"] == {"shared_storage_path": "/kv", "abandoned_after_s": 480}

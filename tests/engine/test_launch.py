@@ -92,7 +92,6 @@ def test_the_limits_of_the_newer_model_runner_are_announced(
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
     limits = describe_engine(config).sampling_limits
 
-    assert limits is not None
     assert (limits.allowed_token_ids, limits.logit_bias) == (1024, 1024)
     assert (limits.bad_words, limits.bad_words_tokens) == (128, 1024)
     # Of 128 ids, the sampler needs some for the end of a sequence.

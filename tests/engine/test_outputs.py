@@ -88,7 +88,6 @@ def test_a_logprob_of_nan_ends_the_request_and_minus_infinity_is_valid() -> None
     broken = LogprobTable(table.token_ids, np.array([[-1.0, np.nan]], np.float32))
     failed = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=broken, routed_experts=rows(1)))
 
-    assert fine.top_logprobs is not None
     assert fine.top_logprobs.logprobs.tolist() == [[-np.inf]]
     assert failed.error is not None
     assert "NaN" in failed.error
@@ -118,9 +117,7 @@ def test_columns_of_other_requests_in_the_batch_are_cut_off() -> None:
     requests, engine_id = opened(logprobs=0)
     none = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
 
-    assert two.logprobs is not None
     assert two.logprobs.tolist() == [-3.0]
-    assert two.top_logprobs is not None
     assert two.top_logprobs.token_ids.tolist() == [[5, 6]]
     assert none.top_logprobs is None
 
@@ -190,11 +187,8 @@ def test_plain_tokens_are_one_batch() -> None:
 
     assert isinstance(batch, TokenBatch)
     assert (batch.keys, batch.token_ids.tolist(), broken) == (["key-0", "key-1", "key-2"], [7, 8, 9], [])
-    assert batch.logprobs is not None
     assert batch.logprobs.tolist() == [0, -0.5, -1]
-    assert batch.routed_experts is not None
     assert batch.routed_experts.shape == (3, 2, 2)
-    assert batch.routed_experts_starts is not None
     assert batch.routed_experts_starts.tolist() == [1, 2, 1]
     end = replace(plain(ids[1], 3), finish_reason=FinishReason.LENGTH)
     assert apart(requests, end)[0][0].routed_experts_start == 3

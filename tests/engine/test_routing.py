@@ -112,7 +112,6 @@ def test_preempted_requests_lose_and_repeat_no_rows(moe: RunningEngine, preempti
         assert len(result.token_ids) == 200
         assert len(result.rows) == rows_here(289)
         prompt_logprobs = result.steps[0].prompt_logprobs
-        assert prompt_logprobs is not None
         assert len(prompt_logprobs.logprobs) == 89
     same_as_alone(moe, requests[-4:], together[-4:])
 

@@ -68,7 +68,6 @@ def test_bad_words_are_not_generated(moe: RunningEngine) -> None:
     """The next best token replaces a banned token. In a banned sequence, only its last token is replaced."""
     free = run(moe, logprobs=2)
     top = free.steps[0].top_logprobs
-    assert top is not None
     first, second = (int(i) for i in top.token_ids[0])
 
     single = run(moe, bad_words_token_ids=[[first]], max_tokens=1)
@@ -154,10 +153,8 @@ def test_each_request_gets_its_own_number_of_alternatives(moe: RunningEngine) ->
             assert (step.logprobs is None) == (width is None)
             assert (step.top_logprobs is None) == (not width)
             if width:
-                assert step.top_logprobs is not None
                 assert step.top_logprobs.logprobs.shape == (1, width)
                 assert np.all(np.diff(step.top_logprobs.logprobs) <= 0)
-                assert step.logprobs is not None
                 assert step.top_logprobs.logprobs[0, 0] == step.logprobs[0]
                 assert step.top_logprobs.token_ids[0, 0] == step.token_ids[0]
 
@@ -166,7 +163,6 @@ def test_logprobs_are_those_of_the_sampler(moe: RunningEngine) -> None:
     """Log probabilities are those of the sampler: after temperature, and -inf for tokens that `top_k` cut off."""
     result = run(moe, temperature=0.5, top_k=3, logprobs=5, seed=3, max_tokens=8)
     for step in result.steps:
-        assert step.top_logprobs is not None
         top = step.top_logprobs.logprobs[0]
         assert np.isclose(np.exp(top[:3]).sum(), 1.0, atol=1e-5)
         assert np.all(top[3:] == -np.inf)
@@ -185,11 +181,9 @@ def test_prompt_logprobs_equal_hugging_face(moe: RunningEngine, models: dict[str
     result = moe.generate(GenerateRequest(prompt_token_ids=ids, sampling=params))[0]
     first = result.steps[0].prompt_logprobs
 
-    assert first is not None
     assert result.steps[1].prompt_logprobs is None
     assert first.start == 1
     assert np.abs(first.logprobs - expected[np.arange(299), ids[1:]]).max() < 1e-4
-    assert first.top is not None
     assert np.array_equal(first.top.token_ids[:, 0], expected[:299].argmax(-1))
     assert first.top.logprobs.shape == (299, 3)
 
@@ -201,7 +195,6 @@ def test_prompt_of_one_token_has_no_prompt_logprobs(moe: RunningEngine) -> None:
     first = result.steps[0].prompt_logprobs
 
     assert len(result.rows) == rows_here(3)
-    assert first is not None
     assert len(first.logprobs) == 0
 
 

@@ -36,7 +36,6 @@ async def client_program(url: str, fleet: str, num_requests: int, max_tokens: in
         sys.executable, "-m", "tests.support.client_program", *arguments, stdout=PIPE
     )
     try:
-        assert process.stdout is not None
         assert await process.stdout.readline() == b"started\n"
         yield process
     finally:

@@ -59,7 +59,6 @@ async def holder(rb: rollbus.Client, process: Process) -> WorkerPresence:
 
 async def error_of(process: Process) -> str:
     """Return the stderr output of a worker that exits because of a duplicate id."""
-    assert process.stderr is not None
     async with asyncio.timeout(LIMIT_S):
         written = (await process.stderr.read()).decode()
         assert await process.wait() == EXIT_DUPLICATE_WORKER

@@ -162,7 +162,6 @@ def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
     assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
     assert [chunk.is_terminal for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     end = chunks[-1].end
-    assert end is not None
     assert end.error is None
     assert end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
     start = request.routed_experts_prompt_start

@@ -35,13 +35,10 @@ def test_arrays_are_read_only_views_of_the_bytes() -> None:
 
     assert chunk.num_tokens == 2
     assert chunk.token_ids.tolist() == [1, 256]
-    assert chunk.logprobs is not None
     assert chunk.logprobs.tolist() == [-1.0, -math.inf]
     assert top.token_ids.tolist() == [[0, 1], [2, 3]]
     assert top.logprobs.tolist() == [[0, -1], [-2, -3]]
-    assert chunk.prompt_logprobs is not None
     assert chunk.prompt_logprobs.logprobs.tolist() == [-1, -2]
-    assert chunk.routed_experts is not None
     assert chunk.routed_experts.numpy().tolist() == [[[1, 256], [2, 3]]]
     for array in (chunk.token_ids, chunk.logprobs, top.token_ids, top.logprobs, chunk.routed_experts.numpy()):
         assert not array.flags.writeable

@@ -263,7 +263,6 @@ def test_codes_and_states_of_newer_peers_are_read_as_unknown() -> None:
     """
     frame = decode_frame(frame_with(chunk_with(end=["error", 0, 0, None, ["brand_new", "text"]])))
     error = frame.chunks[0].error
-    assert error is not None
     assert (error.code, error.message) == (ErrorCode.UNKNOWN, "text")
     assert WorkerState("on_holiday") is WorkerState.UNKNOWN
 
@@ -326,7 +325,6 @@ def test_decoded_messages_do_not_keep_the_payload_alive() -> None:
     payload = bytearray(encode(Frame(1, "i", 0, [], [chunk])))
     routed = decode_frame(bytes(payload)).chunks[0].routed_experts
 
-    assert routed is not None
     assert type(routed.data) is bytes
     np.testing.assert_array_equal(routed.numpy(), rows)
 
@@ -388,7 +386,6 @@ def test_the_header_of_a_frame_with_a_wrong_chunk_lists_all_requests() -> None:
     """The header has all requests of the frame, and those whose chunks do not decode."""
     header = decode_frame_header(frame([["t"]], [GOOD, BAD]))
 
-    assert header is not None
     assert (header.incarnation, header.number, header.link, header.client_incarnation) == ("w", 7, 3, "c")
     assert header.keys == {RequestKey("r", 1, 0), RequestKey("s", 0, 2), RequestKey("t")}
     assert header.bad_keys == {RequestKey("s", 0, 2)}
@@ -399,7 +396,6 @@ def test_the_header_of_a_frame_with_an_unreadable_request_lists_no_requests(cont
     """If a request of the frame is unreadable, the header has no requests. The readable part may be incomplete."""
     header = decode_frame_header(frame(*content))
 
-    assert header is not None
     assert (header.number, header.keys, header.bad_keys) == (7, frozenset(), frozenset())
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 def installed_vllm() -> Path:
     """Return the folder of the installed package."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
     assert spec.submodule_search_locations is not None
     return Path(next(iter(spec.submodule_search_locations)))
 

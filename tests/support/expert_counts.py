@@ -27,7 +27,6 @@ def planes_of(results: Iterable[Generation], num_experts: int) -> dict[str, npt.
     """Return the expert counts of uncached prompt tokens and of generated tokens; each `start` must be 0."""
     prompts, generated = [], []
     for result in results:
-        assert result.routed_experts is not None
         assert result.start == 0
         prompts.append(result.routed_experts[result.cached_tokens or 0 : result.prompt_len])
         generated.append(result.routed_experts[result.prompt_len :])

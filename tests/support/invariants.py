@@ -112,7 +112,6 @@ def _check_child(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
             assert position - start >= expected_rows(request.prompt_len, start, num_tokens)
         assert (chunk.end is not None) == (index == len(chunks) - 1)
     end = chunks[-1].end
-    assert end is not None
     assert (end.num_tokens, end.num_rows) == (num_tokens, position - start)
 
 

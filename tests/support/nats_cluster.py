@@ -117,7 +117,6 @@ class NatsCluster:
             pattern = re.compile(rf"{words} on 127\.0\.0\.1:(\d+)")
             await until_true(lambda pattern=pattern: pattern.search(self.servers[index].log_tail()))  # type: ignore[misc]
             found = pattern.search(self.servers[index].log_tail())
-            assert found is not None
             ports.append(int(found[1]))
         self._ports[index] = ports[0], ports[1]
         for (_, to), proxy in self._routes.items():

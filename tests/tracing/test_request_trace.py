@@ -163,8 +163,6 @@ async def test_a_call_with_several_samples_has_one_span(nats_url: str, fleet: st
 
         assert generation.request is request
         [call] = found.spans("text_completion")
-        assert call.attributes is not None
-        assert call.context is not None
         assert call.parent is None
         assert call.attributes["gen_ai.request.choice.count"] == 3
         assert call.attributes["gen_ai.usage.output_tokens"] == 12
@@ -219,9 +217,7 @@ async def test_a_call_is_a_child_of_the_active_span(nats_url: str, fleet: str) -
             await found.rb.complete(GenerateRequest(prompt_token_ids=[1], traceparent=other))
 
         inside, outside = found.spans("text_completion")
-        assert inside.parent is not None
         assert inside.parent.span_id == step.get_span_context().span_id
-        assert outside.parent is not None
         assert f"{outside.parent.span_id:016x}" == CALLER
 
 

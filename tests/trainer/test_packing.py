@@ -122,7 +122,6 @@ def test_padding_is_not_expert_0() -> None:
     for dtype, highest in ((np.uint8, 255), (np.uint16, 65535)):
         rows = np.array([[[0, highest]], [[highest, 0]]], dtype)
         (batch,) = pack([sample_of(3, routed_experts=rows)], max_tokens=4, pad_to_multiple_of=4)
-        assert batch.routed_experts is not None
         assert batch.routed_experts[0, :, 0].tolist() == [[0, highest], [highest, 0], [-1, -1], [-1, -1]]
 
 
@@ -134,7 +133,6 @@ def test_u1_and_u2_samples_share_a_batch() -> None:
     batches = pack([sample_of(5), sample_of(5, routed_experts=wide), sample_of(9)], max_tokens=8)
 
     assert [batch.routed_experts.dtype for batch in batches if batch.routed_experts is not None] == [torch.int32] * 2
-    assert batches[1].routed_experts is not None
     assert batches[1].routed_experts[0, 4, 0].tolist() == [300, 301, 302]
 
 
@@ -156,7 +154,6 @@ def test_samples_without_routed_experts_are_rejected_or_separated() -> None:
     (batch,) = pack([bare, bare], max_tokens=100)
     assert batch.routed_experts is None
     (batch,) = pack([untrained, routed], max_tokens=100)
-    assert batch.routed_experts is not None
     assert (batch.routed_experts[0, :3] == NO_EXPERT).all()
 
 
@@ -261,7 +258,6 @@ def test_batches_are_built_in_cpu_memory_with_any_default_device() -> None:
 def test_rows_are_copied_once() -> None:
     """Packing copies the rows once, directly into the tensors, and allocates no other array of their size."""
     sample = sample_of(2001, routed_experts=rows_of(2000, layers=8, top_k=4))
-    assert sample.routed_experts is not None
     tracemalloc.start()
     try:
         (batch,) = pack([sample], max_tokens=2000)

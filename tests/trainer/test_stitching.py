@@ -86,8 +86,6 @@ def test_the_boundary_row_comes_from_the_second_turn() -> None:
     found = two_turns(first, second, whole)
 
     assert first.routed_experts is not None
-    assert second.routed_experts is not None
-    assert found.routed_experts is not None
     assert len(first.routed_experts) == 5
     assert len(found.routed_experts) == 10
     assert np.array_equal(found.routed_experts[5], second.routed_experts[0])
@@ -98,13 +96,11 @@ def test_the_boundary_row_comes_from_the_second_turn() -> None:
 def test_id_300_survives_the_boundary() -> None:
     """If a u2 turn follows a u1 turn, all rows are u2, and no id is cut to eight bits."""
     whole, first, second = spoken()
-    assert second.routed_experts is not None
     second.routed_experts = second.routed_experts.astype(np.uint16)
     second.routed_experts[0, 0] = [300, 301, 302]
 
     found = two_turns(first, second, whole).routed_experts
 
-    assert found is not None
     assert found.dtype == np.uint16
     assert found[5, 0].tolist() == [300, 301, 302]
     assert np.array_equal(found[:5], first.routed_experts)  # type: ignore[arg-type]
@@ -113,7 +109,6 @@ def test_id_300_survives_the_boundary() -> None:
 def test_a_logprob_of_minus_infinity_is_legal() -> None:
     """A logprob of -inf is accepted, because engines may round a probability to 0."""
     whole, first, second = spoken()
-    assert first.logprobs is not None
     first.logprobs[1] = -np.inf
 
     assert two_turns(first, second, whole).logprobs[4] == -np.inf
@@ -166,7 +161,6 @@ def test_next_start_precedes_a_first_turn_that_starts_at_its_prompt_length() -> 
     """
     whole, first, second = spoken()
     rows = whole.routed_experts
-    assert rows is not None
     stitcher = Stitcher()
     stitcher.add(whole.token_ids[:3], replace(first, routed_experts=rows[3:5], start=3))
 
@@ -206,7 +200,6 @@ def test_a_later_turn_can_supply_the_rows_of_an_earlier_turn() -> None:
     """A later turn can supply the rows of a turn without routed experts; otherwise the turn is named in an error."""
     whole, first, second = spoken()
     first.routed_experts = None
-    assert whole.routed_experts is not None
 
     found = two_turns(first, replace(second, routed_experts=whole.routed_experts[2:10], start=2), whole)
 
@@ -222,8 +215,6 @@ def test_a_later_turn_can_supply_the_rows_of_an_earlier_turn() -> None:
 def test_recomputed_rows_that_differ_are_rejected_ignored_or_preferred() -> None:
     """Different rows of a later turn for the same positions are rejected, ignored or preferred, as chosen."""
     whole, first, second = spoken()
-    assert first.routed_experts is not None
-    assert whole.routed_experts is not None
     again = whole.routed_experts.copy()
     again[2] = rows_of(1, seed=99)[0]
     second = replace(second, routed_experts=again, start=0)
@@ -235,7 +226,6 @@ def test_recomputed_rows_that_differ_are_rejected_ignored_or_preferred() -> None
         stitcher.add(whole.token_ids[:3], first)
         stitcher.add(whole.token_ids[:8], second)
         found = stitcher.sample().routed_experts
-        assert found is not None
         assert np.array_equal(found[2], row)
 
 
@@ -262,7 +252,6 @@ def test_many_turns_are_copied_once() -> None:
     finally:
         tracemalloc.stop()
 
-    assert sample.routed_experts is not None
     assert np.array_equal(sample.routed_experts, rows[:1999])
     assert added < 200 * 1500
     assert peak - added < 1.2 * sample.routed_experts.nbytes + 40 * len(sample)
