@@ -106,7 +106,6 @@ def by_vllm(plan: Any, text: str) -> AnswerParts:
 async def test_streams_whole_answers_and_vllm_agree(parser: str, reasoning: str | None) -> None:
     """For each text, the joined stream, the whole answer and vLLM's answer have the same content and calls."""
     parsers = await asyncio.to_thread(load_parsers, parser, reasoning)
-    assert parsers is not None
     rng, wrong, has_calls = random.Random(0), [], 0
     for choice in CHOICES:
         plan: Any = parsers.plan(byte_level(), question(choice))

@@ -39,7 +39,6 @@ async def test_a_chat_gives_the_same_result_streamed_or_not(nats_url: str, fleet
             *events, last = events
             assert (answer.object, events[0].object) == ("chat.completion", "chat.completion.chunk")
             assert (last.choices, last.usage) == ([], answer.usage)
-            assert answer.usage is not None
             assert answer.usage.completion_tokens == sum(len(s.token_ids) for s in (direct, *direct.siblings))
             assert answer.usage.prompt_tokens == len(prompt)
             assert events[0].prompt_token_ids == prompt
@@ -50,11 +49,9 @@ async def test_a_chat_gives_the_same_result_streamed_or_not(nats_url: str, fleet
                 assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + [choice.finish_reason]
                 assert choice.token_ids == generation.token_ids.tolist()
                 assert [token_id for delta in deltas[1:] for token_id in delta.token_ids] == choice.token_ids
-                assert choice.logprobs is not None
                 entries = choice.logprobs.content
                 assert entries is not None
                 assert [entry for delta in deltas[1:] for entry in delta.logprobs.content] == entries
-                assert generation.logprobs is not None
                 assert [entry.logprob for entry in entries] == generation.logprobs.tolist()
                 data = b"".join(bytes(entry.bytes or []) for entry in entries)
                 assert data.decode(errors="replace").removesuffix("<|end|>") == choice.message.content
@@ -113,7 +110,6 @@ async def test_a_stop_string_ends_text_and_tokens_and_stops_the_engine(
             assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
             kept = choice.token_ids
             assert kept == ids[: len(kept)]
-            assert answer.usage is not None
             assert answer.usage.completion_tokens == len(kept) < 40
             assert "".join(event.choices[0].text for event in events) == choice.text
             assert [token_id for event in events for token_id in event.choices[0].token_ids] == kept
@@ -143,9 +139,6 @@ async def test_a_completion_accepts_texts_and_token_ids(nats_url: str, fleet: st
                 expected = (direct, *direct.siblings)[choice.index % 2]
                 assert choice.token_ids == expected.token_ids.tolist()
                 shown = choice.logprobs
-                assert shown is not None
-                assert shown.tokens is not None
-                assert expected.logprobs is not None
                 assert shown.token_logprobs == expected.logprobs.tolist()
                 parts = [event.choices[0] for event in events if event.choices[0].index == choice.index]
                 assert parts[0].prompt_token_ids == ids
@@ -173,7 +166,6 @@ async def test_a_stop_token_is_in_the_token_ids_but_not_in_the_text(nats_url: st
     assert default.choices[0].token_ids == plain.token_ids.tolist()
     assert choice.text == byte_level().decode(choice.token_ids[:-1])
     assert default.choices[0].text.startswith(choice.text)
-    assert rest.usage is not None
     assert (rest.choices[0].finish_reason, rest.usage.total_tokens) == ("length", 512)
 
 

@@ -62,7 +62,6 @@ async def test_each_turn_returns_tokens_logprobs_and_rows_of_the_engine(
             direct = await by_bus(http.rb, prompt, start, max_tokens=7, seed=1, stop_token_ids=[262])
             assert engine["prompt_token_ids"] == prompt
             assert engine["completion_token_ids"] == direct.token_ids.tolist()
-            assert direct.logprobs is not None
             assert engine["completion_logprobs"] == direct.logprobs.tolist()
             assert direct.routed_experts is not None
             assert np.array_equal(rows_of(engine["routed_experts"]), direct.routed_experts)
