@@ -103,7 +103,6 @@ def test_status_watch_writes_state_after_state_into_a_pipe(nats: str, options: t
     with subprocess.Popen(
         command(*args), env={**ENV, "ROLLBUS_NATS": nats}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         num_states = 0
         while num_states < 2:
             num_states += process.stdout.readline().startswith(first)
@@ -118,7 +117,6 @@ def test_status_watch_ends_if_its_reader_closes_the_pipe(nats: str) -> None:
     with subprocess.Popen(
         command("status", "--watch", "--json"), env={**ENV, "ROLLBUS_NATS": nats}, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
         assert process.wait() == ExitCode.OK
@@ -278,7 +276,6 @@ def test_up_stops_in_order(tmp_path: Path) -> None:
         assert (info["http"].startswith("http://127.0.0.1:"), info["workers"]) == (True, ["local-0"])
         assert len(processes_with(info["nats"])) == 1
         process.terminate()
-        assert process.stdout is not None
         assert process.stdout.read() == ""
 
     assert process.returncode == 0
@@ -336,7 +333,6 @@ def test_up_restarts_a_dead_worker(tmp_path: Path) -> None:
         assert becomes_true(lambda: rollbus("status", nats=nats).stdout.count("serving") == 2)
         assert process.poll() is None
         process.terminate()
-        assert process.stdout is not None
         assert process.stdout.read() == ""
 
     assert process.returncode == 0

@@ -54,7 +54,6 @@ def running_frontend(nats: str, log: Path, *args: str, **env: str) -> Iterator[t
         )
     with process:
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line, log.read_text()
             yield process, json.loads(line)["http"]
