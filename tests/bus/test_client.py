@@ -173,7 +173,6 @@ async def test_routed_experts_prompt_start_removes_leading_rows(
         part = await rb.complete(request)
 
     check_generation(part, request)
-    assert full.routed_experts is not None
     np.testing.assert_array_equal(part.routed_experts, full.routed_experts[start:])
 
 
@@ -187,7 +186,6 @@ async def test_routed_experts_larger_than_a_message_arrive_whole(one_worker: Sta
         assert rb.stats().missing_frames == 0
 
     check_generation(generation, request)
-    assert generation.routed_experts is not None
     assert generation.routed_experts.dtype == np.dtype("<u2")
     assert generation.routed_experts.nbytes > 20_000_000
     assert generation.routed_experts.max() == 299

@@ -36,7 +36,6 @@ async def test_all_workers_apply_a_command(nats_url: str, fleet: str) -> None:
 
         assert ledger.is_complete
         assert (set(ledger.applied), ledger.epochs, ledger.command) == ({"a", "b"}, {"m": 1}, "pause")
-        assert state is not None
         assert state.registers["pause"].command == control["a"].heard[0]
         assert control["a"].heard == control["b"].heard
         assert control.count("pause") == 2
@@ -121,7 +120,6 @@ async def test_a_command_for_one_worker_affects_no_other_worker(nats_url: str, f
         assert effective(state, "b") == {}
         await control.rb.fleet.resume()
         state = await control.store.read("m")
-        assert state is not None
         assert state.workers == {}
 
 
@@ -211,7 +209,6 @@ async def test_partial_success_is_an_error_with_the_command_result(nats_url: str
 
         assert (set(error.ledger.applied), set(error.ledger.failed)) == ({"a"}, {"b"})
         assert "1 of 2 workers: b failed: cache_in_use: 2 requests hold it" in str(error)
-        assert state is not None
         assert state.registers["sleep"].epoch == 1
 
 
@@ -223,7 +220,6 @@ async def test_a_failed_pause_or_flush_stays_desired(nats_url: str, fleet: str, 
         await incomplete(method(control.rb.fleet))
         state = await control.store.read("m")
 
-        assert state is not None
         assert state.epoch == 1
 
 
@@ -238,7 +234,6 @@ async def test_commands_of_two_controllers_are_ordered_by_epoch(nats_url: str, f
         state = await control.store.read("m")
 
         assert set(epochs) == set(range(1, 11))
-        assert state is not None
         assert state.registers["pause"].command.id == epochs[10].id
 
 

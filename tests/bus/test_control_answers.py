@@ -136,7 +136,6 @@ async def test_a_recorded_command_stays_after_its_caller_is_cancelled(nats_url: 
             pausing.cancel()
         state = await control.store.read("m")
 
-        assert state is not None
         assert state.registers["pause"].command.id == command.id
         control["a"].reply = lambda _: (APPLIED,)
         assert (await control.rb.fleet.resume()).is_complete

@@ -55,7 +55,6 @@ async def test_each_epoch_has_its_own_recording_time(nats_url: str, fleet: str) 
         for _ in range(HISTORY - 1):
             await store.record(MODEL, FlushCache())
 
-        assert first is not None
         assert second is not None
         assert (first.utcoffset(), first < second) == (timedelta(0), True)
         assert await store.recorded_at(MODEL, 1) is None
@@ -129,7 +128,6 @@ async def test_a_reset_clears_the_state_under_a_higher_epoch(nats_url: str, flee
         assert await store.reset("m")
         state = await store.read("m")
 
-        assert state is not None
         assert (state.epoch, state.registers, state.workers) == (2, {}, {})
         assert not await store.reset("m")
         assert (await store.record("m", Pause()))[1] == 3
@@ -145,7 +143,6 @@ async def test_a_deleted_key_is_an_empty_state_and_its_epochs_continue(nats_url:
         await (await nats.jetstream().key_value(BUCKET)).delete(f"{fleet}.m")
 
         deleted = await store.read("m")
-        assert deleted is not None
         assert (deleted.registers, deleted.epoch >= epoch) == ({}, True)
         assert (await store.record("m", Pause()))[1] > deleted.epoch
 
@@ -179,7 +176,6 @@ async def test_a_writer_that_loses_the_race_decides_again_on_the_new_state(nats_
                 tasks.create_task(store.change("m", change))
         state = await store.read("m")
 
-        assert state is not None
         assert state.epoch == 3
         assert max(seen) == 2
 
@@ -229,6 +225,5 @@ async def test_a_state_without_a_bucket_id_gets_a_bucket_id(nats_url: str, fleet
         before = await store.read("m")
         after, epoch = await store.record("m", Pause())
 
-        assert before is not None
         assert (before.bucket, epoch) == ("", 8)
         assert after.bucket != ""

@@ -142,7 +142,6 @@ async def test_a_reset_without_an_answer_is_done_once(nats_url: str, fleet: str,
 
         assert await store.reset(MODEL)
         state = await store.read(MODEL)
-        assert state is not None
         assert (state.epoch, state.registers) == (2, {})
 
 

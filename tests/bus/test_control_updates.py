@@ -159,7 +159,6 @@ async def test_the_worker_whose_canary_differs_is_fenced(nats_url: str, fleet: s
         error = ledger.failed["b"].error
 
         assert (set(ledger.applied), set(ledger.failed)) == ({"a", "c"}, {"b"})
-        assert error is not None
         assert error.code is ControlCode.NOT_VERIFIED
         assert error.message.startswith("its canary differs from the majority's: ")
         assert error.message.endswith("; it serves nothing")
@@ -267,7 +266,6 @@ async def test_an_adapter_that_all_workers_fail_restores_the_previous_adapter(na
         await incomplete(control.rb.fleet.load_lora("x", "/x"))
         state = await control.store.read("m")
 
-        assert state is not None
         assert state.registers == {}
 
 
@@ -284,7 +282,6 @@ async def test_a_recorded_command_has_only_fields_that_all_workers_of_the_model_
         await control.rb.fleet.finish_weight_update(5, transfer="t", workers=["a"])
         state = await control.store.read("m")
 
-    assert state is not None
     command = state.workers["a"]["weights"].command
     assert isinstance(command, FinishWeightUpdate)
     assert command.transfer == (None if is_older else "t")

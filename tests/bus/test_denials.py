@@ -43,7 +43,6 @@ async def test_a_denial_without_a_waiting_block_is_returned() -> None:
             await publish(denials)
     denial = denials.add(WORDS)
 
-    assert denial is not None
     assert denial is denials.first
     assert (denial.action, denial.subject) == ("publish", SUBJECT)
 
@@ -81,7 +80,6 @@ def test_a_denial_names_user_role_purpose_and_the_roles_that_may(
     denial = Denials(replace(USER, role=role)).add(f'Permissions Violation for {kind} to "{subject}"')
 
     assert str(denial) == f"user v (role {role}) may not {text}"
-    assert denial is not None
     assert denial.__notes__ == [f"denied: {action} {subject}"]
 
 

@@ -183,7 +183,6 @@ async def test_queued_requests_without_workers_fail_after_the_grace_time(nats_ur
         by_id = {generation.request_id: generation.error for generation in await many}
 
     assert isinstance(by_id["queued"], NoWorkers)
-    assert by_id["running"] is not None
     assert by_id["running"].code is ErrorCode.WORKER_LOST
 
 
@@ -221,7 +220,6 @@ async def test_a_request_fails_after_the_maximum_number_of_attempts(nats_url: st
             await worker.frame(number, failure(key, 0, ErrorCode.WORKER_FENCED), admitted=(key,))
         [generation] = await many
 
-    assert generation.error is not None
     assert generation.error.code is ErrorCode.WORKER_FENCED
     assert generation.attempts == MAX_ATTEMPTS
 

@@ -84,7 +84,6 @@ async def test_requests_on_an_earlier_link_of_a_worker_are_lost(nats_url: str, f
         await worker.frame(0, chunk(taken.key, 0, 8, total=1), admitted=(taken.key,))
 
     assert taken.key.attempt == 1
-    assert taken.queued is not None
     assert taken.queued.lane == "resume"
     assert list(taken.request.prompt_token_ids) == [1, 2, 7]
     assert taken.request.sampling.max_tokens == 1
@@ -227,8 +226,6 @@ async def test_an_error_of_the_request_reaches_its_caller(nats_url: str, fleet: 
         await worker.frame(1, chunk(keys["b"], 0, 7), failure(keys["b"], 1, ErrorCode.ENGINE_ERROR, total=1))
         by_id = {generation.request_id: generation for generation in await many}
 
-    assert by_id["a"].error is not None
-    assert by_id["b"].error is not None
     assert (by_id["a"].error.code, by_id["a"].worker_ids) == (ErrorCode.UNSUPPORTED, ())
     assert (by_id["b"].error.code, by_id["b"].worker_ids) == (ErrorCode.ENGINE_ERROR, ("hand",))
     assert list(by_id["b"].token_ids) == [7]

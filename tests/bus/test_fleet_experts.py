@@ -42,7 +42,6 @@ async def test_prompt_and_generated_counts_equal_the_rows_of_the_clients(one_wor
 
     assert results[1].cached_tokens == 48
     window = answers.window
-    assert window is not None
     assert (window.prompt.counts == wanted["prompt"]).all()
     assert (window.generated.counts == wanted["generated"]).all()
     assert window.prompt.computed == window.prompt.seen == 64 + 80 - 48 + 3 + 3
@@ -58,7 +57,6 @@ async def test_tokens_with_declined_rows_count_as_computed_and_not_as_seen(one_w
         answers = await asked_until(rb, lambda window: window.generated.computed == 8)
 
     window = answers.window
-    assert window is not None
     assert (window.prompt.computed, window.prompt.seen) == (20, 4)
     assert (window.generated.computed, window.generated.seen) == (8, 4)
     assert window.prompt.share_seen == 0.2
@@ -73,9 +71,6 @@ async def test_each_phase_counts_the_tokens_that_its_worker_computes(nats_url: s
         decode = await asked_until(found.rb, lambda window: window.generated.seen, workers=["d"])
 
     rows = result.routed_experts
-    assert rows is not None
-    assert prefill.window is not None
-    assert decode.window is not None
     assert (prefill.window.prompt.counts == counted([rows[:100]], EXPERTS)).all()
     assert (prefill.window.prompt.computed, prefill.window.generated.computed) == (100, 0)
     # The decode worker fetched 96 positions. Of the other five, the client requests only the row of the first token.
@@ -106,7 +101,6 @@ async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
         answers = await asked_until(rb, lambda window: window.generated.computed == 400 - before - 1)
 
     window = answers.window
-    assert window is not None
     assert window.workers == (survivor,)
     assert window.prompt.computed == 3 + before
     # The client has the rows of all positions except that of the last token of attempt 0.
@@ -124,7 +118,6 @@ async def test_tokens_are_counted_for_each_weight_version(nats_url: str, fleet: 
         answers = await asked_until(rb, lambda window: window.generated.computed == 299)
 
     window = answers.window
-    assert window is not None
     assert [version.weight_version for version in window.versions] == [2, 1]
     newer, older = window.versions
     first = stream.versions.index(2)
@@ -140,7 +133,6 @@ async def test_counts_with_last_s_exclude_earlier_tokens(one_worker: StartServed
         await asked_until(rb, lambda window: window.generated.computed == 2, last_s=60.0)
         later = await asked_until(rb, lambda window: not window.versions, last_s=1.0)
 
-    assert later.window is not None
     assert later.window.seconds <= 10.0
 
 

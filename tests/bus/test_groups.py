@@ -156,7 +156,6 @@ async def test_failed_groups_are_replaced_and_returned_with_their_error(one_work
         step = await groups.step()
     assert sorted(map(str, keys(step))) == ["0", "1"]
     assert [group.key for group in step.failed] == ["long"]
-    assert step.failed[0].error is not None
     assert step.failed[0].error.code is ErrorCode.INVALID_REQUEST
     assert len(step.failed[0].generations) == 2
 

@@ -72,7 +72,6 @@ async def test_objects_of_a_publisher_killed_before_its_manifest_are_deleted(
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", KILLED, nats_url, fleet, stdout=asyncio.subprocess.PIPE
         )
-        assert process.stdout is not None
         assert await process.stdout.readline() == b"stored\n"
         process.kill()
         assert await process.wait() == -signal.SIGKILL
@@ -132,7 +131,6 @@ async def test_a_server_restart_before_the_chain_record_delays_the_commit(monkey
         assert killed == [2]
         assert [link.objects for link in store.record.links] == [objects]
         record = await read_chain(nats, fleet, "m")
-        assert record is not None
         assert [link.objects for link in record.links] == [objects]
 
 
@@ -157,7 +155,6 @@ async def test_a_compare_and_set_without_an_answer_counts_once(
         objects = await publish(store, 1)
         assert len(lost) == 1
         record = await read_chain(nats, fleet, "m")
-        assert record is not None
         assert [link.objects for link in record.links] == [objects]
 
 

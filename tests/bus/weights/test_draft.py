@@ -250,6 +250,5 @@ def test_a_large_position_is_found() -> None:
     draft = make_draft(DELTA, snapshot)
     objects = draw(draft, [("w", RawTensor("U8", content.shape, content))])
     [entry] = draft.entries()
-    assert entry.delta is not None
     assert entry.delta.num_changed == 1
     assert sum(map(len, objects.values())) < 1000
