@@ -55,7 +55,6 @@ def test_sent_rows_belong_to_sent_tokens_and_no_chunk_mixes_versions(
     lp, start = scenario.request.prompt_len, scenario.request.routed_experts_prompt_start
     for chunk in scenario.chunks(segment_bytes, gather):
         versions = scenario.arrays["weight_versions"]
-        assert versions is not None
         assert set(versions[tokens : tokens + chunk.num_tokens]) <= {chunk.weight_version}
         tokens += chunk.num_tokens
         rows += num_rows(chunk)
@@ -105,7 +104,6 @@ def test_a_failure_discards_unsent_data(scenario: Scenario, segment_bytes: int, 
         return
     assembly.add(writer.fail(STOPPED, 1))
 
-    assert assembly.end is not None
     assert assembly.end.error == STOPPED
     assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
     assert writer.next_chunk() is None
@@ -125,7 +123,6 @@ def test_an_abort_discards_unsent_data(scenario: Scenario, segment_bytes: int, l
     last = writer.abort(1)
 
     assert last.chunk_index == len(chunks)
-    assert last.end is not None
     assert (last.finish_reason, last.error, last.num_tokens) == (FinishReason.ABORT, None, 0)
     assert last.end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
     assert last.end.num_rows == sum(map(num_rows, chunks))
@@ -156,7 +153,6 @@ def test_no_chunk_mixes_versions_of_an_adapter(scenario: Scenario, segment_bytes
     at = 0
     for chunk in chunks:
         versions = scenario.arrays["lora_versions"]
-        assert versions is not None
         assert set(versions[at : at + chunk.num_tokens]) <= {chunk.lora_version}
         at += chunk.num_tokens
 
@@ -193,7 +189,6 @@ def test_only_the_first_chunk_has_the_traceparent() -> None:
             writer.add_step(RequestStep(key="r", token_ids=np.array([1], "i4")), 1)
             expected_bytes = writer.next_bytes
             chunk = writer.next_chunk()
-            assert chunk is not None
             assert (chunk.traceparent, chunk_bytes(chunk)) == ("t" * 55, expected_bytes)
         assert (writer.abort(1).traceparent is not None) is is_ended
 
@@ -298,7 +293,6 @@ def test_a_request_that_fails_before_all_rows_ends_with_the_engine_error() -> No
     (chunk,) = drain(writer)
 
     assert chunk_bytes(chunk) <= size
-    assert chunk.error is not None
     assert (chunk.error.code, chunk.error.message) == (ErrorCode.ENGINE_ERROR, "out of numbers" * 100)
 
 
@@ -323,9 +317,7 @@ def test_a_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=2, start=2, cuts=[1], routing=simple().routing)
     (chunk,) = scenario.chunks()
 
-    assert chunk.routed_experts is not None
     assert (chunk.routed_experts.start, chunk.routed_experts.shape) == (2, (0, 1, 1))
-    assert chunk.end is not None
     assert chunk.end.routed_experts_start == 2
 
 
@@ -367,8 +359,6 @@ def test_after_an_invalid_step_the_next_chunk_is_the_error_with_correct_totals(n
     assert not writer.has_unsent
     assembly.add(writer.fail(ChunkError(ErrorCode.PROTOCOL_ERROR, name), 1))
 
-    assert assembly.end is not None
-    assert assembly.end.error is not None
     assert assembly.end.error.message == name
 
 
@@ -393,7 +383,6 @@ def test_a_request_without_routed_experts_ignores_rows() -> None:
     (chunk,) = drain(writer)
 
     assert chunk.routed_experts is None
-    assert chunk.end is not None
     assert chunk.end.routed_experts_start is None
 
 

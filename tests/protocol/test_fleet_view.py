@@ -323,7 +323,6 @@ def test_a_restarted_worker_replaces_its_earlier_incarnation() -> None:
     gone = view.update(NEW, 1.0)
     late = view.update(replace(OLD, state=WorkerState.STOPPED), 1.1)
 
-    assert gone is not None
     assert (gone.incarnation, late) == ("1", None)
     assert [worker.incarnation for worker in view.workers()] == ["2"]
 

@@ -26,17 +26,14 @@ def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *
 
 def check(run: RequestStep | None, key: str, steps: list[int], start: int | None) -> None:
     """Assert that the run contains exactly the request's tokens of these steps."""
-    assert run is not None
     numbers = np.array([1000 * NAMES.index(key) + step for step in steps])
     np.testing.assert_array_equal(run.token_ids, numbers)
-    assert run.logprobs is not None
     np.testing.assert_array_equal(run.logprobs, -numbers)
     assert run.token_ids.dtype.name == "int32"
     assert run.logprobs.dtype.name == "float32"
     if start is None:
         assert run.routed_experts is None
     else:
-        assert run.routed_experts is not None
         assert run.routed_experts.shape == (len(steps), *ROW_SHAPE)
         np.testing.assert_array_equal(run.routed_experts[:, 0, 0], numbers % 251)
         assert run.routed_experts_start == start
@@ -90,8 +87,6 @@ def test_a_request_is_reported_when_its_run_is_full() -> None:
         wide.routed_experts_starts = np.array([count])
         count += 1
     run = gathering.pop("r2")
-    assert run is not None
-    assert run.routed_experts is not None
     assert len(run.token_ids) == count
     assert run.routed_experts.nbytes + run.token_ids.nbytes <= MAX_RUN_BYTES
 

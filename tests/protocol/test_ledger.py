@@ -136,7 +136,6 @@ def test_an_answer_to_another_command_under_the_same_id_is_a_failure() -> None:
     ledger = asked.result(101.0)
     assert asked.is_settled
     error = ledger.failed["a"].error
-    assert error is not None
     assert error.code is ControlCode.INVALID_COMMAND
     assert error.message == "the id belongs to another command, resume; allowed: a new id for each command"
 

@@ -138,7 +138,6 @@ def test_a_result_after_phases_and_losses_equals_that_of_one_worker(
     assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
     assert [chunk.is_terminal for chunk in delivered] == [False] * (len(delivered) - 1) + [True]
     assert delivered[-1].end is stream.end
-    assert stream.end is not None
     assert stream.end.num_tokens == sum(chunk.num_tokens for chunk in delivered)
     assert stream.end.kv_params is None
     num_lost = sum(1 for plan in plans if plan.lost_after is not None)
@@ -157,7 +156,6 @@ async def test_two_phases_are_one_attempt() -> None:
         (1, 1, False),
     ]
     assert stream.num_attempts == 1
-    assert stream.end is not None
     assert stream.end.cached_tokens == 32
 
 
@@ -170,7 +168,6 @@ async def test_a_stop_token_as_the_first_token_ends_the_request_in_its_prefill_p
     stream, delivered = await serve(request, [Attempt(is_cut=True)], segment_bytes=4096)
 
     assert not stream.is_prefilled
-    assert stream.end is not None
     assert (stream.end.finish_reason, stream.end.stop_reason) == (FinishReason.STOP, token)
     assert delivered[-1].end == stream.end
 
@@ -256,6 +253,5 @@ async def test_rows_of_positions_with_transferred_kv_are_not_valid() -> None:
     [step] = split(await anext(aiter(decode.steps())))
     rows = whole.arrays()["routed_experts"]
 
-    assert step.routed_experts is not None
     assert not step.routed_experts[:32].any()
     np.testing.assert_array_equal(step.routed_experts[32:], rows[32:40])

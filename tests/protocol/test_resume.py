@@ -112,8 +112,6 @@ gathers = st.integers(1, 4)
 
 def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
     """Assert that all arrays and the end are equal, byte for byte."""
-    assert stream.end is not None
-    assert expected.end is not None
     assert stream.end.finish_reason == expected.end.finish_reason
     assert stream.end.stop_reason == expected.end.stop_reason
     got, wanted = stream.arrays(), expected.arrays()
@@ -179,7 +177,6 @@ def test_a_resumed_stream_keeps_delivered_chunks_and_is_marked_as_not_exact(
     assert stream.end is not None
     assert [chunk.chunk_index for chunk in delivered] == list(range(len(delivered)))
     assert [chunk.is_terminal for chunk in delivered] == [False] * (len(delivered) - 1) + [True]
-    assert delivered[-1].end is not None
     assert (delivered[-1].end.num_tokens, delivered[-1].end.num_rows) == (num_tokens, num_rows)
     assert num_rows == request.prompt_len - request.routed_experts_prompt_start + num_tokens - 1
     for chunk in delivered:

@@ -51,7 +51,6 @@ def test_a_worker_is_first_awaited_then_at_a_stage_then_final() -> None:
     (line,) = book.lines(101.0)
     answer = line.workers["a"]
     assert (answer.status, answer.stage) == ("progress", "fetching")
-    assert answer.progress is not None
     assert (answer.progress.done_bytes, answer.progress.total_bytes) == (5, 10)
     error = AckError(code=ControlCode.BAD_SOURCE, message="x" * 2000)
     book.add_ack(ack("b", AckStatus.FAILED, error=error, seconds=1.5), "boss", 100.0)

@@ -155,7 +155,6 @@ def test_rows_that_do_not_fit_the_model_are_not_counted() -> None:
     book.add_rows("prompt", bad.astype("<u2"), 1, 1.0)
     window, left_out = merge_loads({"w": book.load(0, "recent", 5.0)})
 
-    assert window is not None
     assert not left_out
     assert window.prompt.seen == 3
     assert (window.prompt.counts == expected_counts(bad[[0, 1, 3]], 6)).all()

@@ -99,7 +99,6 @@ def test_counts_of_workers_are_added_by_version() -> None:
         {"b": load_of((3, 2 * ONES)), "a": load_of((3, ONES), (2, 5 * ONES), seconds=10.0), "c": load_of()}
     )
 
-    assert window is not None
     assert not left_out
     assert window.workers == ("a", "b", "c")
     assert window.seconds == 10.0
@@ -129,7 +128,6 @@ def test_a_worker_with_invalid_counts_is_left_out_with_a_reason() -> None:
     loads = {"good": load_of((1, ONES)), "other": load_of((1, np.ones((2, 6), np.int64)), num_experts=6)}
     window, left_out = merge_loads({**loads, "good2": load_of((1, ONES)), "bad": bad, "huge": huge})
 
-    assert window is not None
     assert window.workers == ("good", "good2")
     assert (window.generated.counts == 2 * ONES).all()
     assert left_out.keys() == {"other", "bad", "huge"}
@@ -143,7 +141,6 @@ def test_versions_are_bounded_over_all_workers() -> None:
     """Workers that invent versions use no more memory than one worker with the allowed number of versions."""
     window, _ = merge_loads({f"w{i}": load_of((i, ONES), (100 + i, ONES)) for i in range(20)})
 
-    assert window is not None
     assert [version.weight_version for version in window.versions] == list(range(119, 119 - MAX_EXPERT_VERSIONS, -1))
 
 
@@ -185,7 +182,6 @@ def test_workers_displaced_by_invented_versions_are_listed_as_left_out() -> None
     loads = {f"w{number}": load_of((7, ONES)) for number in range(3)}
     loads["liar"] = load_of(*((2**31 - 1 - number, ONES) for number in range(MAX_EXPERT_VERSIONS)))
     window, left_out = merge_loads(loads)
-    assert window is not None
     assert window.workers == ("liar",)
     assert left_out.keys() == {"w0", "w1", "w2"}
 
@@ -264,7 +260,6 @@ def test_every_worker_is_in_the_sum_or_listed_with_a_reason() -> None:
     loads, silent = loads_of(result)
     answers = merge_answers("m", loads, {"old": "old"} | silent, tuple("abcdef"), 7)
 
-    assert answers.window is not None
     assert answers.window.workers == ("a",)
     assert answers.left_out.keys() == {"b", "c", "d", "e", "f", "old"}
     assert answers.left_out["d"] == "too many experts"

@@ -252,7 +252,6 @@ def test_points_after_a_number_are_returned_in_order() -> None:
     assert history.fleet(since=history.number)["tokens_per_s"] == []
     assert history.models(since=NUM_POINTS + 9) == {"m": {field: [2 * (NUM_POINTS + 10)] for field in FIELDS}}
     worker = history.worker("w", since=NUM_POINTS + 8)
-    assert worker is not None
     assert worker["in_flight"] == [None, None]
     assert history.worker("x") is None
 
@@ -287,7 +286,6 @@ def test_points_of_a_lost_worker_are_removed_after_an_hour() -> None:
     history.add(1, point(1), {"m": point(1)}, {"w": point(1)})
     history.add(NUM_POINTS, point(1), {}, {})
     gone = history.worker("w")
-    assert gone is not None
     assert gone["waiting"][0] == 1.0
     before = history.num_bytes
     history.add(NUM_POINTS + 1, point(1), {}, {"v": point(1)})
