@@ -193,7 +193,6 @@ def test_a_canary_holds_tokens_logprobs_and_sorted_rows() -> None:
 
     assert read.token_ids == tuple(range(8))
     assert read.logprobs == tuple(-0.5 * number for number in range(8))
-    assert rows_read is not None
     assert rows_read.shape == (request.prompt_len + 7, 2, 2)
     assert rows_read[0].tolist() == [[1, 3], [2, 4]]
 

@@ -248,7 +248,6 @@ async def test_an_adapter_with_the_recorded_digest_is_reloaded_from_the_recorded
         worker.engine.faults = SyntheticFaults(loses_loras=True)
         path = worker.adapter("1", 1)
         staged = await worker.stager.stage(StageKey(source(path), is_adapter=True))
-        assert staged is not None
         await worker.loras.load(load_lora("a", path, 1, digest=staged.digest), worker.report)
         moved = path.rename(tmp_path / "moved")
         worker.stages.clear()

@@ -19,7 +19,6 @@ async def test_the_ack_of_state_contains_the_workers_presence(controlled_worker:
     async with controlled_worker(weight_version=7) as (_, boss, *_):
         ack = await boss.applied("state")
 
-        assert ack.state is not None
         assert (ack.state["worker"], ack.state["state"], ack.state["weight_version"]) == ("w", "serving", 7)
         assert ack.state["target_version"] == 7
 

@@ -71,7 +71,6 @@ async def test_a_later_update_waits_until_a_load_has_finished(
         await client.until_serving("w")
 
         [resumed] = boss.finals(late)
-        assert resumed.error is not None
         assert (resumed.error.code, "the worker is updating" in resumed.error.message) == (ControlCode.TIMEOUT, True)
         assert [ack.status for ack in boss.finals(first)] == [AckStatus.STALE]
         versions = [chunk.weight_version for chunk in client.chunks["r"]]

@@ -47,7 +47,6 @@ class Rig:
         load = self.counter.load(0, "versions", NOW + later_s)
         assert load is not None
         window, left_out = merge_loads({"w": load})
-        assert window is not None
         assert not left_out
         return {"prompt": _seen(window.prompt), "generated": _seen(window.generated)}
 
@@ -187,12 +186,10 @@ def test_a_version_counts_from_its_first_step_on() -> None:
     rig.add(made(rig.name, 1, 6, 7))
     load = rig.counter.load(0, "recent", NOW + 5.0)
 
-    assert load is not None
     assert [(counts.weight_version, counts.generated_tokens.seen) for counts in load.counts] == [(7, 1), (0, 0)]
     assert [counts.prompt_tokens.seen for counts in load.counts] == [0, 6]
     rig.links.fence("w2", NOW + 6.0, max_payload=1 << 20)
     load = rig.counter.load(0, "recent", NOW + 12.0)
-    assert load is not None
     assert not load.counts
 
 

@@ -92,7 +92,6 @@ async def test_a_cancelled_fetch_of_a_version_continues_with_incomplete_objects(
         folder = await sources.checkpoint(source, ignore)
 
         assert files_in(folder) == folder_content(weights)
-        assert sources.last_staged is not None
         first, *deltas = versions.links
         config = len(folder_content(weights)["config.json"])
         sizes = [(first.anchor_bytes or 0) - config, config, *(link.delta_bytes or 0 for link in deltas)]
@@ -112,7 +111,6 @@ async def test_a_cancelled_fetch_of_an_upload_continues_with_incomplete_files(
 
         assert files_in(await sources.checkpoint(source, ignore)) == files_in(folder)
 
-    assert sources.last_staged is not None
     contents = [len(content) for _, content in sorted(files_in(folder).items())]
     assert len(contents) == 3
     assert sources.last_staged.fetched_bytes == contents[2]

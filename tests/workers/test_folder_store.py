@@ -92,7 +92,6 @@ async def test_a_folder_is_built_once(tmp_path: Path) -> None:
     complete(partial, folder)
     hold = folders.hold("a")
 
-    assert hold is not None
     assert folders.digests() == {"a"}
     assert (hold.folder / "file").read_bytes() == b"content"
     assert hold.folder.parent.stat().st_mode & 0o777 == 0o700
@@ -284,7 +283,6 @@ async def test_a_folder_of_an_earlier_boot_is_unconfirmed_until_its_check(
     (await build(folders, "a")).release()
     monkeypatch.setattr(folder_store, "boot_id", lambda: "another boot")
     hold = folders.hold("a")
-    assert hold is not None
     before = hold.is_of_this_boot
 
     hold.confirm(files_stamp(hold.folder))
@@ -300,7 +298,6 @@ async def test_a_damaged_folder_is_retired_once(tmp_path: Path, is_held_elsewher
     """A damaged folder is retired, also while another process holds it. A later retirement keeps the new folder."""
     folders = store(tmp_path)
     hold, late = await build(folders, "a"), store(tmp_path).hold("a")
-    assert late is not None
     other = Other(tmp_path, "a") if is_held_elsewhere else None
     (hold.folder / "file").write_bytes(b"changed")
     assert not hold.is_unchanged()
@@ -311,7 +308,6 @@ async def test_a_damaged_folder_is_retired_once(tmp_path: Path, is_held_elsewher
     (await build(folders, "a")).release()
     late.retire()
     found = folders.hold("a")
-    assert found is not None
     assert found.is_unchanged()
     found.release()
     assert folders.held["a"] == 0

@@ -57,7 +57,6 @@ def test_above_twice_the_budget_the_request_with_the_largest_backlog_ends() -> N
     links.on_link_message("alice", ear.message(), NOW)
     ear.hear()
     last = ear.chunks("large")[-1]
-    assert last.error is not None
     assert last.error.code is ErrorCode.OVER_BUDGET
     assert sum(chunk.num_tokens for chunk in ear.chunks("small")) == rounds * 10 + 1
 

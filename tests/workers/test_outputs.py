@@ -55,7 +55,6 @@ def test_the_end_of_a_request_flushes_its_batched_tokens() -> None:
     ear.hear()
 
     end = ear.chunks("r")[-1].end
-    assert end is not None
     assert (end.num_tokens, end.num_rows, links.dispatcher.is_gathering) == (6, 7, False)
 
 

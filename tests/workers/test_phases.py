@@ -44,7 +44,6 @@ async def test_a_worker_accepts_only_the_phases_of_its_role(heard_worker: StartH
         refused, taken = ("whole", "leg") if role == "prefill" else ("leg", "whole")
         assert {"leg": leg, "whole": whole} == {refused: ErrorCode.UNSUPPORTED, taken: None}
         error = client.chunks[refused][-1].error
-        assert error is not None
         assert f"this worker's role is {role}" in error.message
 
 
@@ -56,12 +55,10 @@ async def test_a_prefill_phase_with_more_than_one_token_is_rejected(heard_worker
     async with heard_worker(config=PREFILL, worker_id="p") as (client, *_):
         assert await answer_to(client, long("two", max_tokens=2), "p", KvTransfer()) == ErrorCode.INVALID_REQUEST
         error = client.chunks["two"][-1].error
-        assert error is not None
         assert error.field == "sampling.max_tokens"
 
         assert await answer_to(client, long("one", max_tokens=1), "p", KvTransfer()) is None
         end = client.chunks["one"][-1].end
-        assert end is not None
         assert end.kv_params is not None
         assert SyntheticKv.decode(end.kv_params).num_tokens == 100
 
@@ -82,7 +79,6 @@ async def test_each_sample_of_a_prefill_message_has_its_own_kv(heard_worker: Sta
         assert [end.kv_params is not None for end in ends.values()] == [True] * 3
         assert sorted(ends) == [0, 1, 2]
         counters = worker.presence().counters
-        assert counters is not None
         # Six blocks of 16 of the 100 tokens are cached for two of the three samples.
         assert (counters.placed, counters.prompt_tokens) == (3, 300)
         assert (counters.cached_prompt_tokens, counters.recomputed_prompt_tokens) == (2 * 96, 100 + 2 * 4)
@@ -181,7 +177,6 @@ async def test_kv_parameters_that_fit_into_no_frame_are_omitted(heard_worker: St
         engine._step = large  # type: ignore[method-assign]
         assert await answer_to(client, long("r", max_tokens=1), "p", KvTransfer()) is None
         end = client.chunks["r"][-1].end
-        assert end is not None
         assert end.kv_params is None
         assert worker.stats().links.kv_too_large == 1
         np.testing.assert_array_equal([end.num_tokens, end.num_rows], [1, 100])

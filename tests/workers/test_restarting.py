@@ -174,7 +174,6 @@ async def test_the_abort_of_a_restarting_request_is_applied_after_its_restart(tm
         await updating
         await worker.flow.resume()
 
-        assert end is not None
         assert end.finish_reason is FinishReason.ABORT
         assert {token.weight_version for token in await worker.until_end("s")} == {2}
         assert worker.tokens("r") == []
@@ -204,8 +203,6 @@ async def test_requests_end_as_worker_fenced_if_the_engine_dies_during_a_restart
 
     assert caught.group_contains(EngineDead)
     [end] = ends
-    assert end is not None
-    assert end.error is not None
     assert end.error.code is ErrorCode.WORKER_FENCED
 
 
@@ -216,8 +213,6 @@ async def test_a_restarted_request_that_the_engine_rejects_ends_alone(tmp_path: 
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         end = worker.end("r")
 
-        assert end is not None
-        assert end.error is not None
         assert end.error.code is ErrorCode.INVALID_REQUEST
         assert worker.standing == (2, False)
         assert worker.runner.num_inside == 0
@@ -236,8 +231,6 @@ async def test_failed_weights_end_requests_without_a_token_as_worker_fenced(tmp_
             await worker.weights.update(command, worker.report)
         end = worker.end("r")
 
-        assert end is not None
-        assert end.error is not None
         assert end.error.code is ErrorCode.WORKER_FENCED
         assert worker.tokens("r") == []
 
@@ -302,7 +295,6 @@ def test_the_rows_of_a_prompt_are_sent_once_with_its_first_token() -> None:
     ear = Ear(held)
     name = held.offer(ear.origin("r"), request_of(3, request_id="r"), capabilities(routing=True), NOW)
     shape = capabilities(routing=True).routed_experts
-    assert shape is not None
 
     def step(fill: int, rows: int, start: int, *tokens: int, end: FinishReason | None = None) -> RequestStep:
         array = np.full((rows, shape.num_layers, shape.top_k), fill, np.uint8)

@@ -63,11 +63,9 @@ async def test_each_sample_of_a_message_gets_the_tokens_of_a_separate_message(he
             assert tokens_of(client, "r", child) == tokens_of(client, f"alone{child}", child)
         assert len({tokens_of(client, "r", child) for child in (1, 2, 0, 9)}) == 4
         counters = worker.presence().counters
-        assert counters is not None
         assert (counters.requests, counters.placed, counters.placements_refused) == (8, 4, 0)
         # The client of this test gives no reason for its placement.
         assert (counters.placed_prefix, counters.placed_group) == (0, 0)
-        assert client.presences["w"].capabilities is not None
         assert client.presences["w"].capabilities.request_groups
 
 
@@ -84,7 +82,6 @@ async def test_samples_above_the_number_of_free_slots_are_rejected(heard_worker:
         assert [key.child for _, key in client.offers] == [0, 1, 2, 3]
         assert errors_of(client, "r") == dict.fromkeys((4, 5, 6), ErrorCode.QUEUE_FULL)
         counters = worker.presence().counters
-        assert counters is not None
         assert (counters.placed, counters.placements_refused, counters.rejected) == (4, 3, 3)
         # A sample that already runs is neither rejected nor run again.
         await client.hand_over(endless("r"), "w", child=2)

@@ -167,7 +167,6 @@ async def test_an_abort_during_a_transfer_waits_until_the_engine_removed_the_req
             await worker.flow.abort_all(0.01)
         assert caught.value.code is ControlCode.TIMEOUT
         end = worker.end("r")
-        assert end is not None
         assert end.finish_reason is FinishReason.ABORT
         gate.set()
         await worker.flow.abort_all(10.0)

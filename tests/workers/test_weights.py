@@ -62,7 +62,6 @@ async def test_an_engine_with_sampling_masks_gives_the_same_canary(tmp_path: Pat
         canary = await masked.weights.update(update(path, 2, expected_canary=fresh.weights.canary), masked.report)
 
         assert canary == fresh.weights.canary
-        assert canary is not None
         assert len(set(canary.logprobs)) > 1
 
 
@@ -125,8 +124,6 @@ async def test_a_checkpoint_with_another_canary_than_before_poisons_the_worker(t
         assert caught.value.code is ControlCode.NOT_VERIFIED
         assert worker.standing == (3, True)
         end = worker.end("r")
-        assert end is not None
-        assert end.error is not None
         assert end.error.code is ErrorCode.WORKER_FENCED
         assert {token.weight_version for token in worker.tokens("r")} == {3}
 
@@ -217,8 +214,6 @@ async def test_a_failed_load_poisons_the_worker(tmp_path: Path, fault: str, code
         assert caught.value.code is code
         assert (*worker.standing, worker.weights.problem) == (1, True, caught.value.message)
         end = worker.end("r")
-        assert end is not None
-        assert end.error is not None
         assert end.error.code is ErrorCode.WORKER_FENCED
 
         worker.engine.faults = SyntheticFaults()
