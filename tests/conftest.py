@@ -50,8 +50,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         cache.remove()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of the longest files to the front."""
+    """Mark the tests that need a server or an engine as slow, and move those of the longest files to the front."""
+    for item in items:
+        if "nats_url" in getattr(item, "fixturenames", ()) or item.get_closest_marker("vllm") is not None:
+            item.add_marker("slow")
     items.sort(key=lambda item: [item.nodeid.startswith(f"{file}::") for file in STARTED_FIRST], reverse=True)
 
 

@@ -124,7 +124,6 @@ def test_packages_find_data_files_with_importlib_resources() -> None:
     assert [str(file) for file in files if "Path(__file__)" in file.read_text()] == []
 
 
-@pytest.mark.slow
 async def test_a_worker_imports_nothing_under_a_second_name(nats_url: str, fleet: str) -> None:
     """A worker process imports no module under a name such as `bus` or `schemas`."""
     worker = await asyncio.create_subprocess_exec(

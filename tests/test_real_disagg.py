@@ -25,7 +25,7 @@ from tests.support.results import assert_same
 from tests.support.shared import Shared
 from tests.support.waits import until_true
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("unhurried")]
 
 BLOCK = 32
 """Block size of the KV cache of a worker with a connector on a CPU."""

@@ -13,7 +13,7 @@ from rollbus.bus.protocol.telemetry.experts import VersionLoad, imbalance
 from tests.support.expert_counts import asked_until, planes_of
 from tests.support.real_fleet import WEIGHT_VERSION, RealWorkers, greedy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 EXPERTS, TOP_K = 16, 4
 """Values of the tiny MoE."""

@@ -14,7 +14,7 @@ from tests.support.fleet import check_generation
 from tests.support.real_fleet import greedy, prompt
 from tests.support.results import TOLERANCE
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 16, 4
 

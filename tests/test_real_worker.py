@@ -8,7 +8,7 @@ from rollbus import GenerateRequest, SamplingParams
 from tests.support.real_fleet import greedy, prompt
 from tests.support.results import assert_same
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.proves("P14")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 RL_LOOP = Path(__file__).resolve().parents[1] / "examples" / "rl_loop.py"
 NUM_STEPS = 20

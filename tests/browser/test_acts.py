@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
 from selenium.webdriver import Chrome
 
 from rollbus.frontend.http.settings import Settings
@@ -15,8 +14,6 @@ from tests.browser.test_tokens import check_leaves_no_trace, give
 from tests.http.support import Http, http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import all_serve, until_state
-
-pytestmark = pytest.mark.slow
 
 ADMIN = "admin-token-2846"
 LEDGER = each("[data-testid=act-ledger] tbody tr", "[one.dataset.key, one.dataset.result]")

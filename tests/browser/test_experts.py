@@ -21,8 +21,6 @@ from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.requests import sized
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(num_layers=3, num_experts=8, top_k=2)
 
 

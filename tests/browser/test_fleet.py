@@ -15,8 +15,6 @@ from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence
 
-pytestmark = pytest.mark.slow
-
 SLOTS = 4
 MANY = 1000
 MAX_ROWS = 100

@@ -1,6 +1,5 @@
 """Text from the wire that looks like HTML: the page shows it as text and never interprets it."""
 
-import pytest
 from selenium.webdriver import Chrome
 
 from rollbus.schemas.control import ReadRequest
@@ -13,8 +12,6 @@ from tests.browser.page import PHONE, opened
 from tests.http.support import http_before
 from tests.support.hand_control import APPLIED, controlled, unless
 from tests.support.presences import capabilities, presence
-
-pytestmark = pytest.mark.slow
 
 SCRIPT = "<script>window.taken = true</script>"
 IMAGE = "<img src=x onerror='window.taken = true'>"

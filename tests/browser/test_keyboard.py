@@ -1,6 +1,5 @@
 """The page without a mouse, and in the accessibility tree that a screen reader uses."""
 
-import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 
@@ -8,8 +7,6 @@ from tests.browser.accessibility import nameless, roles
 from tests.browser.page import Page, opened
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
-
-pytestmark = pytest.mark.slow
 
 FOCUS = "const at = document.activeElement; return at.dataset.testid ?? at.closest('th')?.dataset.column ?? at.id"
 

@@ -20,8 +20,6 @@ from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence
 from tests.support.requests import sized
 
-pytestmark = pytest.mark.slow
-
 EVENTS = each("[data-testid=event]", "one.innerText.replace(/\\s+/g, ' ')")
 LANES = each("[data-testid=day] svg[role=img]", "one.ariaLabel")
 

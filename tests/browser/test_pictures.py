@@ -14,8 +14,6 @@ from tests.browser.small_fleet import MODEL, busy_fleet, in_trouble, under_load
 from tests.browser.test_acts import LEDGERS
 from tests.http.support import http_before
 
-pytestmark = pytest.mark.slow
-
 WORKERS = 5
 REQUESTS = 90
 SCREENS: dict[str, tuple[Size, Theme]] = {

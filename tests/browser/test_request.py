@@ -17,8 +17,6 @@ from tests.support.fleet import synthetic_worker
 from tests.support.requests import endless, short
 from tests.support.streams import start_stream
 
-pytestmark = pytest.mark.slow
-
 EVENTS = each("[data-testid=attempt] tr[data-event]", "one.dataset.event")
 NOTE = "[data-testid=request-note]"
 LISTED = each(

@@ -1,6 +1,5 @@
 """Tokens: the page asks for them when it needs them, and stores them only in the session storage of the tab."""
 
-import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 
@@ -8,8 +7,6 @@ from rollbus.frontend.http.settings import Settings
 from tests.browser.page import Page, opened
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
-
-pytestmark = pytest.mark.slow
 
 SETTINGS = Settings(token="data-token-7319", admin_token="admin-token-2846")
 LINK = "return document.querySelector('[data-testid=link]').dataset.state"

@@ -11,8 +11,6 @@ from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders, serving, start, write_adapter
 from tests.support.fleet_states import until_worker
 
-pytestmark = pytest.mark.slow
-
 
 async def with_adapter(rb: rollbus.Client) -> Generation:
     """Return the generation of a prompt with the adapter `math`."""

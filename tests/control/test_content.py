@@ -15,8 +15,6 @@ from tests.cli.support import run_rollbus
 from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
 from tests.support.fleet_states import all_serve, until_state, until_worker
 
-pytestmark = pytest.mark.slow
-
 
 def overwrite(folder: Path, other: Path) -> None:
     """Overwrite all files of a directory in place with those of another directory."""

@@ -16,8 +16,6 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_state
 
-pytestmark = pytest.mark.slow
-
 
 class OneAtOnce:
     """A store that serves the first worker immediately, and other workers only after `gate` is set."""

@@ -16,8 +16,6 @@ from tests.support.invariants import check_stream
 from tests.support.streams import start_stream
 from tests.support.waits import until
 
-pytestmark = pytest.mark.slow
-
 
 def table(stdout: str) -> list[list[str]]:
     """Return the worker and the result of each row that a command printed."""

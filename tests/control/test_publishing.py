@@ -21,8 +21,6 @@ from rollbus.schemas.errors import ControlError, InvalidRequest
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, start, write_adapter, write_checkpoint
 from tests.support.patience import SOON_S
 
-pytestmark = pytest.mark.slow
-
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 

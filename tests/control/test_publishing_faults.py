@@ -8,8 +8,6 @@ from rollbus.schemas.manifest import ChainRecord
 from tests.control.support import MODEL
 from tests.control.test_publishing import folders, stepped, weights
 
-pytestmark = pytest.mark.slow
-
 
 async def test_the_version_after_a_failed_but_stored_commit_is_an_anchor(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch

@@ -16,8 +16,6 @@ from rollbus.schemas.errors import ControlCode, ControlError
 from tests.control.support import MODEL
 from tests.control.test_publishing import folders
 
-pytestmark = pytest.mark.slow
-
 MEGABYTE = 1024**2
 BUCKET_BYTES = 7 * MEGABYTE
 """The size of a bucket that fits two versions of a megabyte and the space that is reserved for the record."""

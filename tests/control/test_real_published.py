@@ -17,7 +17,7 @@ from tests.support.fleet import check_generation
 from tests.support.real_fleet import RealWorkers, greedy
 from tests.support.results import expert_sets
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 QUESTIONS = [greedy(20 + 9 * seed, 16, 40 + seed, request_id=f"q{seed}") for seed in range(3)]
 FILE = "model.safetensors"

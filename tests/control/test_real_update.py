@@ -20,7 +20,7 @@ from tests.support.real_fleet import RealWorkers, greedy
 from tests.support.results import TOLERANCE, assert_same, expert_sets
 from tests.support.streams import Stream, start_stream
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 class Fleets(NamedTuple):

@@ -17,8 +17,6 @@ from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import all_serve, until_state, until_worker
 from tests.support.streams import start_stream
 
-pytestmark = pytest.mark.slow
-
 CHUNK = {"seed": 9}
 
 

@@ -16,8 +16,6 @@ from tests.support.fleet_states import until_worker
 from tests.support.invariants import check_stream
 from tests.support.streams import start_stream
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.proves("P16")
 async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
     """All blocks of a page run in their order in a fresh checkout and exit with code 0."""

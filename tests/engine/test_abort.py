@@ -9,7 +9,7 @@ from rollbus.schemas.sampling import SamplingParams
 from tests.engine.support import prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=60), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def arranged(loader: Callable[..., None], *loads: tuple[Any, ...]) -> tuple[Any, int]:

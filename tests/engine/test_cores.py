@@ -12,7 +12,7 @@ from rollbus.workers.engines.vllm.launch import engine_arguments
 from rollbus.workers.engines.vllm.processes import BINDING, NUM_THREADS, Cores, compute_in_core
 from tests.support.vllm_engine import RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def cores_of(model: Path, **engine_args: Any) -> tuple[Cores | None, str]:

@@ -11,7 +11,7 @@ import pytest
 from rollbus.schemas.errors import ControlCode
 from tests.support.tiny_families import FAMILIES, HALF
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 2e-4

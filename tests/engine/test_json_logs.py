@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 # The steps of an engine core's process before its first log line: vLLM's own setup and its prefix of each line.
 CORE = """

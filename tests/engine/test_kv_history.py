@@ -17,7 +17,7 @@ from tests.engine.support import prompt
 from tests.support.results import TOLERANCE
 from tests.support.vllm_engine import Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def request_of(number: int, prompt_len: int, max_tokens: int) -> GenerateRequest:

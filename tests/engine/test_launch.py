@@ -16,7 +16,7 @@ from rollbus.workers.engines.vllm.capabilities import describe_engine, find_refu
 from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.processes import Cores
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def engine_processes() -> set[int]:

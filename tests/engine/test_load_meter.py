@@ -7,7 +7,7 @@ import pytest
 from rollbus.schemas.presence import EngineStats
 from rollbus.workers.engines.vllm.feed import LoadMeter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def step(at: float, *outputs: Any, engine: int = 0, **stats: Any) -> Any:

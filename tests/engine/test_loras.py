@@ -16,7 +16,7 @@ from tests.support.results import TOLERANCE
 from tests.support.tiny_lora import make_tiny_lora, merge_tiny_lora
 from tests.support.vllm_engine import Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 PROMPT = prompt(70, seed=900)
 BASE = GenerateRequest(

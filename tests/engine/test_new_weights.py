@@ -17,7 +17,7 @@ from tests.engine.support import prompt, rows_here
 from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 REQUESTS = [
     GenerateRequest(

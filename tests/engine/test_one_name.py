@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.vllm_engine import RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def test_an_engine_imports_nothing_under_a_second_name(reloaded: RunningEngine) -> None:

@@ -13,7 +13,7 @@ from tests.engine.support import prompt, rows_here
 from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 NUM_STREAMS = 8
 MAX_TOKENS = 200

@@ -9,7 +9,7 @@ from rollbus.schemas.sampling import SamplingParams
 from tests.engine.support import prompt
 from tests.support.vllm_engine import RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 PROMPT_LEN = 300
 FIRST = 1000

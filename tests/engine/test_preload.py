@@ -13,7 +13,7 @@ import pytest
 from rollbus.workers.engines.vllm import processes
 from tests.support.vllm_engine import RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def installed(**versions: str) -> Callable[[str], str]:

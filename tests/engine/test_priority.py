@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 REQUEST = GenerateRequest(prompt_token_ids=[1, 2], priority=-7)
 

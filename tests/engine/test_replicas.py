@@ -16,7 +16,7 @@ from tests.engine.conftest import SMALL_CACHE
 from tests.engine.support import prompt
 from tests.support.vllm_engine import RunningEngine, running_engines
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 REPLICAS = {"dtype": "float32", "block_size": 32, "max_model_len": 512, "max_num_seqs": 4, "data_parallel_size": 2}
 NUM_TOKENS = 12

@@ -13,7 +13,7 @@ from tests.engine.support import prompt
 from tests.support.results import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 BEGUN = GenerateRequest(
     prompt_token_ids=prompt(20, seed=1200),

@@ -15,7 +15,7 @@ from tests.engine.support import prompt, rows_here, same_as_alone
 from tests.support.results import expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 ORACLE_PROMPT = [int(i) for i in prompt(200, seed=1)]
 ORACLE_SAMPLING: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 0}

@@ -15,7 +15,7 @@ from rollbus.workers.engines.vllm.params import to_vllm
 from tests.engine.support import prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 EOS = 2
 PROMPT = prompt(40, seed=20)

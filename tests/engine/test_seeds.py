@@ -12,7 +12,7 @@ from rollbus.schemas.sampling import SamplingParams
 from tests.engine.support import prompt
 from tests.support.vllm_engine import RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 LENGTHS = (1, 2, 31, 32, 33, 64, 100, 255, 256, 257, 300, 400, 480)
 """Prompt lengths around the sizes of a block and of a step, and of up to two steps."""

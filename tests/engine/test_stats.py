@@ -9,7 +9,7 @@ from rollbus.schemas.sampling import SamplingParams
 from tests.engine.support import prompt
 from tests.support.vllm_engine import RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def request_of(seed: int, prompt_len: int, max_tokens: int) -> GenerateRequest:

@@ -20,7 +20,7 @@ from tests.engine.support import prompt, rows_here
 from tests.support.patience import SOON_S
 from tests.support.vllm_engine import Engines, RunningEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=80), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
 SHORT = GenerateRequest(

@@ -24,7 +24,7 @@ from tests.support.patience import patient
 from tests.support.processes import becomes_true
 from tests.support.shared import Shared
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 WITH_STEPS = ("evaluate", "grpo", "http_openai", "multi_turn_agent", "publish_weights", "rl_loop")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}

@@ -22,8 +22,6 @@ from tests.support.load import Load
 from tests.support.requests import greedy
 from tests.support.waits import until, until_true
 
-pytestmark = pytest.mark.slow
-
 NUM_SLOTS = 4
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=NUM_SLOTS, max_model_len=10_000_000)
 

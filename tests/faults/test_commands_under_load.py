@@ -18,8 +18,6 @@ from tests.support.invariants import check_results, observing
 from tests.support.load import Load
 from tests.support.requests import greedy
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
 

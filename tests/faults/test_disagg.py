@@ -31,8 +31,6 @@ from tests.support.outcomes import outcome
 from tests.support.waits import until_true
 from tests.support.worker_process import worker_process
 
-pytestmark = pytest.mark.slow
-
 ALONE = SyntheticConfig()
 SLOW_LOADS = SyntheticConfig(kv_load_s=0.5)
 

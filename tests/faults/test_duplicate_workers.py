@@ -66,7 +66,6 @@ async def error_of(process: Process) -> str:
 
 
 @pytest.mark.proves("P4")
-@pytest.mark.slow
 @pytest.mark.parametrize("is_guarded", [False, True])
 async def test_a_second_worker_with_the_same_id_exits(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
@@ -98,7 +97,6 @@ async def test_a_second_worker_with_the_same_id_exits(
 
 
 @pytest.mark.proves("P4")
-@pytest.mark.slow
 async def test_exactly_one_of_two_workers_that_start_with_one_id_exits(nats_url: str, fleet: str) -> None:
     """If two workers with one id start together, exactly one exits, and clients know the remaining one immediately."""
     async with (
@@ -120,7 +118,6 @@ async def test_exactly_one_of_two_workers_that_start_with_one_id_exits(nats_url:
 
 
 @pytest.mark.proves("P4")
-@pytest.mark.slow
 async def test_a_stopped_worker_exits_if_another_worker_has_its_id_meanwhile(nats_url: str, fleet: str) -> None:
     """After SIGSTOP for longer than its lease, a worker exits if another worker has its id meanwhile."""
     async with (
@@ -141,7 +138,6 @@ async def test_a_stopped_worker_exits_if_another_worker_has_its_id_meanwhile(nat
             assert f"pid {second.pid}," in error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_worker_can_restart_with_its_id_immediately(nats_url: str, fleet: str, how: signal.Signals) -> None:
     """A worker can restart with its id immediately after the previous process was killed or stopped."""
@@ -155,7 +151,6 @@ async def test_a_worker_can_restart_with_its_id_immediately(nats_url: str, fleet
             assert second.returncode is None
 
 
-@pytest.mark.slow
 async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
     nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import rollbus
 from rollbus import GroupPrompt, GroupStep
@@ -32,7 +31,6 @@ def prompts() -> list[GroupPrompt]:
     return [GroupPrompt(greedy(10 + i, length), key=i) for i, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.slow
 async def test_answers_do_not_change_if_a_worker_is_killed_during_a_step(nats_url: str, fleet: str) -> None:
     """If one of two workers is killed during and between steps, each answer equals an undisturbed one."""
     expected = await undisturbed(

@@ -9,8 +9,6 @@ from tests.support.invariants import observing
 from tests.support.load import Load
 from tests.support.nats_noise import NatsNoise
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 
 

@@ -16,8 +16,6 @@ from tests.support.requests import greedy
 from tests.support.tcp_proxy import Direction, tcp_proxy
 from tests.support.waits import until_true
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.001)
 
 

@@ -23,8 +23,6 @@ from tests.support.requests import greedy
 from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
 from tests.support.waits import until_true
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 PREFILL = replace(CONFIG, step_s=0.1, max_num_seqs=4)
 """Slow, so that every fault happens during the prefill phase of some requests."""

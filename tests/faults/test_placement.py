@@ -21,8 +21,6 @@ from tests.support.invariants import observing
 from tests.support.load import Load
 from tests.support.worker_process import LASTING, worker_process
 
-pytestmark = pytest.mark.slow
-
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE, "prefix_cache": True}
 CONFIG = SyntheticConfig.from_args(ENGINE_ARGS)
 LEASE = ("--lease-s", "2")

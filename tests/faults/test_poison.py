@@ -22,8 +22,6 @@ from tests.support.outcomes import error_of
 from tests.support.requests import greedy
 from tests.support.worker_process import worker_process
 
-pytestmark = pytest.mark.slow
-
 BAD = 299
 """A prompt that begins with this token kills the engine that computes it."""
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=300, faults=SyntheticFaults(dies_of=BAD))

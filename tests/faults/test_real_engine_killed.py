@@ -20,7 +20,7 @@ from tests.support.real_fleet import RealWorkers
 from tests.support.results import assert_same
 from tests.support.waits import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def endless() -> GenerateRequest:

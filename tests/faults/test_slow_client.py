@@ -16,8 +16,6 @@ from tests.support.invariants import Observer, observing
 from tests.support.load import Load
 from tests.support.tcp_proxy import tcp_proxy
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.001, num_layers=32, top_k=8)
 ROW_BYTES = 32 * 8
 PROMPT_LEN = 8000

@@ -130,7 +130,6 @@ def wrong_shape(data: bytes) -> bytes:
     return msgspec.msgpack.encode(content)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("harm", [without_end, wrong_shape])
 async def test_every_request_completes_after_one_undecodable_frame(
     nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
@@ -164,7 +163,6 @@ async def test_every_request_completes_after_one_undecodable_frame(
         await observer.check_at_rest()
 
 
-@pytest.mark.slow
 async def test_jetstream_answers_between_lost_frames_cause_no_lost_attempt(nats_url: str, fleet: str) -> None:
     """Thousands of JetStream answers on the subjects of frames, while frames are lost, cause no lost attempt."""
     load, junk = await Load.mixed(50, CONFIG), 2000

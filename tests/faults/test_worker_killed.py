@@ -19,8 +19,6 @@ from tests.support.patience import SOON_S
 from tests.support.requests import greedy
 from tests.support.worker_process import LASTING, worker_process
 
-pytestmark = pytest.mark.slow
-
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}

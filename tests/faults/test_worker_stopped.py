@@ -14,8 +14,6 @@ from tests.support.load import Load
 from tests.support.waits import until
 from tests.support.worker_process import LASTING, worker_process
 
-pytestmark = pytest.mark.slow
-
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 
-import pytest
 from msgspec.structs import replace
 
 import rollbus
@@ -11,8 +10,6 @@ from tests.chaos.workload import VOCAB_SIZE
 from tests.support.disagg import check_legs, role_of, role_worker
 from tests.support.invariants import observing
 from tests.support.load import Load
-
-pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 PREFILL = replace(CONFIG, step_s=0.05)

@@ -25,8 +25,6 @@ from tests.support.load import Load
 from tests.support.outcomes import error_of
 from tests.support.waits import until
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 NUM_BAD = 400
 """Number of broken messages of each kind: fewer than a worker reads as a flood (`MAX_FROM_ONE`), even in one second."""

@@ -23,8 +23,6 @@ from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
 from tests.support.load import Load
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(step_s=0.0, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 MESSAGE = re.compile(rb"(H?)MSG rb\.v1\.[^.]+\.(\w+)\.\S+ .*?(?:(\d+) )?(\d+)\r\n")
 ANY_MESSAGE = re.compile(rb"H?MSG .*?(\d+)\r\n")

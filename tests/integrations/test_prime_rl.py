@@ -34,7 +34,7 @@ from tests.support.real_fleet import RealWorkers, greedy, prompt
 from tests.support.results import TOLERANCE
 from tests.support.tiny_lora import make_tiny_lora
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 NUM_LAYERS, TOP_K = 4, 4
 LONG = 4000

@@ -8,7 +8,7 @@ import pytest
 from tests.integrations.support import needs_trainers, run_program, started, until_line
 from tests.support.real_fleet import RealWorkers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_trainers]
+pytestmark = [pytest.mark.vllm, needs_trainers]
 
 NUM_STEPS = 16
 KILL_AFTER = 4

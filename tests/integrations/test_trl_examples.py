@@ -17,7 +17,7 @@ from tests.support.one_name import FOLDERS
 from tests.support.patience import patient
 from tests.support.shared import Shared
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_trainers]
+pytestmark = [pytest.mark.vllm, needs_trainers]
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}
 

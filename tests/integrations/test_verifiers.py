@@ -19,7 +19,7 @@ from tests.support.fleet_states import until_state
 from tests.support.patience import ENGINE_HANGS_AFTER_S, busy_timeout
 from tests.support.real_fleet import RealWorkers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.routing, needs_trainers]
+pytestmark = [pytest.mark.vllm, pytest.mark.routing, needs_trainers]
 
 MARBLE = "marble-v1"
 """An environment with a single turn, a package on PyPI."""

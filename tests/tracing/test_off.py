@@ -43,7 +43,6 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "opentelemetr
 """
 
 
-@pytest.mark.slow
 def test_opentelemetry_is_not_imported_without_tracing(nats_url: str, fleet: str) -> None:
     """A client, a worker and an HTTP service without tracing serve a traced request and do not import OpenTelemetry."""
     trace = f"00-{'a' * 32}-{'b' * 16}-01"

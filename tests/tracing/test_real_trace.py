@@ -12,7 +12,6 @@ from tests.support.worker_process import LASTING, worker_process
 ENGINE_ARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 async def test_a_trace_of_a_real_engine_has_queue_worker_and_engine_below_the_call(
     nats_url: str, fleet: str, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch
