@@ -82,7 +82,6 @@ async def test_all_requests_are_aborted(nats_url: str, fleet: str) -> None:
     assert left == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("body", [{}, {"model": "synthetic"}])
 async def test_requests_without_a_known_model_yet_are_aborted(
     nats_url: str, fleet: str, tmp_path: Path, body: dict[str, Any]

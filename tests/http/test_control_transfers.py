@@ -13,8 +13,6 @@ from tests.http.control_support import ControlHttp, control_http
 from tests.http.support import http_before
 from tests.support.fleet_states import until_state
 
-pytestmark = pytest.mark.slow
-
 CHUNK = {"update_info": {"seed": 4}}
 
 

@@ -19,7 +19,7 @@ from tests.http.support import Http, http_before
 from tests.support.disagg import disaggregated, until_paired
 from tests.support.fleet import synthetic_worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 PROMPT = [index % 250 for index in range(100)]
 EXTRA = ["worker_id", "engine_data"]

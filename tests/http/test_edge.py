@@ -19,7 +19,6 @@ LARGE = SyntheticConfig(num_layers=64, top_k=8, max_model_len=100_000)
 PROMPT = [7] * 40_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str, stream: bool) -> None:
     """An unread response counts as in flight. After the timeout, it is cut, aborted and counted with status 408."""
@@ -40,7 +39,6 @@ async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str,
     assert busy.status_code == 429
 
 
-@pytest.mark.slow
 async def test_a_client_that_disconnects_during_a_response_is_counted(nats_url: str, fleet: str) -> None:
     """If the client disconnects during a response, the rest is not produced, and the metric counts status 499."""
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
@@ -51,7 +49,6 @@ async def test_a_client_that_disconnects_during_a_response_is_counted(nats_url: 
         await becomes(http, "rollbus_http_requests_total", 1, **labels, status="499")
 
 
-@pytest.mark.slow
 async def test_a_slow_client_receives_the_whole_response(nats_url: str, fleet: str) -> None:
     """The timeout applies to each piece, so a slow client receives the whole response."""
     settings = Settings(client_timeout_s=0.5)

@@ -6,7 +6,6 @@ from typing import Any
 
 import hypothesis
 import jsonschema_rs
-import pytest
 import schemathesis
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -129,7 +128,6 @@ async def _status(http: Http, path: str) -> int:
     return (await http.client.get(path)).status_code
 
 
-@pytest.mark.slow
 async def test_schemathesis_finds_no_server_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Requests drawn from the document get responses as documented, and never 5xx."""
     config = SyntheticConfig(max_model_len=256)

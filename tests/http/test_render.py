@@ -81,7 +81,6 @@ async def test_a_rendered_request_is_accepted_as_it_is(nats_url: str, fleet: str
         assert isinstance(answers[0]["choices"][0]["routed_experts"], str)
 
 
-@pytest.mark.slow
 async def test_a_rendered_request_is_one_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """VLLM's own model of the body accepts a rendered request."""
     protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")

@@ -9,8 +9,6 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_service
 from tests.support.fleet_states import until_state
 
-pytestmark = pytest.mark.slow
-
 PATH = "/inference/v1/generate"
 SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
 FEW = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}

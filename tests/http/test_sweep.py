@@ -111,7 +111,6 @@ async def sent(http: Http, route: tuple[str, str], body: bytes) -> tuple[int, di
     return answer.status_code, error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "route", sorted(key for key, route in ROUTES.items() if route.body is not None), ids=lambda r: r[1]
 )

@@ -12,8 +12,6 @@ from tests.http.support import http_before, http_service
 from tests.support.requests import endless, short
 from tests.support.streams import start_stream
 
-pytestmark = pytest.mark.slow
-
 TOKENS = Settings(token="data", admin_token="admin")
 
 

@@ -22,7 +22,6 @@ from tests.support.waits import until_true
 TEXT = {"prompt": "a", "max_tokens": 1}
 
 
-@pytest.mark.slow
 async def test_a_malformed_tokenizer_gives_501_until_the_files_are_repaired(
     nats_url: str, fleet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
