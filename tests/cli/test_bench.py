@@ -114,7 +114,6 @@ def test_an_invalid_number_is_refused(argv: list[str], capsys: pytest.CaptureFix
     assert argv[0] in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_round_counts_the_received_tokens_and_routed_experts(nats_url: str, fleet: str, streams: bool) -> None:
     """A round counts tokens and routed experts by the row rule, streamed or not.
@@ -136,7 +135,6 @@ async def test_a_round_counts_the_received_tokens_and_routed_experts(nats_url: s
     assert times == ([6, pytest.approx(12, abs=12), 6] if streams else [0, 0, 0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 async def test_rejected_and_early_ended_requests_count_as_failures(nats_url: str, fleet: str, streams: bool) -> None:
     """A rejected request and a request that ends early at a stop token count as failures by name.
@@ -155,7 +153,6 @@ async def test_rejected_and_early_ended_requests_count_as_failures(nats_url: str
     assert taken.first_failure != ""
 
 
-@pytest.mark.slow
 async def test_without_workers_a_round_fails_as_a_whole(nats_url: str, fleet: str) -> None:
     """Without workers, a round fails as a whole instead of counting each request as a failure."""
     ended: list[object] = []
@@ -173,7 +170,6 @@ async def test_without_workers_a_round_fails_as_a_whole(nats_url: str, fleet: st
     assert list(map(str, ended)) == [NOBODY, NOBODY]
 
 
-@pytest.mark.slow
 async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
     """A run with the seed of an earlier run has no prefix cache hits. A repetition of the same requests has hits."""
     earlier, later = (requests(BenchOptions(input_tokens=40, output_tokens=5)) for _ in range(2))
@@ -185,7 +181,6 @@ async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -
     assert cached[2] > 0
 
 
-@pytest.mark.slow
 async def test_the_report_has_the_fleet_and_whole_rounds(nats_url: str, fleet: str) -> None:
     """The JSON report has the fleet's model and version and whole rounds of both concurrencies, without warm-up."""
     async with observing(nats_url, fleet), served(nats_url, fleet, weight_version=3) as (_, worker, _):
@@ -203,7 +198,6 @@ async def test_the_report_has_the_fleet_and_whole_rounds(nats_url: str, fleet: s
         assert one["first_token_p50_ms"]["low"] <= one["request_p99_ms"]["high"]
 
 
-@pytest.mark.slow
 async def test_aborted_requests_give_exit_code_1(nats_url: str, fleet: str) -> None:
     """Aborted requests are listed in the table and in the last line, and the other requests are still measured."""
     # The load takes seconds, because a busy machine needs that time to abort in the middle of it.
@@ -222,7 +216,6 @@ async def test_aborted_requests_give_exit_code_1(nats_url: str, fleet: str) -> N
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
 async def test_ctrl_c_aborts_the_requests_in_flight(nats_url: str, fleet: str) -> None:
     """After Ctrl-C, the engine has no request left, and the command reports the interrupt with exit code 130."""
     async with (

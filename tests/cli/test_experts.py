@@ -53,7 +53,6 @@ def test_large_models_fit_a_terminal(num_layers: int, num_experts: int) -> None:
     assert len(map_lines(table, 8, 20)) >= num_layers
 
 
-@pytest.mark.slow
 async def test_the_command_shows_the_counts_of_the_workers(
     one_worker: StartServed, nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
@@ -80,7 +79,6 @@ async def test_the_command_shows_the_counts_of_the_workers(
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 async def test_workers_of_an_earlier_release_change_the_exit_code(nats_url: str, fleet: str) -> None:
     """With a worker of an earlier release the exit code is 3 beside another worker and 1 if it is alone.
 

@@ -3,15 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
-
 import rollbus
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
 from tests.cli.support import run_rollbus
 from tests.support.fleet import synthetic_worker
-
-pytestmark = pytest.mark.slow
 
 
 async def test_the_model_that_began_an_output_completes_it(nats_url: str, fleet: str, tmp_path: Path) -> None:

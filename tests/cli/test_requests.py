@@ -75,7 +75,6 @@ def test_the_selected_request_is_visible(size: tuple[int, int]) -> None:
     assert any("request-45" in line for line in lines)
 
 
-@pytest.mark.slow
 async def test_the_list_in_a_pipe_and_the_trace_in_a_terminal(nats_url: str, fleet: str) -> None:
     """In a pipe, the list is a table or JSON. In a terminal, Enter opens the trace, b goes back and q quits."""
     args = ("requests", "--nats", nats_url, "--fleet", fleet)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import pytest
 from msgspec.structs import replace
 
 import rollbus
@@ -109,7 +108,6 @@ def ack(worker: str, timeline: RequestTimeline) -> Ack:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 async def test_the_attempt_of_a_killed_worker_is_shown(nats_url: str, fleet: str) -> None:
     """After the loss of a worker, the next worker reports the lost attempt with its worker, time and kept tokens."""
     async with (
@@ -182,7 +180,6 @@ def test_control_characters_from_the_wire_are_replaced() -> None:
     assert all(cell.isprintable() for row in shown for cell in row)
 
 
-@pytest.mark.slow
 async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:
     """`trace` prints tables, also for the id of an OpenAI response, and JSON with complete timelines."""
     async with one_worker(worker_id="w0", options={"client": "alice", "placement": False}) as (rb, *_):
@@ -209,7 +206,6 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
     assert (one["worker"], one["client"], one["attempt"], one["events"][-1]["tokens"]) == ("w0", "alice", 0, 3)
 
 
-@pytest.mark.slow
 async def test_a_request_in_flight_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:
     """`trace` also shows a request in flight, even while it is paused."""
     async with one_worker(config=SLOW) as (rb, *_), asyncio.TaskGroup() as tasks:
@@ -225,7 +221,6 @@ async def test_a_request_in_flight_is_shown(one_worker: StartServed, nats_url: s
     assert " tokens, pause\n" in shown.stdout
 
 
-@pytest.mark.slow
 async def test_an_unknown_request_gives_exit_code_1(one_worker: StartServed, nats_url: str, fleet: str) -> None:
     """An unknown request gives exit code 1 and states what workers remember. A wrong id is a usage error.
 
@@ -245,7 +240,6 @@ async def test_an_unknown_request_gives_exit_code_1(one_worker: StartServed, nat
     assert (alone.code, alone.stdout) == (ExitCode.NO_WORKERS, "")
 
 
-@pytest.mark.slow
 async def test_a_silent_worker_makes_the_answer_partial(nats_url: str, fleet: str) -> None:
     """If a worker does not answer, the exit code is partial and the note names it. If none answers, it is a timeout."""
     async with (

@@ -24,7 +24,7 @@ from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up, se
 from tests.support.processes import becomes_true, is_alive
 from tests.support.shared import Shared
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 
 class Up(NamedTuple):

@@ -116,7 +116,6 @@ def test_a_cause_cannot_control_the_terminal() -> None:
     assert all(line.isprintable() and r"\x1b[2J\n" in line for line in lines)
 
 
-@pytest.mark.slow
 async def test_why_shows_a_pause_on_one_screen(nats_url: str, fleet: str) -> None:
     """A healthy fleet has no cause. A pause is shown with its author and the request that it holds."""
     async with (
