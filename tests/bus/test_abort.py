@@ -49,7 +49,6 @@ async def test_an_abort_ends_a_running_request_with_its_tokens_so_far(one_worker
     np.testing.assert_array_equal(generation.routed_experts, expected.routed_experts)
 
 
-@pytest.mark.slow
 async def test_an_abort_ends_a_queued_request_immediately(one_worker: StartServed) -> None:
     """An abort ends a queued request immediately, although no slot is free.
 
@@ -102,7 +101,6 @@ async def test_abort_rejects_an_empty_list_and_a_string(nats_url: str, fleet: st
             await rb.abort(iter(()))
 
 
-@pytest.mark.slow
 async def test_a_request_that_still_searches_for_workers_can_be_aborted(nats_url: str, fleet: str) -> None:
     """A request can be aborted while its client still searches for workers that serve the model."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
@@ -134,7 +132,6 @@ async def test_an_abort_ends_all_child_requests_of_a_request(nats_url: str, flee
     assert sorted(aborted) == keys[1:]
 
 
-@pytest.mark.slow
 async def test_a_waiting_request_of_a_lost_worker_can_be_aborted(nats_url: str, fleet: str) -> None:
     """If a worker is lost, an abort ends its waiting request with the tokens that the client received."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

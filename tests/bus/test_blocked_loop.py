@@ -15,8 +15,6 @@ from tests.support.load import Load
 from tests.support.requests import sized
 from tests.support.worker_process import worker_process
 
-pytestmark = pytest.mark.slow
-
 ENGINE_ARGS = {"num_layers": 16, "top_k": 8, "max_num_seqs": 64}
 STEP_S = 0.006
 NUM_TOKENS = 1200

@@ -15,8 +15,6 @@ from tests.support.invariants import observing
 from tests.support.requests import sized
 from tests.support.worker_process import worker_process
 
-pytestmark = pytest.mark.slow
-
 ENGINE_ARGS = {"step_s": 0.002, "max_model_len": 10_000_000}
 
 

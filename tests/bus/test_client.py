@@ -74,7 +74,6 @@ async def test_each_sample_equals_a_request_with_its_own_seed(one_worker: StartS
 
 
 @pytest.mark.proves("P45")
-@pytest.mark.slow
 async def test_every_request_method_raises_no_workers_without_a_worker(nats_url: str, fleet: str) -> None:
     """Without a worker, every request method raises `NoWorkers` promptly, long before the timeout of the request."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(SOON_S):
@@ -89,7 +88,6 @@ async def test_every_request_method_raises_no_workers_without_a_worker(nats_url:
         assert (await rb.fleet.state()).workers == ()
 
 
-@pytest.mark.slow
 async def test_the_error_for_an_unknown_model_lists_the_known_models(nats_url: str, fleet: str) -> None:
     """An unknown model name raises an error that lists the known models.
 
@@ -176,7 +174,6 @@ async def test_routed_experts_prompt_start_removes_leading_rows(
     np.testing.assert_array_equal(part.routed_experts, full.routed_experts[start:])
 
 
-@pytest.mark.slow
 async def test_routed_experts_larger_than_a_message_arrive_whole(one_worker: StartServed) -> None:
     """Routed experts larger than a message arrive whole, with two-byte ids if a model has more than 256 experts."""
     config = SyntheticConfig(num_layers=64, top_k=8, num_experts=300)
@@ -191,7 +188,6 @@ async def test_routed_experts_larger_than_a_message_arrive_whole(one_worker: Sta
     assert generation.routed_experts.max() == 299
 
 
-@pytest.mark.slow
 async def test_open_requests_of_a_stopped_worker_fail_with_worker_stopped(nats_url: str, fleet: str) -> None:
     """Without another worker, open requests of a stopped worker fail with `worker_stopped`.
 

@@ -74,7 +74,6 @@ async def test_credit_is_granted_for_received_frames_and_not_for_read_results(na
     assert [chunk.token_ids[0] for chunk in rest] == list(range(1, 200))
 
 
-@pytest.mark.slow
 async def test_frame_acks_are_repeated_every_second(nats_url: str, fleet: str) -> None:
     """Every second the client repeats the frame ack of each link, so a lost message does no harm."""
     async with hand_worker(nats_url, fleet) as (worker, _):
@@ -85,7 +84,6 @@ async def test_frame_acks_are_repeated_every_second(nats_url: str, fleet: str) -
     assert (first.acked, first.credit) == (again.acked, again.credit)
 
 
-@pytest.mark.slow
 async def test_a_client_publishes_presence_until_its_close(nats_url: str, fleet: str) -> None:
     """A client publishes presence before its first request, then every second, and a last time when it closes."""
     async with worker_by_hand(nats_url, fleet) as worker:
@@ -115,7 +113,6 @@ async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: 
         assert rb.stats().bad_messages == 1
 
 
-@pytest.mark.slow
 async def test_frames_that_nats_py_drops_are_counted_and_requested_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

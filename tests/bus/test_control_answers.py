@@ -14,8 +14,6 @@ from tests.support.hand_control import ACCEPTED, APPLIED, controlled, silent
 from tests.support.outcomes import incomplete
 from tests.support.tcp_proxy import tcp_proxy
 
-pytestmark = pytest.mark.slow  # each client waits half a second for presence
-
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:

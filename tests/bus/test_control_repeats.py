@@ -41,7 +41,6 @@ async def test_new_acks_delay_the_repeat_of_a_command() -> None:
         assert under_way.repeat_at == heard_at + REPEAT_S
 
 
-@pytest.mark.slow
 async def test_endless_new_acks_do_not_prevent_the_repeat_of_a_lost_command(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

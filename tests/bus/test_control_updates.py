@@ -16,8 +16,6 @@ from tests.support.fleet_states import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
 from tests.support.outcomes import incomplete
 
-pytestmark = pytest.mark.slow  # each client waits half a second for presence
-
 GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))
 BAD = Canary(token_ids=(9, 2, 3), logprobs=(-2.1, -0.2, -0.3))
 

@@ -22,8 +22,6 @@ from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, con
 from tests.support.outcomes import incomplete
 from tests.support.waits import until
 
-pytestmark = pytest.mark.slow  # each client waits half a second for presence
-
 
 def _folder(path: Path, text: str) -> Path:
     path.mkdir()

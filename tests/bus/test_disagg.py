@@ -21,7 +21,7 @@ from tests.support.disagg import disaggregated, long, until_paired
 from tests.support.fleet import served, synthetic_worker
 from tests.support.invariants import assert_equal, check_results, check_stream
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 LENGTHS = (1, 31, 32, 33, 100, 500)
 ALONE = SyntheticConfig()

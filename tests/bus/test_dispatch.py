@@ -73,7 +73,6 @@ async def test_a_request_beyond_the_queue_limit_fails_with_queue_full(nats_url: 
 
 
 @pytest.mark.proves("P48")
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 async def test_requests_of_a_purged_queue_are_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, count: int
@@ -104,7 +103,6 @@ async def test_requests_of_a_purged_queue_are_published_again(
     assert {generation.attempts for generation in generations} == {2}
 
 
-@pytest.mark.slow
 async def test_a_long_queue_needs_no_more_server_calls_to_find_orphans(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +135,6 @@ async def test_a_long_queue_needs_no_more_server_calls_to_find_orphans(
     assert 0 < num_asked < 20
 
 
-@pytest.mark.slow
 async def test_a_request_that_waits_in_the_queue_is_no_orphan(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +159,6 @@ async def test_a_request_that_waits_in_the_queue_is_no_orphan(
 
 
 @pytest.mark.proves("P45")
-@pytest.mark.slow
 async def test_queued_requests_without_workers_fail_after_the_grace_time(nats_url: str, fleet: str) -> None:
     """After the last worker is gone, queued requests fail with `no_workers`.
 
@@ -186,7 +182,6 @@ async def test_queued_requests_without_workers_fail_after_the_grace_time(nats_ur
     assert by_id["running"].code is ErrorCode.WORKER_LOST
 
 
-@pytest.mark.slow
 async def test_a_request_waits_until_workers_create_a_deleted_queue_again(nats_url: str, fleet: str) -> None:
     """While a worker serves the model, a request waits for a deleted stream until the workers create it again."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

@@ -33,7 +33,6 @@ async def test_a_caller_that_leaves_a_stream_aborts_the_request_in_the_engine(on
 
 
 @pytest.mark.proves("P37")
-@pytest.mark.slow
 async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
     """A request that exceeds its `timeout_s` fails with `timeout` and is aborted in the engine."""
     config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
@@ -62,7 +61,6 @@ async def test_a_second_request_with_the_id_of_an_open_request_fails(one_worker:
 
 
 @pytest.mark.proves("P35")
-@pytest.mark.slow
 async def test_the_id_of_an_abandoned_request_can_be_used_again_immediately(one_worker: StartServed) -> None:
     """A request that is abandoned and sent again under its id gets its own chunks, never those of the first request."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
@@ -99,7 +97,6 @@ async def test_closing_the_client_ends_its_threads_and_aborts_its_requests(nats_
             await all_of(stream)
 
 
-@pytest.mark.slow
 async def test_an_unread_stream_is_aborted_at_its_deadline(one_worker: StartServed) -> None:
     """A stream that no caller reads is aborted at its deadline too."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)

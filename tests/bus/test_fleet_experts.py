@@ -18,8 +18,6 @@ from tests.support.requests import greedy, short, sized
 from tests.support.streams import start_stream
 from tests.support.worker_process import worker_process
 
-pytestmark = pytest.mark.slow
-
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 EXPERTS = 16
 """Default number of experts of the synthetic engine."""

@@ -50,7 +50,6 @@ def check_same(wish: str, whole: Generation, chunks: list[rollbus.Chunk]) -> Non
 
 
 @pytest.mark.proves("P62")
-@pytest.mark.slow
 async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Requests of every kind return the same whole and streamed, while both share the engine's steps.
 

@@ -15,8 +15,6 @@ from tests.support.fleet import check_generation, synthetic_worker
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true
 
-pytestmark = pytest.mark.slow
-
 CONFIG = SyntheticConfig(
     step_s=0.002, max_num_seqs=4, prefix_cache=True, prefix_cache_tokens=200_000, num_experts=0, max_model_len=8192
 )

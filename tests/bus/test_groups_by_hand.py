@@ -2,7 +2,6 @@
 
 import asyncio
 
-import pytest
 from msgspec.structs import replace
 
 from rollbus import GenerateRequest, SamplingParams
@@ -147,7 +146,6 @@ async def test_a_request_that_no_worker_has_accepted_is_stopped_immediately(nats
         assert [answer.token_ids.tolist() for answer in (await step).groups[0].generations] == [[6], [6]]
 
 
-@pytest.mark.slow
 async def test_a_request_continues_if_its_worker_does_not_confirm_the_abort(nats_url: str, fleet: str) -> None:
     """If a worker does not confirm an abort within a time limit, the request continues from the tokens so far."""
     async with (

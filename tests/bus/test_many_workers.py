@@ -1,14 +1,10 @@
 """In a fleet of hundreds of workers, every worker answers every command and every query."""
 
-import pytest
-
 import rollbus
 from bench.processes import many_workers
 from rollbus.schemas.acks import Ack, AckStatus
 from tests.support.invariants import observing
 from tests.support.patience import SOON_S
-
-pytestmark = pytest.mark.slow
 
 COUNT = 200
 

@@ -47,7 +47,6 @@ async def test_each_token_has_its_mask(one_worker: StartServed) -> None:
     assert declined.sampling_mask is None
 
 
-@pytest.mark.slow
 async def test_every_token_has_its_mask_once_after_the_loss_of_a_worker(nats_url: str, fleet: str) -> None:
     """Every token has its mask once, also if a second worker continues after the death of the first."""
     # Each worker runs at least three of eight samples, so the stream's worker has some when it dies.

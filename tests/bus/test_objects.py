@@ -66,7 +66,6 @@ async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
             assert stages == ["fetching", "checking"]
 
 
-@pytest.mark.slow
 async def test_nats_py_reads_the_objects_of_rollbus(nats_url: str, tmp_path: Path) -> None:
     """The object store of nats-py finds and reads objects of rollbus, with size and digest."""
     source = write_folder(tmp_path / "source", a=2 * MEGABYTE + 1, b=10)

@@ -7,7 +7,6 @@ import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-import pytest
 from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import publish, subscribe
@@ -23,7 +22,6 @@ from tests.support.patience import SOON_S
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_control.py"
 
 
-@pytest.mark.slow
 async def test_the_example_program_pauses_and_resumes_every_worker(nats_url: str, fleet: str) -> None:
     """The example program pauses and resumes every worker of any model, and prints each ack."""
     async with (
@@ -48,7 +46,6 @@ async def test_the_example_program_pauses_and_resumes_every_worker(nats_url: str
     assert lines.index("a resume accepted ") > max(lines.index(f"{worker} pause applied ") for worker in "ab")
 
 
-@pytest.mark.slow
 async def test_the_nats_commands_of_the_documentation_work(nats_url: str, fleet: str) -> None:
     """Each `nats pub` of docs/protocol.md is applied and answered on the subject of its `nats sub`."""
     typed = DOC.read_text().replace(".default.", f".{fleet}.")

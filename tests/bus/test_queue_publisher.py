@@ -137,7 +137,6 @@ async def test_a_request_above_the_limit_of_the_server_fails_locally(nats_url: s
 
 
 @pytest.mark.proves("P42")
-@pytest.mark.slow
 @pytest.mark.parametrize("in_hand", [False, True])
 async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: str, in_hand: bool) -> None:
     """After its time to live, a request leaves the queue, whether it waits or was pulled. Other requests stay."""
@@ -164,7 +163,6 @@ async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: 
 
 
 @pytest.mark.proves("P41")
-@pytest.mark.slow
 async def test_a_publication_without_an_answer_is_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +207,6 @@ async def test_a_slow_server_stores_every_request_once(fleet: str, monkeypatch: 
         assert (await waiting(client, fleet))["normal"] == 500
 
 
-@pytest.mark.slow
 async def test_a_request_above_the_limit_after_a_reconnect_is_not_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,6 @@ async def test_two_workers_share_a_queue(nats_url: str, fleet: str) -> None:
     assert sorted(held + rest) == sorted(numbered(10))
 
 
-@pytest.mark.slow
 async def test_requests_of_a_silent_worker_go_to_another_worker(nats_url: str, fleet: str) -> None:
     """A request without an ack is delivered to another worker, unless its worker sends in-progress acks."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=2, limits=QUICK) as silent:
@@ -219,7 +218,6 @@ async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(
         assert given_back == [request.data]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["STREAM.DELETE.{name}", "CONSUMER.DELETE.{name}.normal"])
 async def test_a_deleted_stream_or_consumer_is_created_again(nats_url: str, fleet: str, what: str) -> None:
     """If a stream or a consumer is deleted, the worker creates it again, and new requests arrive."""
@@ -237,7 +235,6 @@ async def test_a_deleted_stream_or_consumer_is_created_again(nats_url: str, flee
         assert worker.puller.stats.ensured == 2
 
 
-@pytest.mark.slow
 async def test_a_backlog_larger_than_the_server_buffer_is_delivered_completely(nats_url: str, fleet: str) -> None:
     """A backlog with more bytes than the server buffers for a connection is delivered completely, each request once."""
     data = bytes(range(256)) * (7 * 4096)
@@ -252,7 +249,6 @@ async def test_a_backlog_larger_than_the_server_buffer_is_delivered_completely(n
             assert worker.nats.counters().dropped_msgs == worker.nats.counters().disconnects == 0
 
 
-@pytest.mark.slow
 async def test_large_requests_among_small_requests_are_delivered_in_order(nats_url: str, fleet: str) -> None:
     """Pulls for many small requests skip larger ones. The next pulls deliver the larger ones in their order."""
     requests = [b"%d" % i + b"x" * (200_000 if i % 40 == 20 else 0) for i in range(120)]
@@ -263,7 +259,6 @@ async def test_large_requests_among_small_requests_are_delivered_in_order(nats_u
             assert [(await worker.take()).data for _ in requests] == requests
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("is_closed_here", "expected"), [(True, BusClosed), (False, BusBroken)])
 async def test_a_closed_connection_ends_the_puller_with_an_error(
     nats_url: str, fleet: str, is_closed_here: bool, expected: type[Exception]

@@ -12,8 +12,6 @@ from tests.support.fleet import StartServed
 from tests.support.requests import endless, short
 from tests.support.streams import start_stream
 
-pytestmark = pytest.mark.slow
-
 SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
 NAMES = ["gsm8k/test.1", "a b=c", "日本-😀", "x:y", "r" * 512]
 

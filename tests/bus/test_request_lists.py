@@ -14,8 +14,6 @@ from tests.support.streams import start_stream
 from tests.support.waits import until
 from tests.support.worker_process import worker_process
 
-pytestmark = pytest.mark.slow
-
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 

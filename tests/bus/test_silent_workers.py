@@ -23,8 +23,6 @@ from tests.support.presences import presence
 from tests.support.requests import short
 from tests.support.waits import until_true
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:

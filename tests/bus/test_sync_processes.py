@@ -6,15 +6,11 @@ import sys
 from asyncio.subprocess import PIPE
 from typing import Any
 
-import pytest
-
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.messages import decode_client_presence
 from tests.support.connections import opened
 from tests.support.fleet import StartServed, until_idle
 from tests.support.patience import SOON_S
-
-pytestmark = pytest.mark.slow
 
 
 async def run(program: str, url: str, fleet: str) -> list[Any]:

@@ -23,8 +23,6 @@ from tests.support.waits import until
 from tests.support.worker_process import worker_process
 from tests.workers.links_support import queued
 
-pytestmark = pytest.mark.slow
-
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 QUEUE = {"placement": False}
 PLAIN_LIFE = ["published", "offered", "started", "prefilled", "first_token", "ended"]

@@ -24,8 +24,6 @@ from tests.support.outcomes import error_of
 from tests.support.presences import presence
 from tests.support.waits import until, until_true
 
-pytestmark = pytest.mark.slow
-
 
 async def announce(worker: HandWorker, version: int, target: int | None) -> None:
     """Publish presence of a worker with this weight version and target version."""
