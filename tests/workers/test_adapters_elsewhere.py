@@ -15,8 +15,6 @@ from tests.support.fleet_states import until_state, worker_of
 from tests.support.hand_worker import request
 from tests.support.invariants import observing
 
-pytestmark = pytest.mark.slow
-
 FAILS = SyntheticConfig.from_args({"faults": {"load_lora": True}})
 
 

@@ -13,8 +13,6 @@ from tests.support.hand_controller import hand_controller
 from tests.support.requests import PROMPT_LEN, endless, greedy, short
 from tests.workers.support import SLOW, StartControlled, stream_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.proves("P21", "P77")
 async def test_a_stream_kept_by_a_pause_equals_an_undisturbed_stream(controlled_worker: StartControlled) -> None:

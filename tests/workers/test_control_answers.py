@@ -11,8 +11,6 @@ from tests.support.patience import SOON_S
 from tests.support.requests import endless, short
 from tests.workers.support import StartControlled
 
-pytestmark = pytest.mark.slow
-
 
 async def test_the_ack_of_state_contains_the_workers_presence(controlled_worker: StartControlled) -> None:
     """The ack of `state` contains the worker's presence."""

@@ -14,8 +14,6 @@ from tests.support.hand_client import MODEL
 from tests.support.hand_controller import HandController
 from tests.workers.support import StartControlled
 
-pytestmark = pytest.mark.slow
-
 Doctor = Callable[[DesiredState | None], None]
 
 

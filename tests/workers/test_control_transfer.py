@@ -19,8 +19,6 @@ from tests.support.requests import endless, greedy
 from tests.support.waits import until_true
 from tests.workers.support import StartControlled
 
-pytestmark = pytest.mark.slow
-
 
 class Scene:
     """A worker with one request in flight, during a transfer of weights."""

@@ -13,8 +13,6 @@ from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import StartControlled
 
-pytestmark = pytest.mark.slow
-
 
 def unanswered(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
     """Make reads fail, as if no server answered."""

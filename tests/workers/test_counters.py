@@ -93,7 +93,6 @@ def test_stalls_of_removed_links_still_count() -> None:
     assert links.outbound.credit_stalls == 3
 
 
-@pytest.mark.slow
 async def test_a_worker_publishes_its_counters_and_counts_each_result_once(nats_url: str, fleet: str) -> None:
     """Each request is counted in one counter by its result. Another process of that name begins at 0."""
     config = SyntheticConfig(step_s=0.002)

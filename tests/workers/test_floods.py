@@ -15,7 +15,6 @@ from tests.support.patience import SOON_S
 from tests.support.requests import short
 from tests.support.waits import until_true
 
-pytestmark = pytest.mark.slow
 FLOOD = textwrap.dedent("""
     import json, socket, sys, time
     host, port, subject, data = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4].encode()

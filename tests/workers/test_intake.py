@@ -22,8 +22,6 @@ from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import StartHeard
 
-pytestmark = pytest.mark.slow
-
 ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
 
 

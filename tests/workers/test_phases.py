@@ -17,8 +17,6 @@ from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient
 from tests.workers.support import StartHeard
 
-pytestmark = pytest.mark.slow
-
 PREFILL = SyntheticConfig(role="prefill")
 DECODE = SyntheticConfig(role="decode")
 

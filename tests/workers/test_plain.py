@@ -163,7 +163,6 @@ async def until_end(frames: asyncio.Queue[Frame]) -> list[Frame]:
 
 
 @pytest.mark.proves("P92")
-@pytest.mark.slow
 async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, fleet: str) -> None:
     """All tokens arrive in frames numbered from 0. The queue keeps the request until the terminal chunk is sent."""
     config = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
@@ -187,7 +186,6 @@ async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, f
 
 
 @pytest.mark.proves("P92")
-@pytest.mark.slow
 async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, fleet: str) -> None:
     """If the worker dies, the next worker serves the request from its first token on, as the next attempt."""
     async with hand_client(nats_url, fleet) as client:
@@ -206,7 +204,6 @@ async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, f
 
 
 @pytest.mark.proves("P93")
-@pytest.mark.slow
 async def test_a_request_with_a_foreign_reply_to_is_discarded_and_counted(heard_worker: StartHeard) -> None:
     """A request whose `reply_to` is not a subject of its client leaves the queue unserved."""
     async with heard_worker() as (client, worker, _):
@@ -217,7 +214,6 @@ async def test_a_request_with_a_foreign_reply_to_is_discarded_and_counted(heard_
         assert worker.stats().links.requests == 0
 
 
-@pytest.mark.slow
 async def test_the_plain_mode_example_prints_the_whole_result(nats_url: str, fleet: str) -> None:
     """The 40-line program prints tokens, log probabilities, the shape of the routed experts, and the end."""
     model = "Qwen/Qwen3-30B.A3B"

@@ -219,7 +219,6 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.slow
 async def test_a_paused_worker_is_alive_and_not_ready(nats_url: str, fleet: str) -> None:
     """With `--probe`, a worker process is ready while it serves, and alive also during a pause."""
     port = free_port()
@@ -254,7 +253,6 @@ async def test_the_probe_answers_while_the_worker_waits_for_nats(fleet: str) -> 
     assert json.loads(ready[2]) == {"state": "connecting"}
 
 
-@pytest.mark.slow
 async def test_a_worker_exits_with_one_line_if_the_address_is_in_use(nats_url: str, fleet: str) -> None:
     """If the address is in use, the worker exits with 1 before it does anything, with one line that names it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

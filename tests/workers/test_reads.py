@@ -16,7 +16,6 @@ from tests.workers.support import StartControlled
 
 
 @pytest.mark.proves("P96")
-@pytest.mark.slow
 async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: StartControlled) -> None:
     """A worker that is paused during a request answers a read with one final ack, and does not log the command."""
     async with controlled_worker() as (client, boss, worker, _):
@@ -35,7 +34,6 @@ async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: St
         assert before == worker._control._log.under_way == []
 
 
-@pytest.mark.slow
 async def test_a_read_for_another_worker_is_not_answered(controlled_worker: StartControlled) -> None:
     """Reads can name workers and models, as all commands can."""
     async with controlled_worker() as (_, boss, *_rest):

@@ -19,8 +19,6 @@ from tests.support.hand_controller import hand_controller
 from tests.support.requests import endless, short
 from tests.workers.support import SLOW, StartControlled
 
-pytestmark = pytest.mark.slow
-
 BASE = "bucket/versions"
 
 
