@@ -51,11 +51,12 @@ async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put(nats, bucket, "p", source)
         folder = await fetch_folder(nats_url, objects, tmp_path / "cache")
-        for boot, spoil in (
+        spoils: list[tuple[str, Callable[[], object]]] = [
             ("2", (folder / "a").unlink),
             ("3", lambda: (folder / "b").write_bytes(bytes(100))),
             ("4", lambda: (folder / "c").write_bytes(b"")),
-        ):
+        ]
+        for boot, spoil in spoils:
             monkeypatch.setattr(folder_store, "boot_id", lambda boot=boot: boot)
             spoil()
             stages: list[str] = []

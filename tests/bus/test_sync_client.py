@@ -144,7 +144,7 @@ async def test_errors_are_those_of_the_client_with_asyncio(nats_url: str, fleet:
             with pytest.raises(InvalidRequest, match="max_in_flight is '8', not an integer"):
                 list(rb.complete_many([], max_in_flight="8"))  # type: ignore[arg-type]
             with pytest.raises(InvalidRequest, match="requests has None"):
-                list(rb.complete_many([None]))  # type: ignore[list-item]
+                list(rb.complete_many([None]))
             with pytest.raises(InvalidRequest, match="requests is an async iterable; allowed: an iterable"):
                 list(rb.complete_many(_nothing()))
             with pytest.raises(InvalidRequest, match="workers"):

@@ -57,7 +57,7 @@ def assert_equal(folder: Path) -> None:
         {"add_generation_prompt": False, "continue_final_message": True},
         {"chat_template_kwargs": {"opening": "x"}},
     ):
-        assert fast.apply_chat_template(MESSAGES, **options) == slow.apply_chat_template(MESSAGES, **options)  # type: ignore[arg-type]
+        assert fast.apply_chat_template(MESSAGES, **options) == slow.apply_chat_template(MESSAGES, **options)
 
 
 @pytest.mark.parametrize("model", [*PROVEN_MODELS])

@@ -71,7 +71,7 @@ async def test_the_response_has_the_fields_of_vllm_and_the_tokens_of_the_bus(nat
         content = choice["logprobs"]["content"]
         assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
         found.append((choice["token_ids"], [entry["logprob"] for entry in content], choice["routed_experts"]["start"]))
-        assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)  # type: ignore[arg-type]
+        assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)
         # As in vLLM, the sampled token is the first of the requested top logprobs.
         assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content)
         assert {len(entry["top_logprobs"]) for entry in content} == {2}

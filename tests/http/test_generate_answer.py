@@ -90,11 +90,11 @@ def test_the_sampled_token_comes_first_among_its_top_logprobs() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"logprobs": RESULT.logprobs[:1]},  # type: ignore[index]
+        {"logprobs": RESULT.logprobs[:1]},
         {"logprobs": None},
         {"logprobs": np.array([-0.5, np.nan], np.float32)},
-        {"top_logprobs": RESULT.top_logprobs[:1]},  # type: ignore[index]
-        {"prompt_logprobs": RESULT.prompt_logprobs[:1]},  # type: ignore[index]
+        {"top_logprobs": RESULT.top_logprobs[:1]},
+        {"prompt_logprobs": RESULT.prompt_logprobs[:1]},
         {"prompt_logprobs": None},
         {"prompt_logprobs": np.array([-0.5, np.inf], np.float32)},
         {"routed_experts": None},

@@ -247,7 +247,7 @@ def test_later_changes_of_the_engines_arrays_do_not_change_chunks() -> None:
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
         writer.add_step(step, version)
         step.token_ids[:] = 0
-        step.routed_experts[:] = 0  # type: ignore[index]
+        step.routed_experts[:] = 0
     chunks = drain(writer)
     scenario.arrays["token_ids"], scenario.arrays["routed_experts"] = arrays
 

@@ -287,7 +287,7 @@ def test_followers_begin_in_order_but_behind_more_urgent_requests_of_the_queue()
     """Followers begin in order of lane. Requests of a higher lane in the queue go before followers of a lower lane."""
     turns = led("g")
     for lane in ("low", "normal", "high"):
-        add(turns, lane, lane)  # type: ignore[arg-type]
+        add(turns, lane, lane)
     assert [turns.num_due(waiting, 8) for waiting in (HIGH, NORMAL, None, EMPTY)] == [1, 2, 3, 3]
     popped = [turns.pop(waiting, 1, 0.0) for waiting in (HIGH, (*HIGH, *NORMAL), NORMAL, NORMAL, None, EMPTY)]
     assert popped == ["high", None, "normal", None, "low", None]

@@ -166,7 +166,7 @@ class NatsCluster:
         if len(leaders) != 1 or not leaders <= set(metas):
             return False
         # Only the leader knows the state of the other servers.
-        peers = {peer["name"]: peer for peer in metas[leaders.pop()].get("replicas") or ()}  # type: ignore[index]
+        peers = {peer["name"]: peer for peer in metas[leaders.pop()].get("replicas") or ()}
         current = {name for name, peer in peers.items() if peer["current"] and not peer.get("offline")}
         return len(peers) == len(NAMES) - 1 and len(current & set(metas)) == len(metas) - 1
 

@@ -103,7 +103,7 @@ def test_id_300_survives_the_boundary() -> None:
 
     assert found.dtype == np.uint16
     assert found[5, 0].tolist() == [300, 301, 302]
-    assert np.array_equal(found[:5], first.routed_experts)  # type: ignore[arg-type]
+    assert np.array_equal(found[:5], first.routed_experts)
 
 
 def test_a_logprob_of_minus_infinity_is_legal() -> None:
@@ -192,7 +192,7 @@ def test_a_first_turn_may_have_no_rows_at_all() -> None:
 
     assert stitcher.sample().start == 3
     assert stitcher.sample().routed_experts is not None
-    stitcher.add(whole.token_ids[:8], replace(second, routed_experts=whole.routed_experts[2:10], start=2))  # type: ignore[index]
+    stitcher.add(whole.token_ids[:8], replace(second, routed_experts=whole.routed_experts[2:10], start=2))
     assert stitcher.sample().start == 2
 
 

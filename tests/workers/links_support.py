@@ -46,7 +46,7 @@ def queued(*, client: str = "alice", num_delivered: int = 1, nats: Connection | 
     """Return one delivery of a queue message. Without a connection, the test can send no ack for it."""
     reply = f"$JS.ACK.stream.normal.{num_delivered}.1.1.1.0"
     message = Msg(cast(Client, None), subject=f"rb.v1.f.req.{client}.m.normal", reply=reply)
-    return QueuedRequest(cast(Connection, nats), message)
+    return QueuedRequest(nats, message)
 
 
 def request_of(prompt_len: int = 2, **fields: object) -> GenerateRequest:

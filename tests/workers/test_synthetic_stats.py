@@ -105,9 +105,9 @@ async def test_cached_prompt_tokens_cost_no_prefill_time() -> None:
         assert step.cached_tokens == 96 * number  # type: ignore[union-attr]
         rates.append(engine.stats.prefill_tokens_per_s)
     assert None not in rates
-    assert rates[0] <= 1 / cost_s  # type: ignore[operator]
+    assert rates[0] <= 1 / cost_s
     # The second prefill computed four tokens, and measurements are weighted by their tokens.
-    assert rates[1] <= 1 / cost_s  # type: ignore[operator]
+    assert rates[1] <= 1 / cost_s
     await engine.close()
 
 

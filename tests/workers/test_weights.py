@@ -320,7 +320,7 @@ async def test_new_requests_never_find_cached_prefixes_of_older_weights(tmp_path
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.flow.resume()
         await worker.generate("c")
-        cached = [worker.end(request_id).end.cached_tokens for request_id in ("a", "b", "c")]  # type: ignore[union-attr]
+        cached = [worker.end(request_id).end.cached_tokens for request_id in ("a", "b", "c")]
         assert cached == [0, 32, 0]
 
 
