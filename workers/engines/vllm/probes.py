@@ -1,12 +1,12 @@
 """The expected output of a module, computed from its weights, and the tolerance for rounding. Uses torch, not vLLM.
 
-A probe has a fixed input of a few rows, the output that the weights of a checkpoint give for it, and a tolerance for
-each number of that output. The reference is computed in float32, or in float64 if the weights are float32.
+An expectation is a pair of an expected output and the largest allowed difference of each of its numbers, on the CPU.
+Inputs and references have the dtype of the weights: a kernel computes with it too.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,241 +14,172 @@ from torch import Tensor
 SEED = 20_260
 NUM_COLUMNS = 6
 """Number of columns of a linear module's weight that are compared exactly."""
-NUM_DENSE = 2
-"""Number of input rows that use every weight of a linear module."""
-NUM_IDS = 16
-"""Number of compared rows of an embedding."""
 NUM_SIGMAS = 8.0
 """Limit for a sum of independent roundings, in standard deviations. One sum in 10^15 exceeds it."""
+EXPERT_SIGMAS = 16.0
+"""The same for an expert, whose roundings pass through two products and an activation with a slope up to 1.2."""
 SMALLEST = 1e-37
 """Kernels may replace smaller numbers by zero, including each product of a sum."""
-CHUNK_ELEMENTS = 1 << 24
-"""Number of elements of a weight that are converted at a time: at most 128 MiB."""
-CPU_CHUNK_ELEMENTS = 1 << 20
-"""The same on a CPU. About as many elements fit into its cache, which halves the time."""
-STEEPEST = 1.2
-"""Upper limit for the slope of all these activations."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModuleProbe:
-    """An input, and the expected output of the weights for it."""
+class Expectation(NamedTuple):
+    """The output of a module for some inputs, in float32 or float64."""
 
-    inputs: Tensor
-    expected: Tensor
-    """Expected output in float32 or float64, on the CPU."""
+    output: Tensor
     tolerance: Tensor
-    """Largest allowed difference of each number from the expected number."""
-    num_plain: int = 0
-    """Number of first rows to which the module does not add its bias."""
+    """Largest allowed difference of each number."""
 
-    def difference(self, actual: Tensor) -> str | None:
-        """Return a description of how `actual` differs from the expected output; None: it does not differ."""
-        actual = actual.detach().to("cpu", self.expected.dtype).reshape(-1, actual.shape[-1])
-        if actual.shape != self.expected.shape:
-            return f"has the shape {tuple(actual.shape)} instead of {tuple(self.expected.shape)}"
-        # Weights that are not finite give outputs that are not finite. Then only their positions are compared.
-        is_wrong = ~((actual - self.expected).abs() <= self.tolerance)
-        is_wrong &= ~(~actual.isfinite() & ~self.expected.isfinite())
-        if not is_wrong.any():
-            return None
-        worst = float((actual - self.expected).abs().nan_to_num(nan=math.inf).max())
-        largest = float(self.expected.abs().nan_to_num(nan=math.inf).max())
-        return f"differs in {int(is_wrong.sum())} of {is_wrong.numel()} numbers, by up to {worst:.2g} of {largest:.2g}"
+    def difference(self, actual: Tensor) -> str:
+        """Return a description of how `actual` differs; an empty string if it does not."""
+        return difference(actual.reshape(-1, actual.shape[-1]), *self)
 
 
-def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
-    """Return the probe of a module that computes `x @ weight.T + bias`.
-
-    If an input row has a single 1, the module returns one column of its weight. No rounding occurs, so these rows are
-    compared exactly. They detect even weights of the previous optimizer step. The other rows use every weight. Their
-    tolerance follows from the roundings of a kernel, which are treated as independent of each other.
+def difference(actual: Tensor, expected: Tensor, tolerance: Tensor | None = None) -> str:
+    """Return a description of how `actual` differs from `expected`; an empty string if it does not.
 
     Args:
-        weight: `[out, in]`.
-        dtype: dtype of the module's inputs and outputs.
-        step: relative error of each product in addition to the rounding of `dtype`.
+        actual, expected: tensors.
+        tolerance: largest allowed difference of each number. None: both tensors must be equal in the dtype of `actual`.
+    """
+    if actual.shape != expected.shape:
+        return f"has the shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if tolerance is None:
+        expected = expected.to(actual.device, actual.dtype)
+        is_right = actual == expected
+        if actual.is_floating_point():
+            is_right |= actual.isnan() & expected.isnan()
+    else:
+        actual = actual.detach().to(expected.device, expected.dtype)
+        # Weights that are not finite give outputs that are not finite. Then only their positions are compared.
+        is_right = ((actual - expected).abs() <= tolerance) | (~actual.isfinite() & ~expected.isfinite())
+    num_wrong = is_right.numel() - int(is_right.sum())
+    return f"differs in {num_wrong} of {is_right.numel()} numbers" if num_wrong else ""
+
+
+def linear_inputs(weight: Tensor) -> Tensor:
+    """Return inputs `[rows, in]` of a module with this weight `[out, in]`. Only its last row uses the bias.
+
+    If an input row has a single 1, the module returns one column of its weight. No rounding occurs, so these rows are
+    compared exactly, and detect even weights of the previous optimizer step. The last row uses every weight; its
+    numbers are 1 and -1, because kernels that round their inputs to few bits do not change them.
     """
     num_in = weight.shape[1]
-    columns = _spread(num_in, NUM_COLUMNS)
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = torch.zeros(len(columns) + NUM_DENSE, num_in)
-    inputs[torch.arange(len(columns)), columns] = 1
-    # Inputs of 1 and -1, because kernels that round their inputs to few bits do not change them.
-    inputs[len(columns)] = torch.randint(2, (num_in,), generator=generator) * 2.0 - 1
-    inputs[len(columns) + 1 :] = torch.randn(NUM_DENSE - 1, num_in, generator=generator)
-    inputs = inputs.to(weight.device, dtype)
-    wide = _wide(weight.dtype if weight.is_floating_point() else dtype)
-    dense, norms = _matmul(inputs[len(columns) :], weight, wide)
-    if bias is not None:
-        dense += bias.to("cpu", wide)
-    expected = torch.cat((weight[:, columns.to(weight.device)].T.to("cpu", wide), dense))
-    unit = _unit(dtype)
-    tolerance = expected.abs() * unit + NUM_SIGMAS * (_accumulation(dtype, num_in) + step) * norms + num_in * SMALLEST
-    tolerance[: len(columns)] = expected[: len(columns)].abs() * (_exact_unit(dtype) + step) + SMALLEST
-    return ModuleProbe(inputs, expected, tolerance, len(columns))
+    signs = torch.randint(2, (1, num_in), generator=torch.Generator().manual_seed(SEED)) * 2 - 1
+    rows = torch.cat((torch.nn.functional.one_hot(spread(num_in, NUM_COLUMNS), num_in), signs))
+    return rows.to(weight.device, weight.dtype)
 
 
-def embedding_probe(weight: Tensor, num_rows: int) -> ModuleProbe:
-    """Return the probe of a module that looks up rows of `weight`. Only its first `num_rows` rows are in use."""
-    ids = _spread(num_rows, NUM_IDS)
-    expected = weight[ids.to(weight.device)].to("cpu", torch.float64)
-    return ModuleProbe(ids.to(weight.device), expected, torch.zeros_like(expected))
+def expect_linear(weight: Tensor, bias: Tensor | None, *, step: float = 0.0) -> Expectation:
+    """Return what a module must compute for `linear_inputs`.
 
-
-def head_probes(maps: Tensor, dtype: torch.dtype) -> ModuleProbe:
-    """Return the probe of a module that multiplies each head's vector by its own matrix, `maps[head, in, out]`.
-
-    Inputs are `[head, row, in]`, outputs are `[head * row, out]`. No kernel has rounded the matrices.
+    Args:
+        weight, bias: weight `[out, in]` and bias `[out]`.
+        step: relative error of each product in addition to the rounding of the dtype.
     """
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = torch.randn(maps.shape[0], NUM_DENSE, maps.shape[1], generator=generator, dtype=torch.float64)
-    wide = maps.to("cpu", torch.float64)
-    expected = torch.bmm(inputs, wide).flatten(0, 1)
-    tolerance = NUM_SIGMAS * _exact_unit(dtype) * wide.norm(dim=1).repeat_interleave(NUM_DENSE, 0)
-    return ModuleProbe(inputs, expected, tolerance)
+    wide, unit = widen(weight.dtype), torch.finfo(weight.dtype).eps
+    inputs = linear_inputs(weight)
+    columns = weight[:, spread(weight.shape[1], NUM_COLUMNS).to(weight.device)].T.to("cpu", wide)
+    dense = torch.nn.functional.linear(inputs[-1:], weight, None if bias is None else bias.to(weight)).to("cpu", wide)
+    norms = torch.linalg.vector_norm(weight, dim=1, dtype=wide).cpu()
+    # For 16-bit types this is less than the distance to the next number, so each bit of a column must be right. For
+    # float32 it allows errors in the last bits.
+    exact = columns.abs() * (unit * (4 if weight.dtype is torch.float32 else 0.25) + step) + SMALLEST
+    # The reference is rounded once, as the output of the kernel is.
+    rounded = 2 * unit * dense.abs() + NUM_SIGMAS * (sum_unit(weight.dtype, weight.shape[1]) + step) * norms
+    return Expectation(torch.cat((columns, dense)), torch.cat((exact, rounded + weight.shape[1] * SMALLEST)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Activation:
+class Activation(NamedTuple):
     """The operations of an expert between its two matrix products."""
 
-    split: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Splits the first product into gate and up."""
     apply: Callable[[Tensor], Tensor]
     """The function that is applied to the gate."""
+    is_interleaved: bool = False
+    """True if gate and up are the even and the odd numbers of the first product, instead of its halves."""
     offset: float = 0.0
     """Number that is added to up."""
     limit: float = math.inf
     """Upper limit of the gate, and limit of the absolute value of up."""
 
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x[: len(x) // 2], x[len(x) // 2 :]
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the input of the second product for the output `x` of the first."""
+        gate, up = (x[::2], x[1::2]) if self.is_interleaved else x.chunk(2)
+        return self.apply(gate.clamp(max=self.limit)) * (up.clamp(-self.limit, self.limit) + self.offset)
 
 
 ACTIVATIONS = {
-    "silu": Activation(_halves, torch.nn.functional.silu),
-    "gelu": Activation(_halves, torch.nn.functional.gelu),
-    "gelu_tanh": Activation(_halves, lambda gate: torch.nn.functional.gelu(gate, approximate="tanh")),
-    "swigluoai": Activation(
-        lambda x: (x[::2], x[1::2]), lambda gate: gate * torch.sigmoid(1.702 * gate), offset=1.0, limit=7.0
-    ),
+    "silu": Activation(torch.nn.functional.silu),
+    "gelu": Activation(torch.nn.functional.gelu),
+    "gelu_tanh": Activation(lambda gate: torch.nn.functional.gelu(gate, approximate="tanh")),
+    "swigluoai": Activation(lambda gate: gate * torch.sigmoid(1.702 * gate), True, 1.0, 7.0),
 }
 """Supported activations, by vLLM's names."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The weights of gated experts."""
-
-    w13: Tensor
-    """`[expert, 2 * inner, hidden]`."""
-    w2: Tensor
-    """`[expert, hidden, inner]`."""
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    activation: Activation
+def expert_inputs(w13: Tensor) -> Tensor:
+    """Return one input row for each expert of `w13`, `[expert, 2 * inner, hidden]`."""
+    rows = torch.randn(w13.shape[0], w13.shape[2], generator=torch.Generator().manual_seed(SEED))
+    return rows.to(w13.device, w13.dtype)
 
 
-def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return expert ids and weights `[rows, top_k]` that use each expert."""
-    num_rows = math.ceil(num_experts / top_k)
-    ids = torch.arange(num_rows * top_k).reshape(num_rows, top_k) % num_experts
-    weights = torch.arange(1, top_k + 1, dtype=torch.float32) / (top_k * (top_k + 1) / 2)
-    return ids, weights.expand(num_rows, top_k).contiguous()
+def route_experts(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return expert ids and weights `[expert, top_k]`: only the first expert of each row has a weight above 0."""
+    ids = (torch.arange(num_experts)[:, None] + torch.arange(top_k)) % num_experts
+    weights = torch.zeros(num_experts, top_k)
+    weights[:, 0] = 1
+    return ids, weights
 
 
-def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
-    """Return the probe of experts, whose rows are routed by `experts_routing`.
+def expect_experts(
+    weights: dict[str, Tensor], activate: Callable[[Tensor], Tensor], *, step: float = 0.0
+) -> Expectation:
+    """Return what gated experts must compute for `expert_inputs`, routed by `route_experts`.
 
     Args:
-        dtype, step: as for `linear_probe`.
+        weights: `w13_weight` `[expert, 2 * inner, hidden]`, `w2_weight` `[expert, hidden, inner]`, and their biases
+            `w13_bias` and `w2_bias`, if there are any.
+        activate: operation between the two products.
+        step: relative error of each product in addition to the rounding of the dtype.
     """
-    w13, w2, activation = experts.w13, experts.w2, experts.activation
-    ids, weights = experts_routing(len(w13), top_k)
-    generator = torch.Generator().manual_seed(SEED)
-    inputs = torch.randn(len(ids), w13.shape[2], generator=generator).to(w13.device, dtype)
-    wide = _wide(w13.dtype)
-    expected = torch.zeros(len(ids), w2.shape[1], dtype=wide, device=w2.device)
-    variance = torch.zeros_like(expected)
-    unit = _unit(dtype)
-    inner_unit = unit + _accumulation(dtype, w13.shape[2]) + step
-    outer_unit = unit + _accumulation(dtype, w2.shape[2]) + step
-    for row in range(len(ids)):
-        x = inputs[row].to(wide)
-        for expert, share in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
-            first = w13[expert].to(wide)
-            product, noise = first @ x, first.norm(dim=1) * inner_unit
-            if experts.w13_bias is not None:
-                product = product + experts.w13_bias[expert].to(wide)
-                noise = noise + product.abs() * unit
-            (gate, up), (gate_noise, up_noise) = activation.split(product), activation.split(noise)
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-            up, acted = up + activation.offset, activation.apply(gate)
-            hidden = acted * up
-            hidden_noise = STEEPEST * gate_noise * up.abs() + acted.abs() * up_noise + 2 * unit * hidden.abs()
-            second = w2[expert].to(wide)
-            output = second @ hidden
-            noise_of_output = (second.square() @ hidden_noise.square()).sqrt()
-            noise_of_output += outer_unit * (second.square() @ hidden.square()).sqrt()
-            if experts.w2_bias is not None:
-                output = output + experts.w2_bias[expert].to(wide)
-                noise_of_output += output.abs() * unit
-            expected[row] += share * output
-            variance[row] += (share * (noise_of_output + output.abs() * unit)).square()
-    tolerance = NUM_SIGMAS * variance.sqrt() + 2 * unit * expected.abs() + w2.shape[2] * SMALLEST
-    return ModuleProbe(inputs, expected.cpu(), tolerance.cpu())
+    w13, w2 = weights["w13_weight"], weights["w2_weight"]
+    wide = widen(w13.dtype)
+    rows = []
+    for expert, x in enumerate(expert_inputs(w13)):
+        product = w13[expert].to(wide) @ x.to(wide)
+        if "w13_bias" in weights:
+            product += weights["w13_bias"][expert].to(wide)
+        output = w2[expert].to(wide) @ activate(product)
+        if "w2_bias" in weights:
+            output += weights["w2_bias"][expert].to(wide)
+        rows.append(output.cpu())
+    expected = torch.stack(rows)
+    unit = torch.finfo(w13.dtype).eps + sum_unit(w13.dtype, max(w13.shape[2], w2.shape[2])) + step
+    # Each number of a row is a sum of products of the same sizes, so its rounding follows the row's mean square.
+    scale = expected.square().mean(dim=1, keepdim=True).sqrt() + expected.abs()
+    return Expectation(expected, EXPERT_SIGMAS * unit * scale + w2.shape[2] * SMALLEST)
 
 
-def plain_difference(actual: Tensor, raw: Tensor) -> str | None:
-    """Return a description of how a parameter differs from its loaded tensor `raw`; None: no number differs."""
-    if actual.shape != raw.shape:
-        return f"has the shape {tuple(actual.shape)} instead of {tuple(raw.shape)}"
-    raw = raw.to(actual.device, actual.dtype)
-    is_same = (actual == raw) | (actual.isnan() & raw.isnan()) if raw.is_floating_point() else actual == raw
-    if bool(is_same.all()):
-        return None
-    return f"differs in {int((~is_same).sum())} of {is_same.numel()} numbers"
+def expect_maps(maps: Tensor) -> Expectation:
+    """Return the sums of the rows of matrices `[head, in, out]`, with random signs: no kernel has rounded copies."""
+    signs = torch.randint(2, (maps.shape[1],), generator=torch.Generator().manual_seed(SEED)) * 2.0 - 1
+    wide = maps.to("cpu", torch.float64)
+    sums = torch.einsum("i,hio->ho", signs.double(), wide)
+    return Expectation(sums, 1e-9 * wide.abs().sum(dim=1))
 
 
-def _matmul(inputs: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `inputs @ weight.T` and the norms of the weight's rows."""
-    products, norms = [], []
-    rows = max(1, (CHUNK_ELEMENTS if weight.is_cuda else CPU_CHUNK_ELEMENTS) // weight.shape[1])
-    for start in range(0, len(weight), rows):
-        wide_part = weight[start : start + rows].to(wide)
-        products.append((inputs.to(wide) @ wide_part.T).cpu())
-        norms.append(wide_part.norm(dim=1).cpu())
-    return torch.cat(products, 1), torch.cat(norms)
-
-
-def _spread(length: int, count: int) -> Tensor:
+def spread(length: int, count: int) -> Tensor:
     """Return `count` indices below `length`, including the first and the last; all indices if there are fewer."""
     return torch.tensor(sorted({round(i * (length - 1) / max(count - 1, 1)) for i in range(count)}))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of references for weights of `dtype`."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _unit(dtype: torch.dtype) -> float:
-    """Return the largest relative error of a number that is rounded to `dtype`."""
-    return torch.finfo(dtype).eps
-
-
-def _exact_unit(dtype: torch.dtype) -> float:
-    """Return the relative tolerance for numbers without rounding.
-
-    For 16-bit types it is less than the distance to the next number, so each bit must be right. For float32 it allows
-    errors in the last bits.
-    """
-    return torch.finfo(dtype).eps * (4 if dtype is torch.float32 else 0.25)
-
-
-def _accumulation(dtype: torch.dtype, length: int) -> float:
+def sum_unit(dtype: torch.dtype, length: int) -> float:
     """Return the relative error of a sum of `length` products, as an error of each product.
 
     Kernels add in float32 or a wider type. Kernels for 16-bit types may round partial sums to 16 bits.
     """
-    return torch.finfo(dtype).eps if dtype is not torch.float32 else torch.finfo(dtype).eps * math.sqrt(length)
+    return torch.finfo(dtype).eps * (math.sqrt(length) if dtype is torch.float32 else 1)

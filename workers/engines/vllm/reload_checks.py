@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import _custom_ops
 from vllm.model_executor.layers.attention import MLAAttention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -38,13 +37,14 @@ from ....schemas.errors import ForeignError, foreign_code
 from ....schemas.weights import Verified
 from .probes import (
     ACTIVATIONS,
-    Experts,
-    embedding_probe,
-    experts_probe,
-    experts_routing,
-    head_probes,
-    linear_probe,
-    plain_difference,
+    difference,
+    expect_experts,
+    expect_linear,
+    expect_maps,
+    expert_inputs,
+    linear_inputs,
+    route_experts,
+    spread,
 )
 from .reload_repairs import UNPACKED, Copies, copy_unpacked, find_copies, loader_of
 
@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 REDUCED_FLOAT32 = 2.0**-10
 """Relative error of float32 products on devices that may compute them with fewer bits."""
+NUM_IDS = 16
+"""Number of compared rows of an embedding."""
 NUM_DIMENSIONS = 3
 """Number of dimensions of a convolution's weight: `[channel, 1, width]`."""
 WRAPPED = ".base_layer"
@@ -61,6 +63,10 @@ PACKED = "cpu_linear"
 MAX_NAMED = 3
 """Maximum number of modules in an error message."""
 MAX_REASON_CHARS = 100
+PLAIN_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+
+Check = Callable[[], str]
+"""Returns a description of how a module differs after a load; an empty string if it does not."""
 
 
 class Unknown(Exception):
@@ -75,8 +81,8 @@ class WrongOutput(Exception):
 class _ProbedLoad:
     """The state of one load."""
 
-    checks: list[tuple[str, Callable[[], str | None]]] = dataclasses.field(default_factory=list)
-    """Module names with a comparison to run after the load. It returns a description of the difference, or None."""
+    checks: list[tuple[str, Check]] = dataclasses.field(default_factory=list)
+    """Module names with a comparison to run after the load."""
     wrong: list[str] = dataclasses.field(default_factory=list)
     """Differences that were found until now."""
     unprobed: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -117,7 +123,6 @@ class Probing:
         self._latent = _find_latent(self._model)
         if self._convolutions is None:
             self._convolutions = find_copies(self._model)
-
         self._original = layerwise._layerwise_process
         layerwise._layerwise_process = functools.partial(self._process, self._original)
 
@@ -138,9 +143,7 @@ class Probing:
             method = getattr(module, "quant_method", None)
             # Other methods may change the weights in place, so a second run could damage them. Their probe detects
             # old copies.
-            if module in self._load.loaded or not isinstance(
-                method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-            ):
+            if module in self._load.loaded or not isinstance(method, PLAIN_METHODS):
                 continue
             packed = next((other for other in others if other in self._load.loaded and hasattr(other, PACKED)), None)
             if packed is not None and hasattr(module, PACKED):
@@ -159,8 +162,15 @@ class Probing:
         Raises:
             WrongOutput: the outputs of modules differ; the message names the first modules.
         """
-        load, self._load = self._load, _ProbedLoad()
-        probed = self._run(load)
+        load, probed = self._load, set()
+        with torch.inference_mode():
+            for name, check in load.checks:
+                found = self._try(name, check)
+                if found:
+                    load.wrong.append(f"{name} {found}")
+                elif found is not None:
+                    probed.add(name)
+        self._load = _ProbedLoad()
         empty = [module for module in self._names if module not in load.covered and _holds_weights(module)]
         names = sorted(self._names[module] for module in empty)
         # Some parameters of quantized models are in no checkpoint. vLLM's start also skips this check for them.
@@ -172,153 +182,105 @@ class Probing:
             named = list_names(load.wrong, "; ", MAX_NAMED)
             raise WrongOutput(f"the output of modules differs from the output of the loaded tensors: {named}")
         unprobed = tuple(f"{name} ({reason})" for name, reason in sorted(load.unprobed.items()))
-        return Verified(probed=len(probed), equal=load.num_equal, unprobed=unprobed)
-
-    def _run(self, load: _ProbedLoad) -> set[str]:
-        """Run the comparisons that wait for the end of the load. Return the names of the modules with equal output."""
-        probed = set()
-        with torch.inference_mode():
-            for name, compare in load.checks:
-                try:
-                    with foreign_code(Unknown):
-                        difference = compare()
-                except Unknown as exc:
-                    load.unprobed[name] = str(exc)
-                except ForeignError as exc:
-                    # The kernel of vLLM may not support a call outside of a request.
-                    logger.warning("weights.probe_failed module=%s", name, exc_info=True)
-                    load.unprobed[name] = _in_short(exc)
-                else:
-                    if difference is None:
-                        probed.add(name)
-                    else:
-                        load.wrong.append(f"{name} {difference}")
-        return probed - load.unprobed.keys()
+        return Verified(probed=len(probed - load.unprobed.keys()), equal=load.num_equal, unprobed=unprobed)
 
     def _process(self, original: Callable[..., None], layer: Any, info: Any) -> None:
         """Probe `layer` and call `original`, which is vLLM's `_layerwise_process`. It runs when `layer` is complete."""
         name = self._names.get(layer)
-        raw: dict[str, Any] | None = None
-        absent: dict[str, int] = {}
+        raw = None
         if name is not None and info.loaded_weights:
-            try:
-                with foreign_code():
-                    raw, absent = arrange(layer, info)
-            except ForeignError as exc:
-                # The loader of vLLM may not support separate memory.
-                logger.warning("weights.arrange_failed module=%s", name, exc_info=True)
-                self._load.unprobed[name] = _in_short(exc)
             self._load.loaded.add(layer)
             self._load.covered.update((layer, *self._sharing.get(layer, ()), *self._latent.get(layer, ())))
-            if raw is not None:
-                self._refer(layer, raw, absent)
+            # The loader of vLLM may not support separate memory.
+            raw = self._try(name, functools.partial(self._refer, layer, info))
         original(layer, info)
         if name is not None and raw is not None and getattr(layer, "quant_method", None) is None:
-            self._compare(layer, name, raw)
+            # A module without a kernel computes with its parameters.
+            found = {key: difference(getattr(layer, key).data, tensor) for key, tensor in raw.items()}
+            wrong = [f"{name}.{key} {different}" for key, different in found.items() if different]
+            self._load.wrong.extend(wrong)
+            self._load.num_equal += not wrong
 
-    def _refer(self, layer: Any, raw: dict[str, Any], absent: dict[str, int]) -> None:
-        """Add the comparisons of `layer` and of each module that computes with its weights."""
+    def _refer(self, layer: Any, info: Any) -> dict[str, Tensor]:
+        """Add the comparisons of `layer` and of each module that computes with its weights. Return its raw tensors."""
+        raw, absent = arrange(layer, info)
         method = getattr(layer, "quant_method", None)
         if "weight" in absent and isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
             # A linear module has no padding, so vLLM has left old weights in the rest of its memory.
             self._load.wrong.append(f"{self._names[layer]} received no values for {absent['weight']} of its weights")
-            return
-        linear = LinearProbe(raw)
+            return raw
         for module in (layer, *self._sharing.get(layer, ())):
             if getattr(module, "quant_method", None) is not None:
                 copies = (self._convolutions or {}).get(module, [])
-                self._add_checks(module, functools.partial(checks_of, module, raw, absent, linear, copies))
+                self._add_checks(module, functools.partial(make_checks, module, raw, absent, copies))
         for module in self._latent.get(layer, ()):
             self._add_checks(module, functools.partial(check_latent, module, raw))
+        return raw
 
-    def _add_checks(self, module: Any, make: Callable[[], list[Callable[[], str | None]]]) -> None:
+    def _add_checks(self, module: Any, make: Callable[[], list[Check]]) -> None:
+        name = self._names[module]
+        self._load.checks.extend((name, check) for check in self._try(name, make) or ())
+
+    def _try(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return the result of `work`; None if it fails. Then the module is one that was not probed."""
         try:
-            self._load.checks.extend((self._names[module], check) for check in make())
+            with foreign_code(Unknown):
+                return work()
         except Unknown as exc:
-            self._load.unprobed[self._names[module]] = str(exc)
-
-    def _compare(self, layer: Any, name: str, raw: dict[str, Any]) -> None:
-        """Compare the parameters of a module without a kernel with the loaded tensors."""
-        differences = {key: plain_difference(getattr(layer, key).data, tensor) for key, tensor in raw.items()}
-        wrong = [f"{name}.{key} {difference}" for key, difference in differences.items() if difference is not None]
-        self._load.wrong.extend(wrong)
-        self._load.num_equal += not wrong
+            self._load.unprobed[name] = str(exc)
+        except ForeignError as exc:
+            # A kernel of vLLM may not support a call outside of a request.
+            logger.warning("weights.probe_failed module=%s", name, exc_info=True)
+            self._load.unprobed[name] = str(exc).splitlines()[0][:MAX_REASON_CHARS]
+        return None
 
 
-class LinearProbe:
-    """The probe of all modules that multiply by the same weight. It is computed when the first module needs it.
-
-    Args:
-        raw: raw parameters of these modules.
-    """
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._weight, self._bias = raw.get("weight"), raw.get("bias")
-        self._probe: Any = None
-
-    def check(self, module: Any) -> Callable[[], str | None]:
-        """Return the comparison of one of the modules.
-
-        Raises:
-            Unknown: the weight is not a floating-point matrix.
-        """
-        weight, bias = self._weight, self._bias
-        if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-            raise Unknown("its weight is not a floating-point matrix")
-        if self._probe is None:
-            self._probe = linear_probe(weight, bias, weight.dtype, step=_step(weight))
-        probe, has_bias = self._probe, bias is not None
-
-        def run() -> str | None:
-            apply = module.quant_method.apply
-            if not has_bias:
-                return probe.difference(apply(module, probe.inputs, None))  # type: ignore[no-any-return]
-            plain, others = probe.inputs[: probe.num_plain], probe.inputs[probe.num_plain :]
-            outputs = [apply(module, plain, None), apply(module, others, module.bias)]
-            return probe.difference(torch.cat(outputs))  # type: ignore[no-any-return]
-
-        return run
-
-
-def checks_of(
-    module: Any, raw: dict[str, Any], absent: dict[str, int], linear: LinearProbe, copies: list[tuple[Any, str]]
-) -> list[Callable[[], str | None]]:
+def make_checks(
+    module: Any, raw: dict[str, Tensor], absent: dict[str, int], copies: list[tuple[Any, str]]
+) -> list[Check]:
     """Return the comparisons of a module that has a kernel.
 
     Args:
+        module: module of vLLM.
         raw: raw parameters of the module.
         absent: number of elements without a value, by parameter.
-        linear: probe of the same raw parameters.
         copies: buffers with copies of the weight of a convolution.
 
     Raises:
         Unknown: the expected output of the module cannot be computed.
     """
-    convolution = check_convolution(module, raw, copies)
-    if convolution is not None:
-        return [convolution]
-    method = module.quant_method
+    weight, method = raw.get("weight"), module.quant_method
+    if weight is not None and weight.dim() == NUM_DIMENSIONS and weight.shape[1] == 1:
+        return [functools.partial(_check_convolution, module, weight, raw.get("bias"), copies)]
     if any(not name.endswith("bias") for name in absent):
         raise Unknown(f"{sum(absent.values())} of its weights received no values")
     if isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
         return [_check_experts(module, raw)]
-    is_plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
-    if not is_plain or not isinstance(module, (LinearBase, VocabParallelEmbedding)):
+    if not isinstance(method, PLAIN_METHODS) or not isinstance(module, (LinearBase, VocabParallelEmbedding)):
         raise Unknown(f"no comparison supports {type(method).__name__}")
-    checks = [linear.check(module)]
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        raise Unknown("its weight is not a floating-point matrix")
+    checks = [_check_linear(module, weight, raw.get("bias"))]
     if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-        checks.append(_check_embedding(module, raw))
+        indices = module.shard_indices
+        ids = spread(indices.org_vocab_end_index - indices.org_vocab_start_index, NUM_IDS).to(weight.device)
+        rows = weight[ids]
+        checks.append(lambda: difference(method.embedding(module, ids), rows))
     return checks
 
 
-def _check_embedding(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
+def _check_linear(module: Any, weight: Tensor, bias: Tensor | None) -> Check:
+    inputs, expected = linear_inputs(weight), expect_linear(weight, bias, step=_step(weight))
 
-    indices = module.shard_indices
-    probe = embedding_probe(raw["weight"], indices.org_vocab_end_index - indices.org_vocab_start_index)
-    return lambda: probe.difference(module.quant_method.embedding(module, probe.inputs))
+    def run() -> str:
+        apply = module.quant_method.apply
+        outputs = [apply(module, inputs[:-1], None), apply(module, inputs[-1:], None if bias is None else module.bias)]
+        return expected.difference(torch.cat(outputs))
+
+    return run
 
 
-def _check_experts(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
+def _check_experts(module: Any, raw: dict[str, Tensor]) -> Check:
     method = module.quant_method
     activation = ACTIVATIONS.get(module.activation.value)
     if activation is None:
@@ -329,34 +291,33 @@ def _check_experts(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]
         raise Unknown("its kernel communicates with other processes")
     if "w13_weight" not in raw or "w2_weight" not in raw:
         raise Unknown("some of its weights were not loaded")
-    w13, w2 = raw["w13_weight"], raw["w2_weight"]
+    w13 = raw["w13_weight"]
+    inputs, expected = expert_inputs(w13), expect_experts(raw, activation, step=_step(w13))
     top_k = 1 if module.apply_router_weight_on_input else min(module.top_k, len(w13))
-    experts = Experts(w13=w13, w2=w2, w13_bias=raw.get("w13_bias"), w2_bias=raw.get("w2_bias"), activation=activation)
-    probe = experts_probe(experts, top_k, w13.dtype, step=_step(w13))
-    ids, weights = experts_routing(len(w13), top_k)
+    ids, weights = route_experts(len(w13), top_k)
 
-    def run() -> str | None:
-        local = torch.arange(len(w13)) if module.expert_map is None else _globals(module.expert_map)
+    def run() -> str:
+        local = torch.arange(len(ids)) if module.expert_map is None else _expert_ids(module.expert_map)
         output = method.apply(
             layer=module,
-            x=probe.inputs,
-            topk_weights=weights.to(probe.inputs.device),
-            topk_ids=local[ids].to(probe.inputs.device, method.topk_indices_dtype or torch.int32),
+            x=inputs,
+            topk_weights=weights.to(inputs.device),
+            topk_ids=local[ids].to(inputs.device, method.topk_indices_dtype or torch.int32),
             shared_experts=None,
             shared_experts_input=None,
         )
-        return probe.difference(output)
+        return expected.difference(output)
 
     return run
 
 
-def _globals(expert_map: Any) -> Any:
+def _expert_ids(expert_map: Any) -> Any:
     """Return the expert ids in the model for the experts of this process, in their local order."""
     here = torch.nonzero(expert_map >= 0).flatten().cpu()
     return here[expert_map.cpu()[here].argsort()]
 
 
-def check_latent(module: Any, raw: dict[str, Any]) -> list[Callable[[], str | None]]:
+def check_latent(module: Any, raw: dict[str, Tensor]) -> list[Check]:
     """Return a comparison of latent attention's copies of a projection's weight with the projection's loaded tensor.
 
     See vLLM's layers/attention/mla_attention.py.
@@ -369,64 +330,46 @@ def check_latent(module: Any, raw: dict[str, Any]) -> list[Callable[[], str | No
         raise Unknown("the projection whose weight it copies is quantized")
     split = weight.T.reshape(module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim + module.v_head_dim)
     keys, values = split.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
-    probes = {
-        "W_UK_T": head_probes(keys.permute(1, 2, 0), weight.dtype),
-        "W_UV": head_probes(values.transpose(0, 1), weight.dtype),
-    }
+    expected = {"W_UK_T": expect_maps(keys.permute(1, 2, 0)), "W_UV": expect_maps(values.transpose(0, 1))}
 
-    def run() -> str | None:
-        for name, probe in probes.items():
+    def run() -> str:
+        for name, sums in expected.items():
             if not hasattr(module, name):
                 raise Unknown("its kernel has separate copies of the weight")
-            maps = getattr(module, name).to("cpu", torch.float64)
-            difference = probe.difference(torch.bmm(probe.inputs, maps).flatten(0, 1))
-            if difference is not None:
-                return f"{name} {difference}"
-        return None
+            if different := sums.difference(expect_maps(getattr(module, name)).output):
+                return f"{name} {different}"
+        return ""
 
     return [run]
 
 
-def check_convolution(
-    module: Any, raw: dict[str, Any], buffers: list[tuple[Any, str]]
-) -> Callable[[], str | None] | None:
-    """Return a function that compares the weights that kernels read with the loaded weights.
-
-    None: `module` is not a convolution. The function returns a description of the first difference, or None.
-    """
-    weight = raw.get("weight")
-    if weight is None or weight.dim() != NUM_DIMENSIONS or weight.shape[1] != 1:
-        return None
-    # Copy: the loaded tensors may be memory of the sender, which writes the next weights to it.
-    expected = weight.reshape(weight.shape[0], weight.shape[2]).clone()
-    bias = raw["bias"].clone() if isinstance(raw.get("bias"), torch.Tensor) else None
-
-    def run() -> str | None:
-        read = {f"its copy {name}": (parent._buffers[name], expected) for parent, name in buffers}
-        if hasattr(module, UNPACKED):
-            read["its unpacked weight"] = getattr(module, UNPACKED), expected
-            packed = _custom_ops.causal_conv1d_weight_pack(expected)
-            read["its packed weight"] = module.weight.data.flatten(), packed.flatten()
-        else:
-            read["its weight"] = module.weight.data.reshape(expected.shape), expected
-        if bias is not None:
-            read["its bias"] = module.bias.data, bias
-        differences = ((what, plain_difference(actual, given)) for what, (actual, given) in read.items())
-        return next((f"{what} {difference}" for what, difference in differences if difference is not None), None)
-
-    return run
+def _check_convolution(module: Any, weight: Tensor, bias: Tensor | None, copies: list[tuple[Any, str]]) -> str:
+    """Return how the weights that kernels read differ from the loaded weights."""
+    expected = weight.reshape(weight.shape[0], weight.shape[2])
+    read = {f"its copy {name}": (parent._buffers[name], expected) for parent, name in copies}
+    if hasattr(module, UNPACKED):
+        read["its unpacked weight"] = getattr(module, UNPACKED), expected
+        read["its packed weight"] = (
+            module.weight.data.flatten(),
+            _custom_ops.causal_conv1d_weight_pack(expected).flatten(),
+        )
+    else:
+        read["its weight"] = module.weight.data.reshape(expected.shape), expected
+    if bias is not None:
+        read["its bias"] = module.bias.data, bias
+    found = {what: difference(actual, given) for what, (actual, given) in read.items()}
+    return next((f"{what} {different}" for what, different in found.items() if different), "")
 
 
-def _step(weight: Any) -> float:
+def _step(weight: Tensor) -> float:
     return REDUCED_FLOAT32 if weight.dtype is torch.float32 and weight.device.type != "cpu" else 0.0
 
 
 def arrange(layer: Any, info: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return the raw parameters of `layer`, and the number of elements without a value, both by parameter name.
 
-    The parameters contain the tensors that were received for `layer`. Do not write to them: a parameter that equals one
-    received tensor without a change is that tensor itself. Other parameters have separate memory. Elements without a
-    value are 0. The second map has only parameters with at least one such element.
+    The parameters are in separate memory and contain the tensors that were received for `layer`, as its loaders arrange
+    them. Elements without a value are 0. The second map has only parameters with at least one such element.
     """
     given: dict[str, list[Any]] = {}
     for name, arguments in info.loaded_weights:
@@ -436,84 +379,22 @@ def arrange(layer: Any, info: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
     with torch.no_grad():
         for name, loads in given.items():
             like = getattr(layer, name)
-            whole = _whole(like, loads, info.restore_device)
-            if whole is not None:
-                raw[name] = whole
-                continue
-            raw[name] = _filled(like, loads, info.restore_device)
+            # NaN marks elements that the loader does not write, if the dtype has it.
+            fill = math.nan if _can_be_nan(like) else 0
+            parameter: Any = torch.full(tuple(like.shape), fill, dtype=like.dtype, device=info.restore_device)
+            # Loaders read the class and the attributes of the parameter.
+            parameter.__class__, parameter.__dict__ = like.__class__, like.__dict__.copy()
+            for arguments in loads:
+                bound = copy.copy(arguments)
+                bound.arguments = {**arguments.arguments, "param": parameter}
+                loader_of(like)(*bound.args, **bound.kwargs)
+            raw[name] = parameter.data
             tensors = [value for load in loads for value in load.arguments.values() if isinstance(value, Tensor)]
             # NaN marks an element without a value only if no received tensor contains NaN.
             if _has_nan(raw[name]) and not any(_has_nan(tensor) for tensor in tensors if not tensor.is_meta):
                 absent[name] = int(raw[name].isnan().sum())
                 raw[name].nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
     return raw, absent
-
-
-def _filled(like: Any, loads: list[Any], device: Any) -> Tensor:
-    """Return a parameter like `like` in new memory, filled by its loader.
-
-    Elements that the loader does not write are NaN, or 0 if the dtype has no NaN.
-    """
-    fill = math.nan if _can_be_nan(like) else 0
-    parameter = _as(like, torch.full(tuple(like.shape), fill, dtype=like.dtype, device=device))
-    for arguments in loads:
-        _load(like, parameter, arguments)
-    arranged: Tensor = parameter.data
-    return arranged
-
-
-def _whole(like: Any, loads: list[Any], device: Any) -> Tensor | None:
-    """Return the received tensor that equals the whole parameter; None: several tensors, or the loader changes it."""
-    if len(loads) != 1:
-        return None
-    parameter = _as(like, torch.empty(tuple(like.shape), dtype=like.dtype, device="meta"))
-    with _Writes() as writes:
-        _load(like, parameter, loads[0])
-    if len(writes.copies) != 1 or writes.has_others:
-        return None
-    target, source = writes.copies[0]
-    is_all = target.untyped_storage()._cdata == parameter.untyped_storage()._cdata
-    is_all &= (target.shape, target.stride(), target.storage_offset()) == (like.shape, parameter.stride(), 0)
-    is_same = source.device.type == torch.device(device).type
-    is_same &= (source.shape, source.dtype) == (like.shape, like.dtype)
-    return source if is_all and is_same else None
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the writes into tensors without memory."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        """Target and source of each copy."""
-        self.has_others = False
-        """True if an operation other than a copy wrote to a tensor."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Record the write of a torch function, then call the function. torch calls this for each of its functions."""
-        target = args[0] if args else None
-        # Loaders also fill the part beyond the end of a tensor. That part may be empty; ignore writes to it.
-        is_nothing = isinstance(target, Tensor) and not target.numel()
-        if func._schema.is_mutable and not is_nothing:
-            if func is torch.ops.aten.copy_.default:
-                self.copies.append((args[0], args[1]))
-            else:
-                self.has_others = True
-        return func(*args, **kwargs or {})
-
-
-def _as(like: Any, tensor: Any) -> Any:
-    """Give `tensor` the class and the attributes of the parameter `like`, because loaders read them."""
-    tensor.__class__ = like.__class__
-    tensor.__dict__ = like.__dict__.copy()
-    return tensor
-
-
-def _load(like: Any, parameter: Any, arguments: Any) -> None:
-    """Call the loader of `like` with the recorded `arguments`, but with `parameter` as its target."""
-    bound = copy.copy(arguments)
-    bound.arguments = {**arguments.arguments, "param": parameter}
-    loader_of(like)(*bound.args, **bound.kwargs)
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -524,10 +405,6 @@ def _has_nan(tensor: Tensor) -> bool:
 
 def _can_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
-
-
-def _in_short(exc: ForeignError) -> str:
-    return str(exc).splitlines()[0][:MAX_REASON_CHARS]
 
 
 def _find_sharing(model: Any) -> dict[Any, list[Any]]:
