@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
+def _parse_engine_args(args: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = json.loads(args.engine_args or "{}")
     if args.kv_transfer_config is None:
         return given
@@ -89,7 +89,7 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, KV_ARG: json.loads(args.kv_transfer_config)}
 
 
-def _real_model(model: str | None) -> str:
+def _resolve_model(model: str | None) -> str:
     """Return the folder without symlinks: a link may lead elsewhere before the engine reads it. Names stay names."""
     return str(Path(model).resolve()) if model and Path(model).exists() else model or ""
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     set_up(args.log_level.upper(), args.log_format)
     if args.model is None and args.engine != "synthetic":
-        return _failed(RollbusError(f"--model is required for the engine {args.engine}"), 2)
+        return _report_failure(RollbusError(f"--model is required for the engine {args.engine}"), 2)
     try:
         check_start(args)
         server = Server.named(args.nats, args.creds)
@@ -127,23 +127,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             fetch_rate=args.fetch_rate,
             prove_reload=not args.no_prove_reload,
         )
-        engine = make_engine(args.engine, _real_model(args.model), _engine_args(args), args.role)
+        engine = make_engine(args.engine, _resolve_model(args.model), _parse_engine_args(args), args.role)
         tracing = check_tracing(bool(args.otel), "--otel")
         probed = None if args.probe is None else listen(args.probe)
     except InvalidRequest as exc:
-        return _failed(RollbusError(exc.message), 2)
+        return _report_failure(RollbusError(exc.message), 2)
     except RollbusError as exc:
-        return _failed(exc)
+        return _report_failure(exc)
     try:
         uvloop.run(_run(config, engine, tracing, args.parent_pipe, probed))
     except DuplicateWorker as exc:
-        return _failed(exc, EXIT_DUPLICATE_WORKER)
+        return _report_failure(exc, EXIT_DUPLICATE_WORKER)
     except RollbusError as exc:
-        return _failed(exc)
+        return _report_failure(exc)
     return 0
 
 
-def _failed(error: RollbusError, exit_code: int = 1) -> int:
+def _report_failure(error: RollbusError, exit_code: int = 1) -> int:
     if is_json():
         logger.error("worker.failed error=%s", error)
     else:

@@ -42,7 +42,7 @@ class RequestSpans:
             names.CHILD: timeline.child,
             names.ATTEMPT: timeline.attempt,
             names.WORKER: self._worker,
-            names.WEIGHT_VERSIONS: _versions(timeline),
+            names.WEIGHT_VERSIONS: _list_versions(timeline),
         }
         queue = {names.MESSAGING_SYSTEM: "nats", names.MESSAGING_OPERATION: "process"}
         placed = {} if timeline.lane is None else {names.LANE: timeline.lane}
@@ -57,8 +57,8 @@ class RequestSpans:
                 kind="consumer",
                 context=context,
                 parent=parent,
-                start_ns=_ns(at["offered"]),
-                end_ns=_ns(ended),
+                start_ns=_to_ns(at["offered"]),
+                end_ns=_to_ns(ended),
                 attributes=common | queue | placed,
                 error=error,
             )
@@ -70,16 +70,16 @@ class RequestSpans:
                     kind="internal",
                     context=context.child(),
                     parent=context,
-                    start_ns=_ns(at["started"]),
-                    end_ns=_ns(ended),
-                    attributes=common | self._of_engine(timeline, at, ended),
-                    events=[_as_event(event) for event in timeline.events if event.at > at["started"].at][:-1],
+                    start_ns=_to_ns(at["started"]),
+                    end_ns=_to_ns(ended),
+                    attributes=common | self._describe_engine(timeline, at, ended),
+                    events=[_make_event(event) for event in timeline.events if event.at > at["started"].at][:-1],
                     error=error,
                 )
             )
         self._tracer.export(spans)
 
-    def _of_engine(
+    def _describe_engine(
         self, timeline: RequestTimeline, at: dict[str, TimelineEvent], ended: TimelineEvent
     ) -> dict[str, Attribute]:
         attributes: dict[str, Attribute] = {
@@ -98,20 +98,20 @@ class RequestSpans:
         return attributes
 
 
-def _versions(timeline: RequestTimeline) -> list[int]:
+def _list_versions(timeline: RequestTimeline) -> list[int]:
     versions = (event.weight_version for event in timeline.events if event.event in {"offered", "weights"})
     return list(dict.fromkeys(version for version in versions if version is not None))
 
 
-def _ns(event: TimelineEvent) -> int:
+def _to_ns(event: TimelineEvent) -> int:
     return round(event.at * 1e9)
 
 
-def _as_event(event: TimelineEvent) -> SpanEvent:
+def _make_event(event: TimelineEvent) -> SpanEvent:
     fields = {
         names.TOKENS: event.tokens,
         names.WEIGHT_VERSION: event.weight_version,
         names.REASON: event.reason,
         names.CACHED_TOKENS: event.cached_tokens,
     }
-    return SpanEvent(event.event, _ns(event), {name: value for name, value in fields.items() if value is not None})
+    return SpanEvent(event.event, _to_ns(event), {name: value for name, value in fields.items() if value is not None})

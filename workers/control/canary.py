@@ -44,9 +44,11 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
         [step.logprobs for step in steps if step.logprobs is not None] or [np.empty(0, np.float32)]
     )
     if len(token_ids) != request.sampling.max_tokens or len(logprobs) != len(token_ids):
-        raise _not_sound(f"has {len(token_ids)} tokens and {len(logprobs)} logprobs, not {request.sampling.max_tokens}")
+        raise _make_unsound(
+            f"has {len(token_ids)} tokens and {len(logprobs)} logprobs, not {request.sampling.max_tokens}"
+        )
     if not np.isfinite(logprobs).all():
-        raise _not_sound("has logprobs that are not finite, as with NaN in the weights")
+        raise _make_unsound("has logprobs that are not finite, as with NaN in the weights")
     canary = Canary(
         token_ids=tuple(int(token) for token in token_ids),
         # Six digits are a thousand times finer than the tolerance of the comparison.
@@ -58,10 +60,10 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
     parts = [step.routed_experts for step in steps if step.routed_experts is not None]
     num_rows = sum(map(len, parts))
     if num_rows != expected_rows(request.prompt_len, 0, len(token_ids)):
-        raise _not_sound(f"has a wrong number of rows of routed experts: {num_rows}")
+        raise _make_unsound(f"has a wrong number of rows of routed experts: {num_rows}")
     rows = np.sort(np.concatenate(parts), axis=-1).astype(DTYPES[routing.dtype])
     if not rows.any():
-        raise _not_sound("has routed experts that are all zero, as if the engine had not captured them")
+        raise _make_unsound("has routed experts that are all zero, as if the engine had not captured them")
     return Canary(
         token_ids=canary.token_ids,
         logprobs=canary.logprobs,
@@ -93,11 +95,11 @@ def with_scores(canary: Canary, steps: Sequence[RequestStep]) -> Canary:
     parts = [step.prompt_logprobs.logprobs for step in steps if step.prompt_logprobs is not None]
     logprobs = np.concatenate(parts)[-len(canary.token_ids) :] if parts else np.empty(0, np.float32)
     if len(logprobs) != len(canary.token_ids) or not np.isfinite(logprobs).all():
-        raise _not_sound("lacks finite logprobs at the end of a prompt")
+        raise _make_unsound("lacks finite logprobs at the end of a prompt")
     return replace(canary, logprobs=tuple(round(float(logprob), 6) for logprob in logprobs))
 
 
-def _not_sound(problem: str) -> ControlError:
+def _make_unsound(problem: str) -> ControlError:
     return ControlError(ControlCode.NOT_VERIFIED, f"the canary {problem}")
 
 

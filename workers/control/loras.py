@@ -88,8 +88,9 @@ class Loras:
                 has changed. `engine_error`: the worker keeps the old adapter, unless the engine has lost it. `timeout`
                 during the load, or `storage` because files changed during the load: no adapter has the name.
         """
+        desired = LoadedLora(command.source, command.version, command.digest, command.for_base)
         if self.is_current(command):
-            self._loaded[command.name] = _desired(command)
+            self._loaded[command.name] = desired
             return
         capabilities = self._in_flight.runner.engine.capabilities
         check_adapters_supported(command.source, capabilities)
@@ -97,13 +98,13 @@ class Loras:
         deadline = Deadline(command.timeout_s)
         async with deadline.bound("checking the adapter"):
             path = await self._sources.adapter(command.source, report, max_rank=capabilities.max_lora_rank)
-        self._check_content(command.name, _desired(command), path)
+        self._check_content(command.name, desired, path)
         report("pausing")
         await self._in_flight.stop("keep", deadline.left_s, "lora")
         self._in_flight.release_steps()
         self._in_flight.fail_awaiting_kv(command.name, f"the adapter {command.name} is replaced")
         report("loading")
-        await self._replace(command.name, _desired(command), path, deadline)
+        await self._replace(command.name, desired, path, deadline)
         if command.for_base:
             self._in_flight.fail_without_adapter("an adapter answers under the name of the model now")
         async with deadline.bound("restarting requests without a token"):
@@ -143,7 +144,7 @@ class Loras:
                         raise
                 now = desired
             except ControlError as exc:
-                now = self._still_loaded(name, before, exc)
+                now = self._find_remaining(name, before, exc)
                 raise
             finally:
                 self._record(name, now, "its adapter was lost in a failed load")
@@ -171,7 +172,7 @@ class Loras:
                 await self._abort_users(name, is_base=before is not None and before.for_base)
                 await engine.unload_lora(name)
         except ControlError as exc:
-            now = self._still_loaded(name, before, exc)
+            now = self._find_remaining(name, before, exc)
             raise
         finally:
             self._record(name, now, "its adapter was unloaded")
@@ -215,7 +216,7 @@ class Loras:
         self._versions.loras.pop(name, None)
         return self._loaded.pop(name, None)
 
-    def _still_loaded(self, name: str, before: LoadedLora | None, error: ControlError) -> LoadedLora | None:
+    def _find_remaining(self, name: str, before: LoadedLora | None, error: ControlError) -> LoadedLora | None:
         """Return the adapter that the engine still has under this name after `error`, or None. None after a timeout."""
         if before is None or error.code is ControlCode.TIMEOUT:
             return None
@@ -230,7 +231,3 @@ class Loras:
         else:
             self._loaded[name] = now
             self._versions.loras[name] = now.version
-
-
-def _desired(command: LoadLora) -> LoadedLora:
-    return LoadedLora(command.source, command.version, command.digest, command.for_base)

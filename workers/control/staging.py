@@ -199,7 +199,7 @@ class Stager:
         for job in self._jobs.values():
             job.is_desired = job.key in keys
         for key in keys:
-            self._job(key).is_desired = True
+            self._get_job(key).is_desired = True
         self._remove_unneeded()
 
     async def stage(self, key: StageKey) -> StagedContent | None:
@@ -210,7 +210,7 @@ class Stager:
         Raises:
             ControlError: `unsupported`, or an error of `WeightSources.checkpoint` or `WeightSources.adapter`.
         """
-        job = self._job(key)
+        job = self._get_job(key)
         job.num_waiting += 1
         self._is_due.set()
         try:
@@ -239,14 +239,14 @@ class Stager:
     def progress_of(self, key: StageKey) -> Staging | None:
         """Return the progress of a needed source, or None if it is not needed or is staged."""
         job = self._jobs.get(key)
-        return None if job is None or job.done.is_set() else self._progress(job)
+        return None if job is None or job.done.is_set() else self._describe_progress(job)
 
     @property
     def progress(self) -> Staging | None:
         """Progress of the current staging, or None."""
-        return None if self._current is None else self._progress(self._current[0])
+        return None if self._current is None else self._describe_progress(self._current[0])
 
-    def _progress(self, job: _StagingJob) -> Staging:
+    def _describe_progress(self, job: _StagingJob) -> Staging:
         staging, source = self._sources.staging, str(job.key.source)[:MAX_ERROR_CHARS]
         is_current = self._current is not None and self._current[0] is job
         if is_current and staging is not None and (staging.source, staging.stage) == (source, job.stage):
@@ -263,7 +263,7 @@ class Stager:
                     self._current = job, group.create_task(self._run(job))
                 self._current = None
 
-    def _job(self, key: StageKey) -> _StagingJob:
+    def _get_job(self, key: StageKey) -> _StagingJob:
         return self._jobs.setdefault(key, _StagingJob(key))
 
     def _next(self) -> _StagingJob | None:

@@ -95,7 +95,7 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     if len(files) != 1:
         found = "no safetensors file" if not files else f"{len(files)} safetensors files and no {INDEX}"
         raise bad_source(f"{folder} has {found}; expected: one file, or an index and its shards")
-    return _checked(folder, read_header(files[0]))
+    return _check_any(folder, read_header(files[0]))
 
 
 def checkpoint_files(folder: Path, tensors: Mapping[str, Tensor]) -> set[Path]:
@@ -137,10 +137,8 @@ def check_model(
     config = read_config(folder)
     for key in _SAME:
         if key in config and key in own_config and config[key] != own_config[key]:
-            raise bad_source(
-                f"{folder / CONFIG} has {key}={_shown(config[key])}; expected: {_shown(own_config[key])}, as the "
-                "worker's model"
-            )
+            found, expected = _encode_value(config[key]), _encode_value(own_config[key])
+            raise bad_source(f"{folder / CONFIG} has {key}={found}; expected: {expected}, as the worker's model")
 
 
 def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Mapping[str, Tensor]) -> None:
@@ -154,10 +152,10 @@ def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Map
     """
     missing = own_tensors.keys() - tensors.keys()
     if missing:
-        raise bad_source(f"{where} lacks {_some(missing)}: it is of another model, or incomplete")
+        raise bad_source(f"{where} lacks {_name_first(missing)}: it is of another model, or incomplete")
     unknown = tensors.keys() - own_tensors.keys()
     if unknown:
-        raise bad_source(f"{where} has {_some(unknown)}, which the worker's model does not have")
+        raise bad_source(f"{where} has {_name_first(unknown)}, which the worker's model does not have")
     for name in sorted(tensors):
         found, expected = tensors[name], own_tensors[name]
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
@@ -222,22 +220,22 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
     for name, file in files.items():
         if name not in tensors:
             raise bad_source(f"{folder / file} lacks the tensor {name[:200]!r}, which the index places there")
-    return _checked(folder, tensors)
+    return _check_any(folder, tensors)
 
 
-def _checked(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _check_any(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not tensors:
         raise bad_source(f"{folder} has no tensors")
     return tensors
 
 
-def _some(names: Iterable[str]) -> str:
+def _name_first(names: Iterable[str]) -> str:
     """Format the first name, and the number of the others."""
     first, *others = sorted(names)
     return f"the tensor {first[:200]!r}" + (f" and {len(others)} others" if others else "")
 
 
-def _shown(value: object) -> str:
+def _encode_value(value: object) -> str:
     return msgspec.json.encode(value).decode()[:200]
 
 

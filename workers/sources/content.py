@@ -69,10 +69,10 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
             raise bad_source(f"{path} is not a directory")
         _check_entries(folder, path, roots)
     except FileNotFoundError as error:
-        shown = _shown_root(error.filename, folder, path)
+        shown = _describe_entry(error.filename, folder, path)
         raise bad_source(f"{shown} does not exist on the worker's machine") from error
     except OSError as error:
-        shown = _shown_root(error.filename, folder, path)
+        shown = _describe_entry(error.filename, folder, path)
         raise bad_source(f"{shown} cannot be read: {error.strerror or error}") from error
     return folder
 
@@ -130,7 +130,7 @@ def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
         if entries > MAX_ENTRIES:
             raise bad_source(f"{path} has more than {MAX_ENTRIES} files")
         for entry in (Path(parent, name) for name in folders + files):
-            shown = _shown_root(entry, folder, path)
+            shown = _describe_entry(entry, folder, path)
             if entry.is_symlink():
                 _check_allowed(Path(os.path.realpath(entry)), roots, shown)
             mode = entry.stat().st_mode
@@ -138,7 +138,7 @@ def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
                 raise bad_source(f"{shown} is no regular file")
 
 
-def _shown_root(entry: str | Path | None, folder: Path, path: str) -> str:
+def _describe_entry(entry: str | Path | None, folder: Path, path: str) -> str:
     """Convert the path of an entry of the real `folder` to a path below `path`."""
     if entry is None or not Path(entry).is_relative_to(folder):
         return path
@@ -268,12 +268,12 @@ class ContentHasher:
         by_file: dict[Path, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             by_file.setdefault(tensor.file, {})[name] = tensor
-        found = await asyncio.to_thread(self._kept, by_file, notes)
+        found = await asyncio.to_thread(self._find_kept, by_file, notes)
         missing = by_file.keys() - found.keys()
         if missing:
             async with self._locked(progress):
                 # Another process of this machine may have hashed the files while this one waited for the lock.
-                found |= await asyncio.to_thread(self._kept, {path: by_file[path] for path in missing}, notes)
+                found |= await asyncio.to_thread(self._find_kept, {path: by_file[path] for path in missing}, notes)
                 missing = by_file.keys() - found.keys()
                 files = {path: by_file[path] for path in sorted(missing)}
                 found |= await self._hash(files, notes, progress, is_urgent=is_urgent)
@@ -324,7 +324,7 @@ class ContentHasher:
             yield
             progress.on_move = None
 
-    def _kept(self, by_file: Mapping[Path, Mapping[str, Tensor]], notes: FileNotes) -> dict[Path, dict[str, str]]:
+    def _find_kept(self, by_file: Mapping[Path, Mapping[str, Tensor]], notes: FileNotes) -> dict[Path, dict[str, str]]:
         """Return the kept digests of files in the noted states."""
         found = {}
         for path, tensors in by_file.items():

@@ -207,7 +207,7 @@ class Fetcher:
                     raise
                 problems.append(error.message)
                 logger.warning(
-                    "version.build_failed objects=%s way=%s error=%s", newest.own.objects, _shown(plan), error
+                    "version.build_failed objects=%s way=%s error=%s", newest.own.objects, _describe_plan(plan), error
                 )
         shown = "; ".join(dict.fromkeys(problems)) if len(problems) <= _MAX_PROBLEMS else problems[-1]
         nothing = f"objects:{newest.own.objects} has no anchor, and no chain that begins with a folder on this machine"
@@ -444,7 +444,7 @@ async def verify_version(manifest: Manifest, folder: Path, progress: Progress) -
     Raises:
         ControlError: `bad_source`. The message names the first tensor or file that differs.
     """
-    progress.begin("checking", await asyncio.to_thread(_bytes_of, manifest))
+    progress.begin("checking", await asyncio.to_thread(_count_bytes, manifest))
     await run_quietly(verify_jobs(manifest, folder, progress.add))
     for name, sha256 in manifest.files.items():
         await asyncio.to_thread(verify_file, folder / name, sha256)
@@ -452,16 +452,16 @@ async def verify_version(manifest: Manifest, folder: Path, progress: Progress) -
 
 async def _apply(base: Path, deltas: list[_Part], newest: Manifest, partial: PartialFolder, progress: Progress) -> Path:
     """Apply the deltas to a base folder, which builds the newest version."""
-    progress.begin("building", await asyncio.to_thread(_bytes_of, newest))
+    progress.begin("building", await asyncio.to_thread(_count_bytes, newest))
     folder = partial.path / _BUILT
-    changes, tensors = await asyncio.to_thread(_inputs, base, deltas, newest, partial)
+    changes, tensors = await asyncio.to_thread(_read_inputs, base, deltas, newest, partial)
     await run_quietly([lambda _: prepare_files(newest, folder)])
     await run_quietly(build_jobs(newest, tensors, changes, folder, progress.add))
     await run_quietly([lambda _: copy_others(newest, base, folder)])
     return folder
 
 
-def _inputs(
+def _read_inputs(
     base: Path, deltas: list[_Part], newest: Manifest, partial: PartialFolder
 ) -> tuple[dict[str, list[Change]], Mapping[str, Tensor]]:
     """Return the changes of each tensor in the order of the chain, and the validated tensors of the base. Blocks."""
@@ -478,7 +478,7 @@ def _inputs(
     return changes, tensors
 
 
-def _bytes_of(manifest: Manifest) -> int:
+def _count_bytes(manifest: Manifest) -> int:
     return sum(entry.size for entry in manifest.tensors)
 
 
@@ -486,12 +486,12 @@ def _make_room(partial: PartialFolder, fetched: int, newest: Manifest, *, is_wri
     """Reserve disk space for the fetched objects and for the folder that is built from them. Blocks."""
     written = 0
     if is_written:
-        written = _bytes_of(newest)
+        written = _count_bytes(newest)
         partial.reuse(_BUILT)
     partial.make_room(fetched + written)
 
 
-def _shown(plan: FetchPlan) -> str:
+def _describe_plan(plan: FetchPlan) -> str:
     begin = f"base {plan.base}" if plan.anchor is None else f"anchor {plan.anchor.objects}"
     return f"{begin} and {len(plan.deltas)} deltas"
 

@@ -273,7 +273,7 @@ class WeightSources:
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._checkpoints.store, stack)
-            yield await _unchanged(folder, hold, self._checkpoints, digest, ControlCode.HALF_WRITTEN)
+            yield await _check_unchanged(folder, hold, self._checkpoints, digest, ControlCode.HALF_WRITTEN)
             stack.pop_all()
         self._checkpoints.expire_upload(folder)
         if self._present is not None:
@@ -288,7 +288,7 @@ class WeightSources:
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._adapters.store, stack)
-            yield await _unchanged(folder, hold, self._adapters, digest, ControlCode.STORAGE)
+            yield await _check_unchanged(folder, hold, self._adapters, digest, ControlCode.STORAGE)
 
     async def clean_up(self) -> None:
         """Delete unneeded files: older folders, and the remains of killed builders."""
@@ -314,7 +314,9 @@ class WeightSources:
     ) -> Path:
         if source.path is not None:
             report("checking")
-            content = await asyncio.to_thread(_allowed, source.path, self._roots, checks, is_adapter=staged.is_adapter)
+            content = await asyncio.to_thread(
+                _read_allowed, source.path, self._roots, checks, is_adapter=staged.is_adapter
+            )
             async with self._reading:
                 progress = Progress(source, report)
                 with contextlib.nullcontext() if staged.watched.is_known(content) else self._counting(progress):
@@ -413,7 +415,7 @@ async def _try_to_clean(store: FolderStore) -> None:
         logger.warning("sources.cleanup_failed error=%s", error)
 
 
-def _allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapter: bool) -> FolderContent:
+def _read_allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapter: bool) -> FolderContent:
     """Validate the location and the content of a folder. Blocks."""
     folder = allowed_folder(path, roots)
     try:
@@ -436,7 +438,7 @@ def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold
     return stack.enter_context(hold)
 
 
-async def _unchanged(
+async def _check_unchanged(
     folder: Path, hold: Hold | None, staged: StagedFolders, digest: str | None, code: ControlCode
 ) -> VerifyUnchanged:
     """Check that the files have not changed since the folder was validated. Return the check for after the load.

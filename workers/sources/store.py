@@ -434,8 +434,8 @@ class FolderStore:
 
     def _problem_of(self, needed: int, digest: str) -> str | None:
         """Return why `needed` bytes do not fit, or None. They include the bytes in the partial folder of `digest`."""
-        has = _bytes_below(self.partial(digest))
-        used = _bytes_below(self.root.parent) - has
+        has = _count_bytes_below(self.partial(digest))
+        used = _count_bytes_below(self.root.parent) - has
         if self._max_bytes is not None and used + needed > self._max_bytes:
             return (
                 f"{needed} bytes do not fit below {self.root.parent}: {used} bytes are in use there, and the limit is "
@@ -499,7 +499,7 @@ class FolderStore:
             return 0.0
 
 
-def _bytes_below(folder: Path) -> int:
+def _count_bytes_below(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -132,7 +132,7 @@ def _build(
         _read(base.file, base.begin, content)
     for change in changes[dense[-1] if dense else 0 :]:
         try:
-            apply_delta(_encoded(change), content, entry.item_bytes)
+            apply_delta(_read_change(change), content, entry.item_bytes)
         except DeltaError as error:
             problem = f"the tensor {entry.name[:200]!r} cannot be made of {change.file.name}: {error}"
             raise bad_source(problem) from error
@@ -142,7 +142,7 @@ def _build(
         sha.update(piece)
         on_bytes(len(piece))
     _check_sha256(entry, sha.hexdigest())
-    with _opened(target.path, os.O_WRONLY) as fd:
+    with _open_file(target.path, os.O_WRONLY) as fd:
         _write(fd, content, target.offset)
 
 
@@ -158,7 +158,7 @@ def _check_sha256(entry: TensorEntry, found: str) -> None:
         )
 
 
-def _encoded(change: Change) -> Encoded:
+def _read_change(change: Change) -> Encoded:
     """Read a change from its object.
 
     Raises:
@@ -175,7 +175,7 @@ def _encoded(change: Change) -> Encoded:
 
 def _write_header(path: Path, file: FileLayout) -> None:
     """Write the header of a file and set its size. Existing contents stay."""
-    with _opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+    with _open_file(path, os.O_WRONLY | os.O_CREAT) as fd:
         os.ftruncate(fd, file.size)
         _write(fd, np.frombuffer(file.header, np.uint8), 0)
 
@@ -201,7 +201,7 @@ def _delete_others(folder: Path, files: Iterable[FileLayout]) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _open_file(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         yield fd
@@ -215,7 +215,7 @@ def _read(path: Path, offset: int, into: npt.NDArray[np.uint8]) -> None:
     Raises:
         ControlError: `bad_source`: the file is too short.
     """
-    with _opened(path, os.O_RDONLY) as fd:
+    with _open_file(path, os.O_RDONLY) as fd:
         rest = into.data
         while rest:
             count = os.preadv(fd, [rest], offset)

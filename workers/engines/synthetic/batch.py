@@ -140,13 +140,13 @@ class SyntheticBatch:
         is_recomputed = self._pop_preempted()
         prefilled = [self._model.prefill(running) for running in joining]
         if joining:
-            rows = np.array([self._row(running) for running in joining], _COLUMNS)
+            rows = np.array([self._make_row(running) for running in joining], _COLUMNS)
             self._set([*self._running, *joining], np.concatenate([self._table, rows]))
         if not self._running:
             return []
-        tokens, experts = self._weights()
+        tokens, experts = self._read_weights()
         choices = mix(self._table["context"] + self._table["sampler"] + tokens)
-        made = self._made(choices, self._sample(choices), experts)
+        made = self._make_batch(choices, self._sample(choices), experts)
         is_plain = self._is_alike & ~self._may_be_over()
         is_plain[num_old:] = False
         is_plain[:num_old][is_recomputed] = False
@@ -188,7 +188,7 @@ class SyntheticBatch:
         table["power"] *= np.uint64(MULTIPLIER)
         table["length"] += np.uint64(1)
 
-    def _row(self, running: Running) -> tuple[int, ...]:
+    def _make_row(self, running: Running) -> tuple[int, ...]:
         """Return the row of a request whose prompt was computed."""
         sampling, length = running.request.sampling, running.length
         room = max(self._config.max_model_len - length, 1)
@@ -204,7 +204,7 @@ class SyntheticBatch:
             MULTIPLIER if running.is_stateful else 0,
         )
 
-    def _weights(self) -> tuple[Column, Column]:
+    def _read_weights(self) -> tuple[Column, Column]:
         """Return the weights for tokens and for experts: one value for each row, or one value for all rows."""
         if not self._has_loras:
             weights = self._weights_of(None)
@@ -226,7 +226,7 @@ class SyntheticBatch:
         table["sampler"] += np.where(table["draw"], table["draw"] + sampled, np.uint64(0))
         return sampled
 
-    def _made(self, choices: Column, sampled: Column, experts: Column) -> TokenBatch:
+    def _make_batch(self, choices: Column, sampled: Column, experts: Column) -> TokenBatch:
         """Return the output that all requests have in common, even for requests that do not want it."""
         table = self._table
         return TokenBatch(

@@ -351,7 +351,7 @@ class SyntheticModel:
             running.kv_delta = running.kv.weights - weights.tokens
         running.kv_delta += sum(part.tokens - weights.tokens for _, part in running.parts)
         running.kv_delta &= MASK
-        contexts = _contexts(np.asarray(request.prompt_token_ids))
+        contexts = _hash_prefixes(np.asarray(request.prompt_token_ids))
         running.context, running.length = int(contexts[-1]), len(contexts)
         rows = None
         if self.config.num_experts and running.has_routed_experts:
@@ -372,7 +372,7 @@ class SyntheticModel:
     def fits(self, kv: SyntheticKv, request: GenerateRequest) -> bool:
         """True if this KV belongs to the beginning of the request's prompt."""
         tokens = np.asarray(request.prompt_token_ids)[: kv.num_tokens]
-        return len(tokens) > 0 and int(_contexts(tokens)[-1]) == kv.context
+        return len(tokens) > 0 and int(_hash_prefixes(tokens)[-1]) == kv.context
 
     def rows(self, contexts: npt.NDArray[np.uint64], weights: npt.NDArray[np.uint64]) -> Rows:
         """Return distinct experts for each position and layer, u1|u2[n, num_layers, top_k]."""
@@ -447,7 +447,7 @@ class SyntheticModel:
         return PromptLogprobs(start=1, logprobs_data=self.logprobs(choices).tobytes(), top=top)
 
 
-def _contexts(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+def _hash_prefixes(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
     """Return the hash of `tokens`, in order, up to each position."""
     powers = np.full(len(tokens), MULTIPLIER, np.uint64)
     return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * np.cumprod(powers))
