@@ -41,7 +41,7 @@ def _table(columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a table in which subjects with the same cells share a row."""
     subjects: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for subject, *cells in rows:
-        subjects[*cells].append(subject)
+        subjects[tuple(cells)].append(subject)
     lines = [columns, ("---",) * len(columns), *((", ".join(names), *cells) for cells, names in subjects.items())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
