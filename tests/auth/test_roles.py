@@ -3,14 +3,19 @@
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from nats.aio.msg import Msg
 
 import rollbus
+from rollbus.bus.auth import permissions
 from rollbus.bus.auth.credentials import Role
+from rollbus.bus.client.client import watch_fleet
+from rollbus.bus.nats.connection import publish, publish_permitted, subscribe
 from rollbus.bus.nats.jetstream import put
 from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
 from rollbus.bus.objects.catalog import list_objects, set_bucket_bytes
@@ -18,22 +23,27 @@ from rollbus.bus.objects.uploads import Uploads
 from rollbus.bus.protocol.weights.chain import SPARE_BYTES
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.frontend.cli.local.http import bind_address, serve_http, settings_from_environment
-from rollbus.schemas.control import DesiredState, Pause, Recorded, UpdateWeights
-from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.control import DesiredState, Pause, Recorded, Resume, UpdateWeights
+from rollbus.schemas.errors import ControlCode, ControlError, PermissionDenied
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.schemas.weights import WeightSource
+from rollbus.workers.control import content
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.lifecycle import HEARTBEAT_S
 from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders
+from tests.control.support import ask as greedy
+from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_worker
 from tests.support.objects import stored_messages
+from tests.support.waits import until_true
 from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
@@ -245,3 +255,125 @@ async def test_the_environment_defines_fleet_client_name_and_key(
 
         assert "alice" in repr(rb)
         assert guard.credentials("alice").role is Role.TRAINER
+
+
+# Which roles may observe the commands of others, and that no other role can forge what they observe.
+
+
+@pytest.mark.parametrize(("watcher", "commander"), [("front", "boss"), ("boss", "front")])
+async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
+    watcher: str, commander: str, tmp_path: Path
+) -> None:
+    """An admin and a frontend observe each other's commands and acks, which other roles cannot forge.
+
+    They can also list the clients of waiting requests.
+    """
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with (
+            worker,
+            rollbus.connect(guard.login(watcher)) as rb,
+            rollbus.connect(guard.login(commander)) as other,
+            guard.connected("carol") as carol,
+        ):
+            watch = watch_fleet(rb)
+            for each in (rb, other):
+                await each.fleet.wait_for_workers()
+            await watch.listen()
+            told = await other.fleet.pause()
+            while not (lines := await watch.commands()) or not lines[0].done:
+                pass
+            assert await watch.clients([MODEL]) == {}
+            forged = b'{"id":"1","command":"pause","worker":"w0","incarnation":"","model":"m","status":"applied"}'
+            with pytest.raises(PermissionDenied):
+                await publish_permitted(carol, Subjects(FLEET).ack("boss", "w0"), forged)
+            assert await watch.commands() == lines
+            own = await rb.fleet.send(Resume())
+            while len(lines := await watch.commands()) < 2 or not lines[0].done:
+                pass
+    assert [(line.id, line.controller, line.counts) for line in lines] == [
+        (own.id, watcher, {"applied": 1}),
+        (told.id, commander, {"applied": 1}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["alice", "carol", "eye"])
+async def test_other_roles_may_not_observe_commands(name: str, tmp_path: Path) -> None:
+    """For other roles, observing commands fails with `PermissionDenied`, and the client's requests continue."""
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, rollbus.connect(guard.login(name)) as rb:
+            await rb.fleet.wait_for_workers()
+            watch = watch_fleet(rb)
+            with pytest.raises(PermissionDenied) as listened:
+                await watch.listen()
+            with pytest.raises(PermissionDenied) as listed:
+                await watch.clients([MODEL])
+            if name != "eye":
+                assert (await rb.complete(greedy())).error is None
+            assert await watch.commands() == ()
+    assert (listened.value.action, listened.value.subject) == ("subscribe", f"rb.v1.{FLEET}.ack.*.*")
+    assert listed.value.action == "publish"
+
+
+async def test_the_server_names_the_sender_of_each_ping(tmp_path: Path) -> None:
+    """A ping has the name of its user, even if the user publishes the ping of an earlier release, which has no name."""
+    subjects, received = Subjects(FLEET), []
+
+    async def receive(message: Msg) -> None:
+        received.append(message.subject)
+
+    async with guarded(tmp_path) as guard, guard.connected("w0") as worker:
+        for subject in (subjects.pings, subjects.ping):
+            await subscribe(worker, subject, receive)
+        await worker.flush()
+        for name in ("alice", "eye", "front", "boss"):
+            async with guard.connected(name) as nats:
+                await publish(nats, subjects.ping_by(name), b"")
+                if name != "boss":
+                    await publish(nats, subjects.ping, b"")
+                await nats.flush()
+        expected = ["alice", "alice", "boss", "eye", "eye", "front", "front"]
+        await until_true(lambda: sorted(received) == [subjects.ping_by(name) for name in expected])
+        async with guard.connected("eye") as nats:
+            with pytest.raises(PermissionDenied):
+                await publish_permitted(nats, subjects.ping_by("alice"), b"")
+
+
+# The comparison of a worker's start checkpoint with other workers, with users.
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+async def test_a_worker_compares_its_start_if_its_user_may_receive_presence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool
+) -> None:
+    """A worker whose user was created by an earlier release may not receive presence: it serves without comparison."""
+    monkeypatch.setattr(content, "LISTEN_S", 1.25 * HEARTBEAT_S)
+    if is_earlier:
+        rules = (
+            replace(rule, observe=frozenset()) if rule.subject == "presence.<worker>" else rule
+            for rule in permissions.SUBJECT_RULES
+        )
+        monkeypatch.setattr(permissions, "SUBJECT_RULES", tuple(rules))
+    folders = [str(write_checkpoint(tmp_path / str(fill), fill=fill)) for fill in (1, 2)]
+    async with guarded(tmp_path / "users") as guard:
+
+        def worker(number: int) -> contextlib.AbstractAsyncContextManager[object]:
+            name = f"w{number}"
+            return synthetic_worker(
+                guard.url,
+                FLEET,
+                model=MODEL,
+                worker_id=name,
+                credentials=guard.credentials(name),
+                model_path=folders[number],
+                cache_dir=str(tmp_path / "cache"),
+            )
+
+        async with worker(0), rollbus.connect(guard.login("alice")) as rb:
+            await rb.fleet.wait_for_workers()
+            async with worker(1):
+                expected = WorkerState.SERVING if is_earlier else WorkerState.OUTDATED
+                second = await until_worker(rb, "w1", expected)
+
+    assert (second.last_error is None) == is_earlier

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from selenium.webdriver import Chrome
 
-from tests.browser.chromium import missing, running_chromium
+from tests.browser.page import missing, running_chromium
 
 
 @pytest.fixture(scope="module")

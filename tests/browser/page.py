@@ -1,14 +1,19 @@
 """A page in the browser: its content, user input, and the complaints of the browser."""
 
 import asyncio
+import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from selenium.webdriver import ActionChains, Chrome
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
 from tests.support.patience import SOON_S
@@ -166,3 +171,141 @@ async def opened(
     # The assertions need messages: pytest explains only assertions in test modules.
     assert page.complaints == [], page.complaints
     assert page.strangers == [], page.strangers
+
+
+# Debian's Chromium in headless mode, controlled by chromedriver.
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+DRIVER = "chromedriver"
+ARGUMENTS = (
+    "--headless=new",
+    "--disable-background-networking",
+    "--disable-component-update",
+    # Containers have little shared memory.
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-gpu",
+    "--no-first-run",
+)
+LOGS = {"browser": "ALL", "performance": "ALL"}
+"""The logs of the browser console and of its network requests."""
+
+
+def _browser() -> str | None:
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def missing() -> str | None:
+    """Return the reason why no browser can start on this machine, or None if one can."""
+    if _browser() is None:
+        return f"no browser on PATH: {', '.join(BROWSERS)}"
+    return None if shutil.which(DRIVER) else f"no {DRIVER} on PATH"
+
+
+@contextlib.contextmanager
+def running_chromium(profile: Path) -> Iterator[Chrome]:
+    """Run a browser with a new profile."""
+    options = ChromeOptions()
+    options.binary_location = _browser() or ""
+    for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
+        options.add_argument(argument)
+    if os.geteuid() == 0:
+        # Chromium does not start its sandbox as root.
+        options.add_argument("--no-sandbox")
+    options.set_capability("goog:loggingPrefs", LOGS)
+    # With a given driver path, selenium does not download a driver.
+    driver = Chrome(options=options, service=Service(shutil.which(DRIVER)))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+# Accessibility checks of the page: names, roles and text contrast.
+
+
+NAMED = {
+    *("button", "checkbox", "combobox", "dialog", "grid", "heading", "image", "link", "listbox", "menuitem", "option"),
+    *("radio", "searchbox", "slider", "spinbutton", "switch", "tab", "table", "tabpanel", "textbox"),
+}
+"""Roles of elements that need a name."""
+FAINT = """
+const probe = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+const rgba = color => {
+    probe.clearRect(0, 0, 1, 1);
+    probe.fillStyle = color;
+    probe.fillRect(0, 0, 1, 1);
+    return [...probe.getImageData(0, 0, 1, 1).data];
+};
+const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)
+    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const behind = element => {
+    for (; element; element = element.parentElement) {
+        const [r, g, b, a] = rgba(getComputedStyle(element).backgroundColor);
+        if (a > 250) return [r, g, b];
+    }
+    return [255, 255, 255];
+};
+const faint = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement, text = walker.currentNode.data.trim();
+    if (!text || !element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    if (element.closest("[disabled], [aria-disabled=true], [aria-hidden=true], script, style")) continue;
+    const style = getComputedStyle(element), back = behind(element), [r, g, b, a] = rgba(style.color);
+    const front = [r, g, b].map((c, i) => (c * a + back[i] * (255 - a)) / 255);
+    const [high, low] = [luminance(front), luminance(back)].sort((x, y) => y - x);
+    const size = parseFloat(style.fontSize), isLarge = size >= 24 || (size >= 18.5 && style.fontWeight >= 700);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < (isLarge ? 3 : 4.5)) faint.push(`${text.slice(0, 40)}: ${ratio.toFixed(2)}`);
+}
+return [...new Set(faint)];
+"""
+"""Check WCAG 2.2, success criterion 1.4.3. The script ignores backgrounds that are pictures or partly transparent."""
+
+
+async def _nodes(page: Page) -> list[tuple[str, str]]:
+    tree: dict[str, Any] = await page.command("Accessibility.getFullAXTree")
+    return [
+        (node["role"]["value"], node.get("name", {}).get("value", "").strip())
+        for node in tree["nodes"]
+        if not node["ignored"] and "role" in node
+    ]
+
+
+async def roles(page: Page) -> dict[str, list[str]]:
+    """Return the names of the elements by role, in the order of the page."""
+    found: dict[str, list[str]] = {}
+    for role, name in await _nodes(page):
+        found.setdefault(role, []).append(name)
+    return found
+
+
+async def nameless(page: Page) -> list[str]:
+    """Return the roles of the elements that need a name and have none."""
+    return [role for role, name in await _nodes(page) if role in NAMED and not name]
+
+
+async def faint_texts(page: Page) -> list[str]:
+    """Return the texts whose contrast to their background is too low, each with its contrast ratio."""
+    faint: list[str] = await page.run(FAINT)
+    return faint
+
+
+# Screenshots of the page for the docs, saved only if `$ROLLBUS_SCREENSHOTS` names a folder.
+
+
+FOLDER = os.environ.get("ROLLBUS_SCREENSHOTS")
+
+
+async def photograph(page: Page, name: str) -> None:
+    """Save a screenshot to the file page-`name`.png if a folder is set."""
+    if FOLDER:
+        picture = await page.command("Page.captureScreenshot", format="png")
+        _write(Path(FOLDER, f"page-{name}.png"), picture["data"])
+
+
+def _write(path: Path, encoded: str) -> None:
+    path.write_bytes(base64.b64decode(encoded))

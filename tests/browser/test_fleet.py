@@ -5,14 +5,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from selenium.webdriver import Chrome
+from selenium.webdriver.common.keys import Keys
 
-from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
+from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.control import ReadRequest
+from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerPresence, WorkerState
+from rollbus.schemas.telemetry import RequestProgress, RequestTimeline, TimelineEvent
+from rollbus.schemas.weights import Staging
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.announcer import announced
 from tests.browser.fleet_view import ROWS, rows
-from tests.browser.page import DESKTOP, PHONE, Page, Size, Theme, opened
+from tests.browser.page import DESKTOP, PHONE, Page, Size, Theme, nameless, opened, roles
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
+from tests.support.hand_control import APPLIED, controlled, unless
 from tests.support.presences import capabilities, presence
 
 SLOTS = 4
@@ -144,3 +150,200 @@ async def _rows_while_scrolling(page: Page) -> list[str]:
         assert len(now_shown) <= MAX_ROWS
         seen += now_shown
     return seen
+
+
+# Text from the wire that looks like HTML: the page shows it as text and never interprets it.
+
+
+SCRIPT = "<script>window.taken = true</script>"
+IMAGE = "<img src=x onerror='window.taken = true'>"
+MADE = "return document.querySelectorAll('main img, main script, svg[onload]').length"
+"""The number of elements that the page created from markup."""
+QUOTES = "\"'><svg onload=window.taken=true>&amp;"
+
+
+async def test_markup_in_texts_of_workers_is_shown_as_text(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The page shows markup in names, errors and stages as text, and creates no element from it."""
+    said = presence(
+        worker="w0",
+        incarnation=QUOTES,
+        model=SCRIPT,
+        weight_version=3,
+        capabilities=capabilities(engine=IMAGE, engine_version=SCRIPT),
+        last_error=IMAGE,
+        staging=Staging(source=SCRIPT, stage=QUOTES, done_bytes=1, total_bytes=2),
+        loras=(LoraInfo(name=IMAGE, version=1),),
+        host=IMAGE,
+    )
+    other = presence(worker="w1", model=IMAGE)
+    async with (
+        announced(nats_url, fleet, lambda _: [said, other]),
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/") as page,
+    ):
+        await page.until_text("[data-testid=tile-workers-value]", "2 of 2")
+        shown = await rows(page)
+        assert shown["w0"]["note"].endswith(f"△ {IMAGE}")
+        assert (shown["w0"]["model"], shown["w1"]["model"]) == (SCRIPT, IMAGE)
+        assert shown["w0"]["note"].startswith(QUOTES)
+        assert {SCRIPT, IMAGE} <= {*await page.texts("[data-testid=told] h3")}
+        await page.click("[data-testid=worker-filter]")
+        await page.press(IMAGE)
+        await page.until_text("[data-testid=worker-count]", "2 of 2")
+        assert await page.run(MADE) == 0
+        assert await page.run("return window.taken") is None
+
+
+LONG = IMAGE + "x" * (512 - len(IMAGE))
+OPEN = "[...document.querySelectorAll('[data-testid=requests] a')].find(one => one.title === arguments[0]).click()"
+TITLES = "return [...document.querySelectorAll('[data-testid=requests] a')].map(one => [one.title, one.innerText])"
+
+
+async def test_markup_in_texts_of_requests_is_shown_as_text(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The list and the trace show markup in ids, clients and reasons as text; long ids do not widen the page."""
+    timelines = (
+        RequestTimeline(request_id="x:1", given_id=LONG, client=SCRIPT, lane=IMAGE, traceparent=QUOTES, events=(
+            TimelineEvent(at=1.0, event="toString"), TimelineEvent(at=2.0, event="ended", reason=IMAGE * 50),
+        )),
+        RequestTimeline(request_id=QUOTES, client=IMAGE, progress=RequestProgress(seconds=1.0), events=(
+            TimelineEvent(at=1.0, event="held", reason=SCRIPT),
+        )),
+        RequestTimeline(request_id="no events", client="c"),
+    )  # fmt: skip
+    async with (
+        controlled(nats_url, fleet, "w0") as control,
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/#/request", size=PHONE) as page,
+    ):
+        control["w0"].abilities = {"telemetry_reads": True, "request_lists": True}
+        control["w0"].reply = unless(ReadRequest, {**APPLIED, "timelines": timelines})
+        await control["w0"].announce()
+        shown = dict(await page.until(TITLES, lambda found: len(found) == 3))
+        assert shown.keys() == {LONG, QUOTES, "no events"}
+        assert (len(shown[LONG]), shown[LONG][:24]) == (48, IMAGE[:24])
+        texts = await page.run("return document.querySelector('[data-testid=requests]').innerText")
+        assert {f"held by {SCRIPT}", IMAGE, SCRIPT} <= {*texts.split("\t")}
+        assert await page.run("return document.documentElement.scrollWidth") <= PHONE.width
+        assert await page.run(MADE) == 0
+
+        await page.run(OPEN, LONG)
+        await page.until_text("#request-title", LONG)
+        assert "\n" + IMAGE in await page.run("return document.querySelector('#view-request').innerText")
+        assert await page.run("return document.documentElement.scrollWidth") <= PHONE.width
+        assert await page.run(MADE) == 0
+        assert await page.run("return window.taken") is None
+
+
+# The page without a mouse, and in the accessibility tree that a screen reader uses.
+
+
+FOCUS = "const at = document.activeElement; return at.dataset.testid ?? at.closest('th')?.dataset.column ?? at.id"
+
+
+async def tab_to(page: Page, testid: str) -> list[str]:
+    """Press Tab until an element has the focus. Return the elements that had the focus on the way."""
+    seen: list[str] = []
+    while testid not in seen:
+        await page.press(Keys.TAB)
+        seen.append(await page.run(FOCUS))
+        assert len(seen) < 100, seen
+    return seen
+
+
+async def test_the_dialog_opens_and_closes(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """Enter opens the dialog, the focus stays inside, and Escape closes it and returns the focus to its button."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w0"),
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/") as page,
+    ):
+        await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
+        passed = await tab_to(page, "token-button")
+        assert passed[0] == "skip"
+        await page.press(Keys.ENTER)
+        await page.until(FOCUS, "token-input")
+        assert (await roles(page))["dialog"] == ["Token"]
+        assert await nameless(page) == []
+        for _ in range(6):
+            await page.press(Keys.TAB)
+            assert await page.run("return document.activeElement.matches('dialog *, body')")
+        await page.press(Keys.ESCAPE)
+        await page.until("return document.querySelector('dialog')", None)
+        assert await page.run(FOCUS) == "token-button"
+
+
+async def test_the_table_is_sorted_and_filtered(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The column headers are buttons that announce the sort order, and the filter is a search box with a name."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w0"),
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/") as page,
+    ):
+        await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
+        await tab_to(page, "worker-filter")
+        await page.press("nobody")
+        await page.until_text("[data-testid=worker-count]", "0 of 1")
+        await tab_to(page, "weight_version")
+        await page.press(Keys.ENTER)
+        sort = "return document.querySelector('[data-testid=workers] th[aria-sort]')?.ariaSort"
+        await page.until(sort, "descending")
+        found = await roles(page)
+        assert "Workers" in found["table"]
+        assert found["searchbox"] == ["Filter workers"]
+        assert found["tablist"]
+        assert found["main"]
+        assert await page.run("return [document.documentElement.lang, document.title !== '']") == ["en", True]
+
+
+# Tokens: the page asks for them when it needs them, and stores them only in the session storage of the tab.
+
+
+SETTINGS = Settings(token="data-token-7319", admin_token="admin-token-2846")
+LINK = "return document.querySelector('[data-testid=link]').dataset.state"
+TRACES = """
+return [document.documentElement.outerHTML, location.href, JSON.stringify(localStorage), document.cookie,
+        ...[...document.querySelectorAll("input")].map(input => input.value)].join("\\n");
+"""
+"""Places that must not contain a token."""
+
+
+async def give(page: Page, token: str) -> None:
+    """Enter a token into the token dialog."""
+    await page.click("[data-testid=token-input]")
+    await page.press(token, Keys.ENTER)
+
+
+async def check_leaves_no_trace(page: Page, token: str) -> None:
+    """Check that the token is in no URL, not in the document, and in no storage that outlives the tab."""
+    await page.listen()
+    assert token not in "\n".join([await page.run(TRACES), *page.urls])
+    assert [token] == await page.run("return Object.values(sessionStorage)")
+
+
+async def test_nothing_is_shown_without_the_token(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The page reports a wrong token. The right token opens the page, also after a reload."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w0"),
+        http_before(nats_url, fleet, SETTINGS) as http,
+        opened(browser, f"{http.url}/", may_fail=True) as page,
+    ):
+        await page.until(LINK, "denied")
+        assert "w0" not in await page.run("return document.body.innerText")
+        await give(page, "wrong-token-5555")
+        await page.until_text("[data-testid=banner]", lambda text: bool(text) and "is wrong" in text)
+        assert "w0" not in await page.run("return document.body.innerText")
+        await give(page, SETTINGS.token or "")
+        await page.until(LINK, "live")
+        await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
+        await check_leaves_no_trace(page, SETTINGS.token or "")
+        await page.goto(f"{http.url}/")
+        await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
+
+
+# The reference of the routes in a browser.
+
+
+async def test_the_reference_page_obeys_its_content_security_policy(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The reference page violates no rule of its content security policy and loads nothing from other origins."""
+    async with http_before(nats_url, fleet) as http, opened(browser, f"{http.url}/docs") as page:
+        await page.until_text("body", lambda text: text is not None and "/v1/rl/state" in text)

@@ -1,9 +1,12 @@
 """After an update, models of many families compute as transformers does with the new checkpoint, or the load fails."""
 
+import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +68,197 @@ def test_names_of_parameters_do_not_flood_the_log(updates: dict[str, Any]) -> No
     """An update does not log vLLM's list of parameters that vLLM does not know to be loaded."""
     assert "WARNING" in updates["log"]
     assert "weights were not loaded" not in updates["log"]
+
+
+# The reference of a module after a load: the received tensors, arranged by the module's own loaders.
+
+
+pytestmark = pytest.mark.vllm
+
+
+def arranged(loader: Callable[..., None], *loads: tuple[Any, ...]) -> tuple[Any, int]:
+    """Return the weight `[4, 3]` of a module after these loads, and how many of its elements got no value."""
+    import torch
+
+    from rollbus.workers.engines.vllm.reload_checks import arrange
+
+    module = torch.nn.Module()
+    weight: Any = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+    weight.weight_loader = loader
+    module.weight = weight
+    bound = [("weight", inspect.signature(loader).bind(weight, *load)) for load in loads]
+    raw, absent = arrange(module, SimpleNamespace(loaded_weights=bound, restore_device="cpu"))
+    assert weight.is_meta
+    return raw["weight"], absent.get("weight", 0)
+
+
+def tensor(rows: int, dtype: str = "bfloat16") -> Any:
+    """Return a tensor `[rows, 3]` with different numbers."""
+    import torch
+
+    return torch.arange(1.0, 1 + 3 * rows).reshape(rows, 3).to(getattr(torch, dtype))
+
+
+def copies(param: Any, loaded: Any) -> None:
+    """Load the whole tensor, and pad the rest with zeros."""
+    param[: len(loaded)].data.copy_(loaded)
+    param[len(loaded) :].data.fill_(0)
+
+
+def copies_rows(param: Any, loaded: Any, begin: int = 0) -> None:
+    """Load some rows of the parameter."""
+    param.data.narrow(0, begin, len(loaded)).copy_(loaded)
+
+
+def copies_and_scales(param: Any, loaded: Any) -> None:
+    """Load the whole tensor, and change the values."""
+    param.data.copy_(loaded)
+    param.data.mul_(2)
+
+
+def copies_transposed(param: Any, loaded: Any) -> None:
+    """Load the tensor with other strides."""
+    param.data.t().copy_(loaded)
+
+
+def test_a_tensor_that_is_the_parameter_is_not_copied() -> None:
+    """A tensor that equals the whole parameter is used itself, without a copy, so no loader can have changed it."""
+    came = tensor(4)
+
+    for loader in (copies, copies_rows):
+        found, num_absent = arranged(loader, (came,))
+
+        assert found.data_ptr() == came.data_ptr()
+        assert num_absent == 0
+
+
+def test_tensors_that_a_loader_changes_are_arranged_in_separate_memory() -> None:
+    """Parts, other types, padding and changed values are arranged as in the module, and in separate memory."""
+    import torch
+
+    whole = tensor(4)
+    cases: list[tuple[Callable[..., None], list[tuple[Any, ...]], Any]] = [
+        (copies_rows, [(whole[:1], 0), (whole[1:], 1)], whole),
+        (copies, [(tensor(4, "float32"),)], whole),
+        (copies, [(whole[:3],)], torch.cat((whole[:3], torch.zeros(1, 3, dtype=whole.dtype)))),
+        (copies_and_scales, [(whole,)], whole * 2),
+        (copies_transposed, [(whole.t().contiguous(),)], whole),
+    ]
+    for loader, loads, expected in cases:
+        found, num_absent = arranged(loader, *loads)
+
+        assert torch.equal(found, expected)
+        assert found.data_ptr() not in {load[0].data_ptr() for load in loads}
+        assert num_absent == 0
+
+
+def test_rows_without_a_tensor_are_counted() -> None:
+    """Rows without a tensor are counted and differ from loaded zeros.
+
+    If NaN was loaded, the number is unknown, and reported as 0.
+    """
+    found, num_absent = arranged(copies_rows, (tensor(3), 0))
+    assert (num_absent, found[3].tolist()) == (3, [0, 0, 0])
+
+    unknown = tensor(3)
+    unknown[0, 0] = float("nan")
+    assert arranged(copies_rows, (unknown, 0))[1] == 0
+
+
+# Probes distinguish right outputs from wrong ones: references and tolerances, without an engine.
+
+
+pytestmark = pytest.mark.slow
+"""These tests are slow, because torch takes seconds to import."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
+    """A kernel of this dtype passes.
+
+    A probe detects small changes in one column, two swapped rows and a lost bias.
+    """
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import ModuleProbe, linear_probe
+
+    kind = getattr(torch, dtype)
+    weight = torch.randn(96, 512, generator=torch.Generator().manual_seed(1)).to(kind)
+    bias = torch.randn(96, generator=torch.Generator().manual_seed(2)).to(kind)
+    probe = linear_probe(weight, bias, kind)
+
+    def compute(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        plain, dense = probe.inputs[: probe.num_plain], probe.inputs[probe.num_plain :]
+        return torch.cat([plain @ weight.T, dense @ weight.T + bias])
+
+    nudged, swapped = weight.clone(), weight.clone()
+    nudged[:, 0] *= 1 + 16 * torch.finfo(kind).eps
+    swapped[[3, 4]] = weight[[4, 3]]
+    assert isinstance(probe, ModuleProbe)
+    assert probe.difference(compute(weight, bias)) is None
+    assert "differs in" in str(probe.difference(compute(nudged, bias)))
+    assert "differs in" in str(probe.difference(compute(swapped, bias)))
+    assert "differs in" in str(probe.difference(compute(weight, bias * 0)))
+
+
+def test_nan_outputs_are_right_only_where_the_reference_has_nan() -> None:
+    """A checkpoint full of NaN can be loaded: NaN outputs are right exactly where the reference has NaN."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import linear_probe
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    weight[2] = float("nan")
+    probe = linear_probe(weight, None, torch.float32)
+    right = probe.inputs @ weight.T
+
+    assert probe.difference(right) is None
+    assert probe.difference(right.nan_to_num()) is not None
+
+
+def test_numbers_near_zero_may_become_zero() -> None:
+    """A probe accepts zeros for denormal weights, as of a token that no text has: kernels flush them to zero."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import linear_probe
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight[3] = 1e-39
+    probe = linear_probe(weight, None, torch.bfloat16)
+    flushed = torch.where(weight.abs() < 1e-38, torch.zeros_like(weight), weight)
+
+    assert bool((weight[3] != 0).all())
+    assert probe.difference(probe.inputs @ flushed.T) is None
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
+    """Experts computed in this dtype pass, and a probe detects the replacement of any expert."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, Experts, experts_probe, experts_routing
+
+    kind, act = getattr(torch, dtype), ACTIVATIONS[activation]
+    generator = torch.Generator().manual_seed(1)
+    w13 = (torch.randn(5, 64, 128, generator=generator) * 0.1).to(kind)
+    w2 = (torch.randn(5, 128, 32, generator=generator) * 0.1).to(kind)
+    probe = experts_probe(Experts(w13=w13, w2=w2, w13_bias=None, w2_bias=None, activation=act), 2, kind)
+    ids, weights = experts_routing(5, 2)
+
+    def compute(w2: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for x, chosen, shares in zip(probe.inputs, ids, weights, strict=True):
+            row = torch.zeros(128)
+            for expert, share in zip(chosen, shares, strict=True):
+                gate, up = act.split(w13[expert] @ x)
+                gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+                row += share * (w2[expert] @ (act.apply(gate) * (up + act.offset))).float()
+            rows.append(row)
+        return torch.stack(rows)
+
+    assert probe.difference(compute(w2)) is None
+    for expert in range(5):
+        other = w2.clone()
+        other[expert] = w2[(expert + 1) % 5]
+        assert probe.difference(compute(other)) is not None

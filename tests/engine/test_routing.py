@@ -1,21 +1,25 @@
 """Tokens, log probabilities and routed experts are those of the model, regardless of the other work of the engine."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import expected_rows
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm.tiny_moe import SENTENCES, VOCAB_SIZE, main, make_tiny_moe
 from tests.engine import direct_llm
 from tests.engine.support import prompt, rows_here, same_as_alone
 from tests.support.results import expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = pytest.mark.vllm
+
 
 ORACLE_PROMPT = [int(i) for i in prompt(200, seed=1)]
 ORACLE_SAMPLING: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 0}
@@ -175,3 +179,155 @@ def test_model_without_experts_has_no_routing(dense: RunningEngine) -> None:
     assert dense.engine.capabilities.routed_experts is None
     assert len(result.token_ids) == 4
     assert all(step.routed_experts is None for step in result.steps)
+
+
+# An aborted request ends once, in order, with all steps that the engine reported before.
+
+
+LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=60), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
+
+
+def test_abort_ends_a_running_request(moe: RunningEngine) -> None:
+    """After an abort, the engine reports one step with finish reason ABORT and nothing more.
+
+    The rows are those of the reported tokens.
+    """
+
+    async def scenario() -> tuple[Result, list[RequestStep]]:
+        key, other = await moe.add(LONG), await moe.add(LONG)
+        result = Result()
+        while len(result.steps) < 5:
+            result.steps.extend(step for step in await moe.next() if step.key == key)
+        await moe.engine.abort([key])
+        await moe.engine.abort([key, "unknown"])
+        rest: list[RequestStep] = []
+        is_other_open = True
+        while is_other_open:
+            for step in await moe.next():
+                if step.key == key:
+                    rest.append(step)
+                elif step.key == other and step.finish_reason is not None:
+                    is_other_open = False
+        result.steps.extend(rest)
+        return result, rest
+
+    result, rest = moe.call(scenario())
+
+    assert [step.finish_reason for step in rest].count(FinishReason.ABORT) == 1
+    assert rest[-1].finish_reason is FinishReason.ABORT
+    assert len(result.rows) == rows_here(50 + len(result.token_ids) - 1)
+
+
+def test_abort_before_the_first_token(moe: RunningEngine) -> None:
+    """A request that is aborted immediately ends with no tokens and no rows, and its key is free again."""
+
+    async def scenario() -> list[Result]:
+        results = []
+        for _ in range(3):
+            await moe.engine.add("same-key", LONG)
+            await moe.engine.abort(["same-key"])
+            results.append((await moe.finish("same-key"))["same-key"])
+        return results
+
+    for result in moe.call(scenario()):
+        assert len(result.steps) == 1
+        assert result.last.finish_reason is FinishReason.ABORT
+        assert result.token_ids == []
+        assert len(result.rows) == 0
+        assert result.last.routed_experts_start == 0
+
+
+def test_abort_of_a_finished_request_is_ignored(moe: RunningEngine) -> None:
+    """A request that ends before its abort arrives keeps its own finish reason."""
+    short = GenerateRequest(prompt_token_ids=[5], sampling=SamplingParams(max_tokens=1))
+
+    async def scenario() -> tuple[Result, Result]:
+        key = await moe.add(short)
+        first = (await moe.finish(key))[key]
+        await moe.engine.abort([key])
+        again = await moe.add(short)
+        return first, (await moe.finish(again))[again]
+
+    first, after = moe.call(scenario())
+
+    assert first.last.finish_reason is not FinishReason.ABORT
+    assert len(after.steps) == 1
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file of `folder`."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_same_arguments_make_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    """The arguments determine the bytes of a model."""
+    first = contents(make_tiny_moe(tmp_path / "first", seed=3))
+    second = contents(make_tiny_moe(tmp_path / "second", seed=3))
+    other = contents(make_tiny_moe(tmp_path / "other", seed=4))
+
+    assert first == second
+    assert first["model.safetensors"] != other["model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second", "other"}
+
+
+def test_an_existing_model_is_kept_and_other_content_is_not_overwritten(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Making a model again changes nothing. A folder with other content is rejected and does not change."""
+    marker = models["moe"] / "tiny_moe.json"
+    before = marker.stat().st_mtime_ns
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep")
+
+    assert make_tiny_moe(models["moe"], dtype="float32") == models["moe"]
+    assert marker.stat().st_mtime_ns == before
+    with pytest.raises(FileExistsError, match="not the requested model"):
+        make_tiny_moe(tmp_path / "mine")
+    assert main(["--output", str(tmp_path / "mine")]) == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]
+
+
+def test_the_tokenizer_restores_any_text(models: dict[str, Path]) -> None:
+    """The tokenizer encodes every byte, special tokens are single ids, and a chat template exists."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models["moe"])
+    text = bytes(range(256)).decode("latin-1") + "日本 😀\n\t" + SENTENCES[0]
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == VOCAB_SIZE
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_every_expert_is_used_and_the_best_token_is_clear(models: dict[str, Path]) -> None:
+    """Every expert is used and the best token is clear, so rounding decides neither routing nor greedy tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models["moe"])
+    model = AutoModelForCausalLM.from_pretrained(models["moe"], dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode("\n".join(SENTENCES))])
+    with torch.no_grad():
+        output = model(ids, output_router_logits=True)
+    experts = [logits.topk(4).indices for logits in output.router_logits]
+    best = output.logits[0].topk(2).values
+    gaps = (best[:, 0] - best[:, 1]).numpy()
+
+    assert len(experts) == 4
+    for layer in experts:
+        shares = np.bincount(layer.flatten().numpy(), minlength=16) / layer.numel()
+        assert shares.min() > 0.004
+    assert np.median(gaps) > 0.1
+    assert len(set(output.logits[0].argmax(-1).tolist())) > 100
+
+
+def test_dense_model_has_no_experts(models: dict[str, Path]) -> None:
+    """The dense variant is a Qwen3 with the same tokenizer."""
+    config = json.loads((models["dense"] / "config.json").read_text())
+
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert (models["dense"] / "tokenizer.json").read_bytes() == (models["moe"] / "tokenizer.json").read_bytes()

@@ -22,6 +22,7 @@ from tests.support.vllm_engine import Engines, RunningEngine
 
 pytestmark = pytest.mark.vllm
 
+
 LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=80), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
 SHORT = GenerateRequest(
     prompt_token_ids=prompt(50, seed=81), sampling=SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -137,3 +138,60 @@ def test_engine_processes_exit_with_their_owner_and_write_nothing_to_its_stdout(
     assert any(group != os.getpgid(0) for group in groups.values())
     assert rest == ""
     assert psutil.wait_procs(children, timeout=SOON_S)[1] == []
+
+
+# vLLM's log lines are JSON if the worker's lines are JSON, also in the processes that vLLM starts.
+
+
+# The steps of an engine core's process before its first log line: vLLM's own setup and its prefix of each line.
+CORE = """
+from vllm import logger
+from vllm.logger import init_logger
+from vllm.utils.system_utils import decorate_logs
+if hasattr(logger, "configure_logging"):
+    # From 0.32 on; before, importing it was enough.
+    from vllm.config.logging import LoggingConfig
+    logger.configure_logging(LoggingConfig())
+decorate_logs("EngineCore")
+init_logger("vllm.some.module").warning("it is %s", "so")
+init_logger("vllm.some.module").info("not shown")
+import logging
+logging.getLogger("rollbus.workers.engines.vllm.extension").error("lora.load_failed name=%s", "math")
+"""
+WORKER = f"""
+import subprocess, sys
+from rollbus.bus.logs import set_up
+from rollbus.workers.engines.vllm.launch import set_environment
+set_up("INFO", "json")
+set_environment("model", None)
+subprocess.run([sys.executable, "-c", {CORE!r}], check=True)
+"""
+
+
+def test_an_engine_core_logs_json() -> None:
+    """A log line of vLLM is JSON, with vLLM's level, and so are rollbus's own log lines in that process."""
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
+
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    shown = [
+        (line["level"], line["logger"], line["event"], line["fields"])
+        for line in lines
+        # vLLM warns about missing features of the machine.
+        if not line["logger"].startswith("vllm.platforms")
+    ]
+    assert shown == [
+        ("warning", "vllm.some.module", "message", {"message": "it is so"}),
+        ("error", "rollbus.workers.engines.vllm.extension", "lora.load_failed", {"name": "math"}),
+    ]
+
+
+# The processes of an engine also import rollbus's modules as parts of `rollbus`.
+
+
+def test_an_engine_imports_nothing_under_a_second_name(reloaded: RunningEngine) -> None:
+    """Each rollbus module in the process with the model has a name that begins with `rollbus.`."""
+    found = reloaded.call(reloaded.engine._launch.llm.collective_rpc("modules_of_ours"))
+
+    [(rightly, wrongly)] = found
+    assert wrongly == []
+    assert {"rollbus.workers.engines.vllm.extension", "rollbus.workers.engines.vllm.processes"} <= set(rightly)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollbus.trainer.errors import ReplayError
 from rollbus.trainer.replay import replay
-from tests.trainer.replay_models import build, difference, random_rows, run, tokens
+from tests.trainer.models import build, difference, random_rows, run, tokens
 
 pytestmark = [
     pytest.mark.slow,

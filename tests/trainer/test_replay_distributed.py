@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 
 from rollbus.trainer.replay import replay
-from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run
+from tests.trainer.models import build, difference, moe_blocks, random_rows, router_of, run
 
 pytestmark = pytest.mark.slow
 ROWS = random_rows(11, 2)

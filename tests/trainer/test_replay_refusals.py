@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from rollbus.trainer.errors import ReplayError
 from rollbus.trainer.replay import replay
-from tests.trainer.replay_models import build, difference, moe_blocks, random_rows, router_of, run, seen, tokens
+from tests.trainer.models import build, difference, moe_blocks, random_rows, router_of, run, seen, tokens
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rollbus.schemas.errors import ErrorCode, request_error
-from tests.trainer.builders import FakeTurn, rows_of
-from tests.trainer.replay_models import build
+from tests.trainer.models import FakeTurn, build, rows_of
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "trainer.md"
 
