@@ -73,9 +73,6 @@ def test_names_of_parameters_do_not_flood_the_log(updates: dict[str, Any]) -> No
 # The reference of a module after a load: the received tensors, arranged by the module's own loaders.
 
 
-pytestmark = pytest.mark.vllm
-
-
 def arranged(loader: Callable[..., None], *loads: tuple[Any, ...]) -> tuple[Any, int]:
     """Return the weight `[4, 3]` of a module after these loads, and how many of its elements got no value."""
     import torch
@@ -121,23 +118,13 @@ def copies_transposed(param: Any, loaded: Any) -> None:
     param.data.t().copy_(loaded)
 
 
-def test_a_tensor_that_is_the_parameter_is_not_copied() -> None:
-    """A tensor that equals the whole parameter is used itself, without a copy, so no loader can have changed it."""
-    came = tensor(4)
-
-    for loader in (copies, copies_rows):
-        found, num_absent = arranged(loader, (came,))
-
-        assert found.data_ptr() == came.data_ptr()
-        assert num_absent == 0
-
-
-def test_tensors_that_a_loader_changes_are_arranged_in_separate_memory() -> None:
-    """Parts, other types, padding and changed values are arranged as in the module, and in separate memory."""
+def test_tensors_are_arranged_in_separate_memory() -> None:
+    """Whole tensors, parts, other types, padding and changed values are arranged as in the module."""
     import torch
 
     whole = tensor(4)
     cases: list[tuple[Callable[..., None], list[tuple[Any, ...]], Any]] = [
+        (copies, [(whole,)], whole),
         (copies_rows, [(whole[:1], 0), (whole[1:], 1)], whole),
         (copies, [(tensor(4, "float32"),)], whole),
         (copies, [(whole[:3],)], torch.cat((whole[:3], torch.zeros(1, 3, dtype=whole.dtype)))),
@@ -165,100 +152,115 @@ def test_rows_without_a_tensor_are_counted() -> None:
     assert arranged(copies_rows, (unknown, 0))[1] == 0
 
 
-# Probes distinguish right outputs from wrong ones: references and tolerances, without an engine.
+def run_linear(weight: Any, bias: Any = None) -> Any:
+    """Return the output of a linear module for the inputs of its probe."""
+    import torch
 
+    from rollbus.workers.engines.vllm.probes import linear_inputs
 
-pytestmark = pytest.mark.slow
-"""These tests are slow, because torch takes seconds to import."""
+    inputs = linear_inputs(weight)
+    return torch.cat([inputs[:-1] @ weight.T, torch.nn.functional.linear(inputs[-1:], weight, bias)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
     """A kernel of this dtype passes.
 
-    A probe detects small changes in one column, two swapped rows and a lost bias.
+    A probe detects small changes in one column, two swapped rows, a changed row and a lost bias.
     """
     import torch
 
-    from rollbus.workers.engines.vllm.probes import ModuleProbe, linear_probe
+    from rollbus.workers.engines.vllm.probes import expect_linear
 
     kind = getattr(torch, dtype)
     weight = torch.randn(96, 512, generator=torch.Generator().manual_seed(1)).to(kind)
     bias = torch.randn(96, generator=torch.Generator().manual_seed(2)).to(kind)
-    probe = linear_probe(weight, bias, kind)
+    probe = expect_linear(weight, bias)
 
-    def compute(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        plain, dense = probe.inputs[: probe.num_plain], probe.inputs[probe.num_plain :]
-        return torch.cat([plain @ weight.T, dense @ weight.T + bias])
-
-    nudged, swapped = weight.clone(), weight.clone()
+    nudged, swapped, changed = weight.clone(), weight.clone(), weight.clone()
     nudged[:, 0] *= 1 + 16 * torch.finfo(kind).eps
     swapped[[3, 4]] = weight[[4, 3]]
-    assert isinstance(probe, ModuleProbe)
-    assert probe.difference(compute(weight, bias)) is None
-    assert "differs in" in str(probe.difference(compute(nudged, bias)))
-    assert "differs in" in str(probe.difference(compute(swapped, bias)))
-    assert "differs in" in str(probe.difference(compute(weight, bias * 0)))
+    changed[7, 1:-1] = weight[8, 1:-1]
+    wide = run_linear(weight.double(), bias.double())
+    assert probe.difference(run_linear(weight, bias)) == ""
+    assert probe.difference(wide.to(kind)) == ""
+    for wrong in ((nudged, bias), (swapped, bias), (changed, bias), (weight, bias * 0)):
+        assert "differs in" in probe.difference(run_linear(*wrong))
 
 
 def test_nan_outputs_are_right_only_where_the_reference_has_nan() -> None:
     """A checkpoint full of NaN can be loaded: NaN outputs are right exactly where the reference has NaN."""
     import torch
 
-    from rollbus.workers.engines.vllm.probes import linear_probe
+    from rollbus.workers.engines.vllm.probes import expect_linear
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     weight[2] = float("nan")
-    probe = linear_probe(weight, None, torch.float32)
-    right = probe.inputs @ weight.T
+    probe = expect_linear(weight, None)
+    right = run_linear(weight)
 
-    assert probe.difference(right) is None
-    assert probe.difference(right.nan_to_num()) is not None
+    assert probe.difference(right) == ""
+    assert probe.difference(right.nan_to_num()) != ""
 
 
 def test_numbers_near_zero_may_become_zero() -> None:
     """A probe accepts zeros for denormal weights, as of a token that no text has: kernels flush them to zero."""
     import torch
 
-    from rollbus.workers.engines.vllm.probes import linear_probe
+    from rollbus.workers.engines.vllm.probes import expect_linear
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     weight[3] = 1e-39
-    probe = linear_probe(weight, None, torch.bfloat16)
     flushed = torch.where(weight.abs() < 1e-38, torch.zeros_like(weight), weight)
 
     assert bool((weight[3] != 0).all())
-    assert probe.difference(probe.inputs @ flushed.T) is None
+    assert expect_linear(weight, None).difference(run_linear(flushed)) == ""
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
-    """Experts computed in this dtype pass, and a probe detects the replacement of any expert."""
+    """Experts computed in this dtype pass, and a probe detects the replacement of any expert, or of one row of it."""
     import torch
 
-    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, Experts, experts_probe, experts_routing
+    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, expect_experts, expert_inputs, route_experts
 
     kind, act = getattr(torch, dtype), ACTIVATIONS[activation]
     generator = torch.Generator().manual_seed(1)
     w13 = (torch.randn(5, 64, 128, generator=generator) * 0.1).to(kind)
     w2 = (torch.randn(5, 128, 32, generator=generator) * 0.1).to(kind)
-    probe = experts_probe(Experts(w13=w13, w2=w2, w13_bias=None, w2_bias=None, activation=act), 2, kind)
-    ids, weights = experts_routing(5, 2)
+    probe = expect_experts({"w13_weight": w13, "w2_weight": w2}, act.join)
+    inputs, (ids, weights) = expert_inputs(w13), route_experts(5, 2)
 
     def compute(w2: torch.Tensor) -> torch.Tensor:
         rows = []
-        for x, chosen, shares in zip(probe.inputs, ids, weights, strict=True):
+        for x, chosen, shares in zip(inputs, ids, weights, strict=True):
             row = torch.zeros(128)
             for expert, share in zip(chosen, shares, strict=True):
-                gate, up = act.split(w13[expert] @ x)
-                gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
-                row += share * (w2[expert] @ (act.apply(gate) * (up + act.offset))).float()
+                row += share * (w2[expert] @ act.join(w13[expert] @ x)).float()
             rows.append(row)
         return torch.stack(rows)
 
-    assert probe.difference(compute(w2)) is None
+    assert probe.difference(compute(w2)) == ""
     for expert in range(5):
         other = w2.clone()
         other[expert] = w2[(expert + 1) % 5]
-        assert probe.difference(compute(other)) is not None
+        assert probe.difference(compute(other)) != ""
+        other = w2.clone()
+        other[expert, int(probe.output[expert].abs().argmax())] = 0
+        assert probe.difference(compute(other)) != ""
+
+
+def test_copies_of_a_projection_are_compared_exactly() -> None:
+    """A change of one number of one head's matrix is found."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import expect_maps
+
+    maps = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    changed = maps.clone()
+    changed[2, 63, 5] *= 1.01
+
+    assert not torch.equal(changed, maps)
+    assert expect_maps(maps).difference(expect_maps(maps.clone()).output) == ""
+    assert expect_maps(maps).difference(expect_maps(changed).output) != ""

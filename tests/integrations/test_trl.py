@@ -118,9 +118,6 @@ async def test_the_calls_of_the_asynchronous_trainer_work_on_a_fleet(
 # The integration with TRL's own types, without a fleet.
 
 
-pytestmark = [pytest.mark.slow, needs_trainers]
-
-
 async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) -> None:
     """Prompts, sampling, advantages and groups equal TRL's.
 
@@ -143,8 +140,6 @@ async def test_all_ranks_end_if_rank_0_cannot_publish() -> None:
 
 # The examples for TRL, run as by a user: beside modules with misleading names and without an engine.
 
-
-pytestmark = [pytest.mark.vllm, needs_trainers]
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}
 
@@ -224,9 +219,6 @@ def test_a_number_of_steps_below_one_is_refused(place: Place, name: str) -> None
 
 
 # Megatron-Core's own router replay on a CPU, fed with the rows of a micro-batch.
-
-
-pytestmark = [pytest.mark.slow, needs_trainers]
 
 
 async def test_megatron_core_replays_the_experts_of_the_rows() -> None:

@@ -78,7 +78,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(PackError, match="max_lag is -1; allowed: an integer, 0 and above"):
         drop_stale([], version=1, max_lag=-1)
     with pytest.raises(PackError, match="version is of type NoneType; allowed: an integer"):
-        drop_stale([], version=None, max_lag=1)  # type: ignore[arg-type]
+        drop_stale([], version=None, max_lag=1)
     with pytest.raises(PackError, match="max_lag is of type float; allowed: an integer, 0 and above"):
         mask_stale(pack([sample_of(3)], max_tokens=2)[0], version=1, max_lag=0.5)  # type: ignore[arg-type]
     with pytest.raises(PackError, match="samples is Sample; allowed: a list"):

@@ -101,7 +101,7 @@ class Activation(NamedTuple):
     limit: float = math.inf
     """Upper limit of the gate, and limit of the absolute value of up."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def join(self, x: Tensor) -> Tensor:
         """Return the input of the second product for the output `x` of the first."""
         gate, up = (x[::2], x[1::2]) if self.is_interleaved else x.chunk(2)
         return self.apply(gate.clamp(max=self.limit)) * (up.clamp(-self.limit, self.limit) + self.offset)

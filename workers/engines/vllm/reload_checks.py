@@ -292,7 +292,7 @@ def _check_experts(module: Any, raw: dict[str, Tensor]) -> Check:
     if "w13_weight" not in raw or "w2_weight" not in raw:
         raise Unknown("some of its weights were not loaded")
     w13 = raw["w13_weight"]
-    inputs, expected = expert_inputs(w13), expect_experts(raw, activation, step=_step(w13))
+    inputs, expected = expert_inputs(w13), expect_experts(raw, activation.join, step=_step(w13))
     top_k = 1 if module.apply_router_weight_on_input else min(module.top_k, len(w13))
     ids, weights = route_experts(len(w13), top_k)
 
@@ -329,7 +329,7 @@ def check_latent(module: Any, raw: dict[str, Tensor]) -> list[Check]:
     if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
         raise Unknown("the projection whose weight it copies is quantized")
     split = weight.T.reshape(module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim + module.v_head_dim)
-    keys, values = split.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
+    keys, values = torch.split(split, [module.qk_nope_head_dim, module.v_head_dim], dim=-1)
     expected = {"W_UK_T": expect_maps(keys.permute(1, 2, 0)), "W_UV": expect_maps(values.transpose(0, 1))}
 
     def run() -> str:
