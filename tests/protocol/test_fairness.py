@@ -3,7 +3,7 @@
 from collections import Counter, deque
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.queue.fairness import (
@@ -89,6 +89,7 @@ def add(turns: SlotTurns[str], key: str, lane: Lane = "normal", turn: Turn = "qu
 
 @pytest.mark.proves("P49")
 @given(st.lists(st.just(None) | st.tuples(st.sampled_from(CLIENTS), LANES, WAITING)))
+@example([("a", "normal", NORMAL)] * 2)
 def test_while_queued_requests_wait_they_get_every_second_slot(
     events: list[tuple[str, Lane, tuple[Lane, ...]] | None],
 ) -> None:
