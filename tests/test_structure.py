@@ -23,7 +23,6 @@ ROOT_ENTRIES = {
 }  # fmt: skip
 RAW_TASKS = {
     "bus/client/batch.py",
-    "bus/client/sync.py",
     "bus/client/thread.py",
     "bus/publish/chain_store.py",
 }

@@ -38,7 +38,6 @@ WITHOUT_DATA = {
     "Between tokens at HTTP clients B": "no stream",
     "Between tokens at HTTP clients C": "no stream",
     "Open generations B": "nothing has waited in the service",
-    "Dropped connections per second A": "none was cut",
     "annotation New weights": "no update",
 }
 """Queries without a result in a fleet that only serves requests, with the reason."""
