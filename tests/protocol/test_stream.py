@@ -1,20 +1,28 @@
 """Assembly is the inverse of chunking for any steps and sizes, and no faulty stream passes as a result."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
+from rollbus.bus.protocol.stream.engine_step import MAX_RUN_BYTES, MAX_RUN_TOKENS, RequestStep, TokenBatch, TokenBatcher
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.bus.protocol.stream.result_arrays import TokenMasks, kv_arrays
 from rollbus.bus.protocol.stream.verification import ChunkVerifier
-from rollbus.schemas.chunk import Chunk, End, FinishReason, RoutedExperts
-from rollbus.schemas.errors import RemoteProtocolError
-from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.chunk import Chunk, End, FinishReason, RoutedExperts, SamplingMask
+from rollbus.schemas.errors import LocalProtocolError, RemoteProtocolError
+from rollbus.schemas.limits import MAX_MASK_IDS
+from rollbus.schemas.messages import RequestKey, decode_frame
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
+from tests.support.arrays import little_endian
+from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple, with_masks
 
 
 @pytest.mark.proves("P33")
@@ -181,3 +189,405 @@ def test_lost_attempts_count_beside_withdrawn_attempts() -> None:
     stream.next_attempt()
 
     assert (stream.attempt, stream.num_attempts) == (7, 3)
+
+
+# Sampling masks stay with their tokens in chunks and results, and contradictory masks are rejected.
+
+
+def i4(*values: int) -> bytes:
+    """Return token ids or counts in the wire format."""
+    return little_endian(np.array(values, np.int64), "<i4")
+
+
+def chunk_of_masks(index: int, masks: SamplingMask | None, *, attempt: int = 0, end: End | None = None) -> Chunk:
+    """Return a chunk with one token and these masks."""
+    return Chunk(
+        request_id="r",
+        attempt=attempt,
+        child=0,
+        chunk_index=index,
+        weight_version=0,
+        token_ids_data=i4(5),
+        sampling_mask=masks,
+        end=end,
+    )
+
+
+def request_with_mask(return_sampling_mask: bool | None) -> GenerateRequest:
+    """Return a request with this value of `return_sampling_mask`."""
+    return GenerateRequest(
+        prompt_token_ids=[1],
+        request_id="r",
+        sampling=SamplingParams(max_tokens=9, logprobs=None, seed=None),
+        return_routed_experts=False,
+        return_sampling_mask=return_sampling_mask,
+    )
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30), min_size=1, max_size=20),
+    st.integers(120, 400),
+    st.integers(1, 20),
+)
+def test_masks_stay_with_their_tokens(masks: list[list[int]], segment_bytes: int, gather: int) -> None:
+    """However masks are merged and split, each chunk has the masks of its own tokens, and as many tokens as fit."""
+    cuts = list(range(1, len(masks) + 1))
+    scenario = with_masks(make_scenario(np.random.default_rng(0), prompt_len=3, cuts=cuts), masks)
+    scenario.versions[:] = [7] * len(cuts)
+    chunks = scenario.chunks(segment_bytes, gather)
+
+    at, sizes = 0, [4 + 4 + 4 + 4 * len(ids) for ids in masks]
+    for number, one in enumerate(chunks):
+        past = at + one.num_tokens
+        if one.num_tokens:
+            assert one.sampling_mask is not None
+            assert [ids.tolist() for ids in TokenMasks.joined([one.sampling_mask]).split()] == masks[at:past]
+            assert sum(sizes[at:past]) <= segment_bytes or one.num_tokens == 1
+        if gather >= len(masks) and number < len(chunks) - 1 and past < len(masks):
+            assert sum(sizes[at : past + 1]) > segment_bytes
+        at = past
+    scenario.arrays["weight_versions"] = np.full(len(masks), 7, np.int32)
+    assert_complete(scenario, chunks)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "why"),
+    [
+        ([1, 1], [4], "1 ids, but the counts add up to 2"),
+        ([1], [4, 5], "2 ids, but the counts add up to 1"),
+        ([0, 1], [4], "tokens with 0 to 1 ids"),
+        ([-1, 2], [4], "tokens with -1 to 2 ids"),
+        ([MAX_MASK_IDS + 1], [], f"allowed: 1 to {MAX_MASK_IDS}"),
+        ([2**31 - 1, 2**31 - 1], [], "allowed"),
+        ([1], [-4], "id -4"),
+    ],
+)
+def test_a_mask_that_contradicts_itself_is_refused(counts: list[int], ids: list[int], why: str) -> None:
+    """A mask is rejected if its counts contradict its ids or if a count or an id is out of range."""
+    with pytest.raises(ValueError, match=why):
+        SamplingMask(i4(*counts), i4(*ids))
+
+
+def test_a_mask_for_another_number_of_tokens_is_refused() -> None:
+    """A mask for another number of tokens and invalid bytes are rejected, also in a received frame."""
+    with pytest.raises(ValueError, match="1 token ids but 2 sampling masks"):
+        chunk_of_masks(0, SamplingMask(i4(1, 1), i4(5, 5)))
+    with pytest.raises(ValueError, match="counts_data of 3 bytes"):
+        SamplingMask(b"abc", b"")
+    frame = [1, "i", 0, [], [["r", 0, 0, 0, 0, i4(5), *[None] * 9, [i4(2), i4(5)]]], 0, ""]
+    with pytest.raises(RemoteProtocolError):
+        decode_frame(msgspec.msgpack.encode(frame))
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_token_without_a_mask_after_tokens_with_masks_is_refused(asked: bool | None) -> None:
+    """A token without a mask after tokens with masks is rejected, because the result would look complete."""
+    verifier = ChunkVerifier(request_with_mask(asked))
+    verifier.add(chunk_of_masks(0, SamplingMask(i4(1), i4(5))))
+    with pytest.raises(RemoteProtocolError, match="without sampling masks"):
+        verifier.add(chunk_of_masks(1, None))
+
+
+def test_declined_masks_and_missing_required_masks_are_refused() -> None:
+    """Masks that the request declined are rejected, and so are missing masks that it requires."""
+    with pytest.raises(RemoteProtocolError, match="came with sampling masks"):
+        ChunkVerifier(request_with_mask(False)).add(chunk_of_masks(0, SamplingMask(i4(1), i4(5))))
+    with pytest.raises(RemoteProtocolError, match="came without sampling masks"):
+        ChunkVerifier(request_with_mask(True)).add(chunk_of_masks(0, None))
+
+
+@pytest.mark.parametrize("second_makes_masks", [False, True])
+def test_a_result_has_masks_for_all_tokens_or_none(second_makes_masks: bool) -> None:
+    """A result has masks only if all attempts returned masks."""
+    mask = SamplingMask(i4(2), i4(5, 6))
+    stream = ResponseStream(request_with_mask(None), child=0, attempt=0, keep=True)
+    stream.add(chunk_of_masks(0, mask))
+    stream.next_attempt()
+    end = End(FinishReason.STOP, 1, 0)
+    stream.add(chunk_of_masks(0, mask if second_makes_masks else None, attempt=1, end=end))
+
+    found = stream.arrays()["sampling_mask"]
+    if not second_makes_masks:
+        assert found is None
+        return
+    assert isinstance(found, TokenMasks)
+    assert found.positions.tolist() == [0, 0, 1, 1]
+    assert found.token_ids.tolist() == [5, 6, 5, 6]
+    assert found.token_ids.flags.writeable
+    assert [ids.tolist() for ids in found.cut(1).split()] == [[5, 6]]
+    assert TokenMasks.joined([found]).cut(0).split() == []
+
+
+def test_a_mask_that_fits_no_chunk_ends_the_request() -> None:
+    """A mask that fits no chunk and a mask for another number of tokens reject the whole step."""
+    writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=40)
+    writer.max_mask_bytes = 40
+    for mask in (SamplingMask(i4(11), i4(*range(11))), SamplingMask(i4(1, 1), i4(1, 2))):
+        with pytest.raises(LocalProtocolError, match=r"a sampling mask of 11 ids|1 tokens but sampling masks of 2"):
+            writer.add_step(RequestStep(key="r", token_ids=np.array([5], np.int32), sampling_mask=mask), 0)
+    assert not writer.has_unsent
+
+
+# The weight versions of a result's KV, derived from the tokens' versions and from recomputations of the KV.
+
+
+PROMPT_LEN = 5
+
+
+def chunk_of_kv_versions(
+    versions: Sequence[int], *, recomputed: bool | None = False, lora: int | None = None, index: int = 0
+) -> Chunk:
+    """Return a chunk whose tokens have one version."""
+    [version] = set(versions)
+    return Chunk(
+        request_id="r",
+        attempt=0,
+        child=0,
+        chunk_index=index,
+        weight_version=version,
+        token_ids_data=bytes(4 * len(versions)),
+        lora_version=lora,
+        kv_recomputed=recomputed,
+    )
+
+
+def simulated(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[int], list[bool]]:
+    """Return the version of each KV position at the end, and whether KV was mixed for each token, token by token."""
+    kv: list[int] = []
+    mixed = []
+    for number, (version, is_anew) in enumerate(zip(versions, recomputed, strict=True)):
+        if number == 0 or is_anew:
+            kv = [version] * (PROMPT_LEN + number)
+        else:
+            kv.append(version)
+        mixed.append(set(kv) != {version})
+    return kv, mixed
+
+
+@pytest.mark.proves("P17")
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), min_size=1, max_size=8))
+def test_spans_and_mask_equal_a_simulation_token_by_token(steps: list[tuple[int, bool, int]]) -> None:
+    """Spans and mask equal a simulation token by token, for any updates and preemptions."""
+    chunks = [chunk_of_kv_versions([version] * count, recomputed=is_anew) for version, is_anew, count in steps]
+    versions = [version for version, _, count in steps for _ in range(count)]
+    marks = [is_anew and i == 0 for _, is_anew, count in steps for i in range(count)]
+
+    arrays = kv_arrays(chunks, PROMPT_LEN)
+    kv, mixed = simulated(versions, marks)
+
+    spans = arrays["kv_version_spans"]
+    starts = [start for start, _ in spans]
+    found = [
+        version for (start, version), end in zip(spans, [*starts[1:], len(kv)], strict=True) for _ in range(start, end)
+    ]
+    assert found == kv
+    assert all(one[1] != other[1] for one, other in pairwise(spans))
+    assert arrays["kv_mixed"].tolist() == mixed
+    assert arrays["kv_lora_version_spans"] is None
+
+
+def test_after_an_update_the_kv_of_the_last_old_token_has_the_new_version() -> None:
+    """The KV of the last old token is computed when the first new token is sampled, so it has the new version."""
+    arrays = kv_arrays([chunk_of_kv_versions([1, 1, 1]), chunk_of_kv_versions([2, 2])], PROMPT_LEN)
+
+    assert arrays["kv_version_spans"] == ((0, 1), (PROMPT_LEN + 2, 2))
+    assert arrays["kv_mixed"].tolist() == [False, False, False, True, True]
+
+
+def test_adapters_have_their_own_spans() -> None:
+    """A new version of the adapter has its own span and mixes KV as new weights do."""
+    arrays = kv_arrays([chunk_of_kv_versions([1, 1], lora=3), chunk_of_kv_versions([1], lora=4)], PROMPT_LEN)
+
+    assert arrays["kv_version_spans"] == ((0, 1),)
+    assert arrays["kv_lora_version_spans"] == ((0, 3), (PROMPT_LEN + 1, 4))
+    assert arrays["kv_mixed"].tolist() == [False, False, True]
+
+
+def test_spans_are_unknown_if_a_worker_does_not_report_recomputations() -> None:
+    """Without the field, as from an earlier release, the spans are unknown until all KV is recomputed."""
+    silent = kv_arrays(
+        [chunk_of_kv_versions([1, 1]), chunk_of_kv_versions([2], recomputed=None), chunk_of_kv_versions([2])],
+        PROMPT_LEN,
+    )
+    later = kv_arrays(
+        [chunk_of_kv_versions([1, 1], recomputed=None), chunk_of_kv_versions([2], recomputed=True)], PROMPT_LEN
+    )
+    empty = kv_arrays([], PROMPT_LEN)
+
+    assert silent == dict.fromkeys(("kv_version_spans", "kv_lora_version_spans", "kv_mixed"))
+    assert (later["kv_version_spans"], later["kv_mixed"]) == (((0, 2),), None)
+    assert empty["kv_version_spans"] is None
+    assert empty["kv_mixed"].tolist() == []
+
+
+def test_a_chunk_starts_at_each_step_that_recomputed_kv() -> None:
+    """A chunk starts at each step that recomputed KV, and only this chunk reports the recomputation."""
+    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=20)
+    writer.reports_kv = True
+    for number in range(8):
+        writer.add_step(RequestStep(key="r", token_ids=np.full(1, number, np.int32), kv_recomputed=number == 2), 1)
+    chunks = []
+    while writer.has_unsent:
+        chunks.append(writer.next_chunk())
+
+    assert [one.token_ids.tolist() for one in chunks if one] == [[0, 1], [2, 3, 4, 5, 6], [7]]
+    assert [one.kv_recomputed for one in chunks if one] == [False, True, False]
+
+
+def test_the_field_is_absent_if_the_engine_does_not_report_recomputations() -> None:
+    """If the engine does not report recomputations, the field is absent."""
+    writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1 << 20)
+    writer.add_step(RequestStep(key="r", token_ids=np.zeros(1, np.int32), finish_reason=FinishReason.LENGTH), 1)
+    end = writer.next_chunk()
+
+    assert end.kv_recomputed is None
+
+
+def test_the_first_chunk_of_a_later_attempt_reports_recomputed_kv() -> None:
+    """The first chunk of a later attempt reports recomputed KV, if its worker reports recomputations."""
+    request = GenerateRequest(
+        prompt_token_ids=[1] * PROMPT_LEN,
+        sampling=SamplingParams(max_tokens=6, temperature=0.0, logprobs=None),
+        request_id="r",
+        return_routed_experts=False,
+    )
+    for reported, expected in ((False, ((0, 2),)), (None, None)):
+        stream = ResponseStream(request, child=0, attempt=0, keep=True)
+        stream.add(chunk_of_kv_versions([1, 1]))
+        stream.next_attempt()
+        [first] = stream.add(chunk_of_kv_versions([2], recomputed=reported))
+        stream.add(chunk_of_kv_versions([2], recomputed=reported, index=1))
+
+        assert first.kv_recomputed is (None if reported is None else True)
+        assert stream.arrays()["kv_version_spans"] == expected
+
+
+# Token batching: tokens that arrive step by step for many requests leave as one run per request.
+
+
+NAMES = [f"r{i}" for i in range(100)]
+ROW_SHAPE = (2, 3)
+
+
+def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *, logprobs: bool = True) -> TokenBatch:
+    """Return a batch whose token ids encode request and step, with rows from `starts` on if given."""
+    numbers = np.array([1000 * NAMES.index(key) + step for key in keys], np.int32)
+    return TokenBatch(
+        keys=keys,
+        token_ids=numbers,
+        logprobs=-numbers.astype(np.float32) if logprobs else None,
+        routed_experts=None if starts is None else np.repeat(numbers % 251, 6).astype(np.uint8).reshape(-1, *ROW_SHAPE),
+        routed_experts_starts=None if starts is None else np.array([starts[key] for key in keys], np.int64),
+    )
+
+
+def check(run: RequestStep | None, key: str, steps: list[int], start: int | None) -> None:
+    """Assert that the run contains exactly the request's tokens of these steps."""
+    numbers = np.array([1000 * NAMES.index(key) + step for step in steps])
+    np.testing.assert_array_equal(run.token_ids, numbers)
+    np.testing.assert_array_equal(run.logprobs, -numbers)
+    assert run.token_ids.dtype.name == "int32"
+    assert run.logprobs.dtype.name == "float32"
+    if start is None:
+        assert run.routed_experts is None
+    else:
+        assert run.routed_experts.shape == (len(steps), *ROW_SHAPE)
+        np.testing.assert_array_equal(run.routed_experts[:, 0, 0], numbers % 251)
+        assert run.routed_experts_start == start
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 99), min_size=1), st.sets(st.integers(0, 99), max_size=3)), max_size=40),
+    st.booleans(),
+)
+def test_each_run_equals_a_plain_list_of_its_tokens(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
+    """Each run equals a plain list of its tokens, whichever requests share steps and are popped."""
+    gathering, expected = TokenBatcher(), dict[str, list[int]]()
+    made = dict.fromkeys(NAMES, 10)
+    for step, (present, popped) in enumerate(script):
+        keys = [NAMES[i] for i in present]
+        full = gathering.add(batch_of(keys, step, made if has_rows else None), 7)
+        for key in keys:
+            expected.setdefault(key, []).append(step)
+            made[key] += 1
+        assert full == []
+        for key in [NAMES[i] for i in popped]:
+            run, steps = gathering.pop(key), expected.pop(key, [])
+            if steps:
+                check(run, key, steps, made[key] - len(steps) if has_rows else None)
+            else:
+                assert run is None
+    assert sorted(gathering.keys) == sorted(expected)
+    assert len(gathering) == len(expected)
+    for key, steps in expected.items():
+        check(gathering.pop(key), key, steps, made[key] - len(steps) if has_rows else None)
+
+
+def test_a_request_is_reported_when_its_run_is_full() -> None:
+    """A request is reported when its run has no room for another token. The run is still a small chunk."""
+    gathering = TokenBatcher()
+    full: list[str] = []
+    for step in range(MAX_RUN_TOKENS):
+        assert full == []
+        full = gathering.add(batch_of(["r1"], step), 0)
+    assert full == ["r1"]
+
+    wide = TokenBatch(
+        keys=["r2"],
+        token_ids=np.zeros(1, np.int32),
+        routed_experts=np.zeros((1, 61, 8), np.uint16),
+        routed_experts_starts=np.zeros(1, np.int64),
+    )
+    gathering.clear()
+    count = 1
+    while not gathering.add(wide, 0):
+        wide.routed_experts_starts = np.array([count])
+        count += 1
+    run = gathering.pop("r2")
+    assert len(run.token_ids) == count
+    assert run.routed_experts.nbytes + run.token_ids.nbytes <= MAX_RUN_BYTES
+
+
+def test_tokens_with_other_weights_rows_or_logprobs_are_not_batched_together() -> None:
+    """Tokens with other weights, routed experts or logprobs are not batched together.
+
+    The batched tokens must leave first.
+    """
+    gathering = TokenBatcher()
+    assert gathering.takes(batch_of(["r1"], 0), 3)
+    gathering.add(batch_of(["r1"], 0), 3)
+    assert gathering.takes(batch_of(["r2"], 0), 3)
+    assert not gathering.takes(batch_of(["r2"], 0), 4)
+    assert not gathering.takes(batch_of(["r2"], 0, logprobs=False), 3)
+    assert not gathering.takes(batch_of(["r2"], 0, {"r2": 0}), 3)
+    assert gathering.weight_version == 3
+    gathering.pop("r1")
+    gathering.add(batch_of(["r2"], 0, {"r2": 0}), 4)
+    assert gathering.weight_version == 4
+
+
+def test_a_row_of_a_wrong_position_rejects_the_whole_batch() -> None:
+    """A row of a wrong position or an array of a wrong length rejects the whole batch."""
+    gathering = TokenBatcher()
+    gathering.add(batch_of(["r1"], 0, {"r1": 5}), 0)
+    with pytest.raises(LocalProtocolError, match="do not follow"):
+        gathering.add(batch_of(["r1", "r2"], 1, {"r1": 7, "r2": 0}), 0)
+    short = batch_of(["r1", "r2"], 1, {"r1": 6, "r2": 0})
+    short.token_ids = short.token_ids[:1]
+    with pytest.raises(LocalProtocolError, match="other lengths"):
+        gathering.add(short, 0)
+
+    assert gathering.keys == ["r1"]
+    check(gathering.pop("r1"), "r1", [0], 5)
+
+
+def test_later_tokens_do_not_change_a_run_that_has_left() -> None:
+    """Later tokens do not change a run that has left."""
+    gathering = TokenBatcher()
+    gathering.add(batch_of(["r1"], 0), 0)
+    run = gathering.pop("r1")
+    gathering.add(batch_of(["r2"], 1), 0)
+    check(run, "r1", [0], None)
+    gathering.drop("r2")
+    gathering.drop("r2")
+    assert not gathering

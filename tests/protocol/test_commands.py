@@ -7,13 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.command_result import MAX_NAMED, AckTracker, CommandIncomplete, Quorum
+from rollbus.bus.protocol.fleet.canary import dissenters
+from rollbus.bus.protocol.fleet.command_result import (
+    MAX_NAMED,
+    AckTracker,
+    CommandIncomplete,
+    Quorum,
+    Roster,
+    workers_that_must_ack,
+)
 from rollbus.bus.protocol.fleet.presence import LostWorker
 from rollbus.schemas.acks import Ack, AckError, AckStatus
-from rollbus.schemas.errors import ControlCode
-from rollbus.schemas.presence import WorkerPresence
-from rollbus.schemas.weights import UpdateTiming
+from rollbus.schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, Pause, State, UnloadLora, UpdateWeights
+from rollbus.schemas.errors import ControlCode, InvalidRequest, NoWorkers
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.schemas.weights import Canary, UpdateTiming, WeightSource
 from tests.support import presences
+from tests.support.presences import capabilities
 
 ID = "command-1"
 
@@ -291,3 +301,174 @@ def test_the_pause_of_a_fleet_lasts_from_the_first_pause_to_the_last_resume() ->
 
     asked.add_ack(replace(ack("c", AckStatus.APPLIED), command="update_weights"), 104.5)
     assert asked.result(105.0).paused_s is None
+
+
+# Which workers must answer a command.
+
+
+SOURCE = WeightSource(path="/ckpt")
+SILENT = {"starting", "fenced", "stopped", "failed"}
+A, B = presence("a"), presence("b")
+OTHER = replace(presence("c"), model="n")
+
+
+def ids(roster: Roster) -> dict[str, list[str]]:
+    """Return the ids of the workers by model."""
+    return {model: [worker.worker for worker in workers] for model, workers in roster.items()}
+
+
+def test_a_command_addresses_the_workers_of_its_model_or_of_all_models() -> None:
+    """A command without a model addresses the workers of all models, and a command with a model those of the model."""
+    assert ids(workers_that_must_ack([B, OTHER, A], Pause())) == {"m": ["a", "b"], "n": ["c"]}
+    assert ids(workers_that_must_ack([B, OTHER, A], Pause(model="m"))) == {"m": ["a", "b"]}
+
+
+@pytest.mark.parametrize("state", list(WorkerState))
+def test_workers_in_all_states_except_starting_fenced_and_ending_must_answer(state: WorkerState) -> None:
+    """Workers in all states must answer, except starting, fenced and ending workers."""
+    roster = workers_that_must_ack([A, replace(B, state=state)], Pause())
+
+    assert ids(roster) == {"m": ["a"] if state in SILENT else ["a", "b"]}
+
+
+def test_a_command_that_no_worker_can_answer_is_an_error() -> None:
+    """A command that no worker can answer is an error, which names the states of the workers."""
+    with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
+        workers_that_must_ack([], Pause())
+    with pytest.raises(NoWorkers, match=r"no live worker of m can answer \(a is starting\)"):
+        workers_that_must_ack([replace(A, state=WorkerState.STARTING), OTHER], Pause(model="m"))
+
+
+def test_an_unknown_model_is_an_error() -> None:
+    """The error for an unknown model lists the known models."""
+    with pytest.raises(InvalidRequest, match="model is 'x'; allowed: one of m, n"):
+        workers_that_must_ack([A, OTHER], Pause(model="x"))
+
+
+def test_the_error_lists_the_named_workers_that_cannot_answer() -> None:
+    """The error lists the named workers that are missing, have another model, or cannot answer."""
+    assert ids(workers_that_must_ack([A, B, OTHER], Pause(workers=("b", "c")))) == {"m": ["b"], "n": ["c"]}
+    with pytest.raises(InvalidRequest, match=r"workers names no live worker: x, y; allowed: "):
+        workers_that_must_ack([A, B], Pause(workers=("x", "a", "y")))
+    with pytest.raises(InvalidRequest, match=r"workers names no live worker of m: c \(serving, n\); allowed: a \(m\)"):
+        workers_that_must_ack([A, OTHER], Pause(model="m", workers=("c",)))
+    with pytest.raises(InvalidRequest, match=r"workers names no live worker: b \(fenced, "):
+        workers_that_must_ack([A, replace(B, state=WorkerState.FENCED)], Pause(workers=("b",)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        UpdateWeights(version=1, source=SOURCE),
+        LoadLora(name="x", source=SOURCE),
+        UnloadLora(name="x"),
+        FinishWeightUpdate(version=1),
+    ],
+)
+def test_with_several_models_a_command_for_weights_must_name_a_model(command: AnyCommand) -> None:
+    """With several models, a command for weights must name a model or workers of one model."""
+    with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
+        workers_that_must_ack([A, OTHER], command)
+    assert set(workers_that_must_ack([A, OTHER], replace(command, model="n"))) == {"n"}
+    assert set(workers_that_must_ack([A, OTHER], replace(command, workers=("a",)))) == {"m"}
+    assert set(workers_that_must_ack([A, OTHER], State())) == {"m", "n"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [UpdateWeights(model="m", source=SOURCE, version=2, label="step-2"), FinishWeightUpdate(version=2, label="step-2")],
+)
+def test_a_label_needs_support_by_all_workers_of_the_model(command: UpdateWeights | FinishWeightUpdate) -> None:
+    """A label needs support by all workers of the model, because each of them reads the state.
+
+    This includes unnamed and fenced workers.
+    """
+    new = replace(A, capabilities=capabilities(version_labels=True))
+    old = replace(B, capabilities=capabilities(), state=WorkerState.FENCED)
+    starting = replace(B, state=WorkerState.STARTING, capabilities=None)
+
+    for wanted in (command, replace(command, workers=("a",))):
+        with pytest.raises(
+            InvalidRequest, match=r"label is 'step-2', .*without a label, until b are upgraded"
+        ) as caught:
+            workers_that_must_ack([new, old], wanted)
+        assert caught.value.field == "label"
+    assert ids(workers_that_must_ack([new, old], replace(command, label=None))) == {"m": ["a"]}
+    assert ids(workers_that_must_ack([new, starting], command)) == {"m": ["a"]}
+    other = replace(old, model="n")
+    assert ids(workers_that_must_ack([new, other], replace(command, model="m"))) == {"m": ["a"]}
+
+
+# Detection of workers whose weights differ from the majority's, by their canaries.
+
+
+GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))
+CLOSE = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3004))
+BAD = Canary(token_ids=(1, 9, 3), logprobs=(-0.1, -2.2, -0.3))
+WORSE = Canary(token_ids=(7, 9, 3), logprobs=(-1.1, -2.2, -0.3))
+
+
+def acks(signature: str = "cpu", **canaries: Canary | None) -> dict[str, Ack]:
+    """Return acks of workers of one kind with these canaries."""
+    return {
+        worker: ack(worker, AckStatus.APPLIED, canary=canary, signature=signature)
+        for worker, canary in canaries.items()
+    }
+
+
+def differing(found: dict[str, Ack], dtype: str = "float32") -> list[str]:
+    """Return the ids of the workers that differ."""
+    return sorted(dissenters(found, dict.fromkeys(found, dtype)))
+
+
+def test_workers_with_equal_canaries_agree() -> None:
+    """Workers with equal or nearly equal canaries agree. A single worker never differs."""
+    assert differing(acks(a=GOOD, b=CLOSE, c=GOOD)) == []
+    assert differing(acks(a=BAD)) == []
+    assert differing({}) == []
+
+
+def test_the_worker_in_the_minority_is_named_with_the_reason() -> None:
+    """The worker in the minority differs, and the reason describes the difference."""
+    found = acks(a=GOOD, b=BAD, c=CLOSE)
+
+    assert differing(found) == ["b"]
+    [why] = dissenters(found, dict.fromkeys(found, "float32")).values()
+    assert why.startswith("its canary differs from the majority's: the tokens differ from number 1 on")
+
+
+def test_without_a_majority_all_workers_differ() -> None:
+    """Without a majority all workers differ, because no result is known to be correct."""
+    assert differing(acks(a=GOOD, b=BAD)) == ["a", "b"]
+    assert differing(acks(a=GOOD, b=BAD, c=WORSE)) == ["a", "b", "c"]
+    assert differing(acks(a=GOOD, b=GOOD, c=BAD, d=BAD)) == ["a", "b", "c", "d"]
+
+
+def test_only_workers_with_the_same_device_and_dtype_are_compared() -> None:
+    """Only workers with the same device and dtype are compared, because others compute different values."""
+    assert differing(acks("cpu", a=GOOD, b=GOOD) | acks("gpu", c=BAD)) == []
+    mixed = acks(a=GOOD, b=BAD)
+    assert dissenters(mixed, {"a": "float32", "b": "bfloat16"}) == {}
+
+
+def test_workers_without_a_canary_are_skipped() -> None:
+    """Workers without a canary neither differ nor count."""
+    assert differing(acks(a=None, b=GOOD, c=None)) == []
+
+
+def test_a_narrower_dtype_is_compared_with_a_tolerance() -> None:
+    """A difference that is an error in float32 may be rounding in bfloat16. A wrong model differs in both."""
+    off = replace(GOOD, logprobs=(-0.1, -0.3, -0.3))
+
+    assert differing(acks(a=GOOD, b=off, c=GOOD)) == ["b"]
+    assert differing(acks(a=GOOD, b=off, c=GOOD), "bfloat16") == []
+    assert differing(acks(a=GOOD, b=WORSE, c=GOOD), "bfloat16") == ["b"]
+
+
+def test_a_large_fleet_of_differing_workers_is_compared_in_bounded_time() -> None:
+    """If all workers of a large fleet differ, the comparison takes bounded time and does not compare each pair."""
+    found: dict[str, Ack] = {}
+    for i in range(300):
+        found |= {f"w{i}": replace(acks(a=GOOD)["a"], canary=replace(GOOD, token_ids=(i, 1, 2)))}
+
+    assert len(differing(found)) == 300
