@@ -1,11 +1,16 @@
-"""The probe of a worker for supervisors: liveness, readiness and metrics, which no request can harm."""
+"""The worker process reports invalid arguments, and exits when its parent exits."""
 
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import socket
+import sys
+import threading
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +18,151 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 import rollbus
+from rollbus.bus.auth.credentials import Role
+from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.worker_metrics import exposition
 from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.weights import PublishedVersion
+from rollbus.workers import __main__ as main
 from rollbus.workers import probe as probe_module
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, ProbeServer, listen
+from rollbus.workers.sources.threads import Job, run_quietly
+from rollbus.workers.worker import Worker
 from tests.support.fleet_states import until_worker
-from tests.support.patience import SOON_S
+from tests.support.nats_server import require_binary
+from tests.support.patience import HANGS_AFTER_S, SOON_S
 from tests.support.presences import presence
+from tests.support.tcp_proxy import tcp_proxy
 from tests.support.worker_process import worker_process
+
+pytestmark = pytest.mark.slow
+
+BAD_COMMAND_LINES = {
+    "no model": (["--engine", "vllm"], "--model is required"),
+    "engine": (["--engine", "other"], "invalid choice: 'other'"),
+    "worker id": (["--engine", "synthetic", "--worker-id", "a.b"], "worker_id is 'a.b'; allowed: 1 to"),
+    "fleet": (["--engine", "synthetic", "--fleet", "a b"], "fleet is 'a b'; allowed: 1 to"),
+    "weight version": (
+        ["--engine", "synthetic", "--weight-version", "-1"],
+        "'-1' is not an integer of at least 0",
+    ),
+    "lease": (["--engine", "synthetic", "--lease-s", "1"], "lease_s is 1.0; allowed: a number from 2"),
+    "engine timeout": (
+        ["--engine", "synthetic", "--engine-timeout-s", "0"],
+        "'0' is not a duration above 0",
+    ),
+    "engine args json": (["--engine", "synthetic", "--engine-args", "{"], "--engine-args: not JSON: "),
+    "engine args list": (["--engine", "synthetic", "--engine-args", "[]"], "--engine-args: not a JSON object"),
+    "engine args name": (["--engine", "synthetic", "--engine-args", '{"foo": 1}'], "unknown field `foo`"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMMAND_LINES)
+async def test_a_bad_argument_ends_the_worker_with_exit_code_2(name: str) -> None:
+    """A bad argument ends the process with exit code 2 and one line with the argument and the allowed values."""
+    arguments, message = BAD_COMMAND_LINES[name]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rollbus.workers", *arguments, stderr=PIPE)
+    _, stderr = await process.communicate()
+
+    assert process.returncode == 2
+    assert message in stderr.decode()
+    assert "Traceback" not in stderr.decode()
+
+
+def stderr_of(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
+    """Return the process's stderr."""
+    if process.stderr is None:
+        raise RuntimeError("its stderr is not read")
+    return process.stderr
+
+
+async def test_without_a_server_a_worker_waits_for_the_server(nats_url: str, fleet: str) -> None:
+    """Without a server, a worker logs one line and waits. It serves as soon as the server runs."""
+    async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S):
+        proxy.cut()
+        async with worker_process(proxy.url, fleet, stderr=PIPE) as process:
+            line = await stderr_of(process).readline()
+            await proxy.restore()
+            async with rollbus.connect(nats_url, fleet=fleet) as rb:
+                await rb.fleet.wait_for_workers(timeout_s=SOON_S)
+            process.terminate()
+            rest = await stderr_of(process).read()
+            assert await process.wait() == 0
+
+    assert f"worker.server_awaited error=no NATS server at {proxy.url}" in line.decode()
+    assert b"server_awaited" not in rest
+
+
+async def test_a_worker_tries_again_until_it_has_connected(nats_url: str, fleet: str) -> None:
+    """If no server answers at the first attempt, the worker tries again and serves without a restart."""
+    async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S), asyncio.TaskGroup() as tasks:
+        proxy.cut()
+        config = WorkerConfig(nats_url=proxy.url, fleet=fleet, worker_id="w", model="m", listen_s=0)
+        workers: list[Worker] = []
+
+        def make() -> Worker:
+            workers.append(Worker(config, SyntheticEngine(SyntheticConfig())))
+            if len(workers) == 2:  # the first attempt has failed
+                tasks.create_task(proxy.restore())
+            return workers[-1]
+
+        tasks.create_task(main.serve(config, make))
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
+            await rb.fleet.wait_for_workers(timeout_s=SOON_S)
+        workers[-1].stop()
+
+    assert len(workers) >= 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_a_worker_that_waits_for_a_server(number: signal.Signals) -> None:
+    """A signal ends a waiting worker with exit code 0, as it ends a serving worker."""
+    async with worker_process("nats://127.0.0.1:1", "f", stderr=PIPE) as process, asyncio.timeout(HANGS_AFTER_S):
+        await stderr_of(process).readline()
+        process.send_signal(number)
+        assert await process.wait() == 0
+
+
+async def test_a_worker_with_rejected_credentials_exits_without_a_wait(tmp_path: Path) -> None:
+    """If the server rejects its credentials, a worker does not wait: it prints the remedy and exits with 1."""
+    require_binary()
+    [entry] = ensure_users(tmp_path, [("f", Role.WORKER, "w")])
+    async with (
+        EmbeddedServer(users=[entry.user]) as server,
+        worker_process(server.url, "f", stderr=PIPE) as process,
+        asyncio.timeout(HANGS_AFTER_S),
+    ):
+        _, stderr = await process.communicate()
+
+    assert process.returncode == 1
+    [line] = stderr.decode().splitlines()
+    assert "it received no credentials: set --creds FILE" in line
+
+
+async def test_a_worker_stops_with_its_parent(nats_url: str, fleet: str) -> None:
+    """A worker stops in order when the pipe of its parent closes, as it does at the parent's death."""
+    read_end, write_end = os.pipe()
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet),
+            *("--engine", "synthetic", "--parent-pipe", str(read_end)),
+            pass_fds=[read_end],
+        )
+        os.close(read_end)
+        try:
+            await rb.fleet.wait_for_workers()
+        finally:
+            os.close(write_end)
+        async with asyncio.timeout(SOON_S):
+            assert await process.wait() == 0
+
+
+# The probe of a worker for supervisors: liveness, readiness and metrics, which no request can harm.
+
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -263,3 +404,25 @@ async def test_a_worker_exits_with_one_line_if_the_address_is_in_use(nats_url: s
     assert process.returncode == 1
     [line] = stderr.decode().splitlines()
     assert line == f"rollbus worker: cannot listen at --probe {address}: Address already in use"
+
+
+# Work beside an engine runs on separate threads, and is prepared there too.
+
+
+async def test_jobs_are_created_outside_of_the_event_loop() -> None:
+    """Jobs are created outside of the event loop, so that requests do not wait for them.
+
+    There may be a job for each of thousands of tensors, and some jobs read a file.
+    """
+    made_on: list[int] = []
+    done: list[int] = []
+
+    def jobs() -> Iterator[Job]:
+        for _ in range(3):
+            made_on.append(threading.get_ident())
+            yield lambda _scratch: done.append(threading.get_ident())
+
+    await run_quietly(jobs())
+
+    assert len(made_on) == len(done) == 3
+    assert threading.get_ident() not in {*made_on, *done}
