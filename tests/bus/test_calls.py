@@ -1,19 +1,29 @@
 """The caller's side of a call that the bus thread serves, and the count of unread bytes."""
 
 import asyncio
+import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import rollbus
+from rollbus.bus.client import times as batch_times
 from rollbus.bus.client.calls import Call, CallResult, Inbox
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed
 from rollbus.schemas.limits import MAX_SEED
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
+from tests.support.fleet import StartServed, until_idle
+from tests.support.requests import endless, greedy, short, sized
+from tests.support.streams import all_of
 
 
 def chunk_of(index: int, num_tokens: int = 1) -> Chunk:
@@ -153,3 +163,206 @@ def test_an_invalid_request_raises_its_error_in_the_thread_of_the_caller() -> No
     assert len(Call(GenerateRequest(prompt_token_ids=[1], sampling=sampling), box, False).payloads) == 2
     with pytest.raises(InvalidRequest):
         Call(GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(n=2, seed=MAX_SEED)), box, False)
+
+
+# The kinds of iterables from which `complete_many` reads its requests: lists, iterators and async iterables.
+
+
+REQUESTS = [short(f"r{index}") for index in range(20)]
+
+
+async def later(*requests: Any) -> AsyncIterator[Any]:
+    """Yield the requests, each after one turn of the loop."""
+    for request in requests:
+        await asyncio.sleep(0)
+        yield request
+
+
+def ids_of(results: list[rollbus.Generation]) -> list[str]:
+    """Return the sorted request ids of these results."""
+    return sorted(result.request_id for result in results)
+
+
+@pytest.mark.parametrize("source", ["list", "iterator", "async"])
+async def test_every_request_of_each_kind_of_source_gets_a_result(one_worker: StartServed, source: str) -> None:
+    """Every request of a list, an iterator and an async iterable gets a result."""
+    async with one_worker() as (rb, *_):
+        sources: dict[str, Any] = {"list": REQUESTS, "iterator": iter(REQUESTS), "async": later(*REQUESTS)}
+        results = [result async for result in rb.complete_many(sources[source], max_in_flight=3)]
+
+    assert ids_of(results) == sorted(request.request_id for request in REQUESTS)
+    assert all(result.error is None for result in results)
+
+
+async def test_an_async_source_may_wait_for_results(one_worker: StartServed) -> None:
+    """A source may wait for the result of one request before it yields the next request."""
+    returned = asyncio.Event()
+
+    async def one_by_one() -> AsyncIterator[rollbus.GenerateRequest]:
+        for index in range(3):
+            returned.clear()
+            yield short(f"r{index}")
+            await returned.wait()
+
+    async with one_worker() as (rb, *_):
+        results = []
+        async for result in rb.complete_many(one_by_one()):
+            results.append(result.request_id)
+            returned.set()
+
+    assert results == ["r0", "r1", "r2"]
+
+
+async def test_complete_many_reads_no_more_requests_than_are_opened(one_worker: StartServed) -> None:
+    """`complete_many` reads no more of an endless source than it opens."""
+    drawn = []
+
+    async def endless_source() -> AsyncIterator[rollbus.GenerateRequest]:
+        for index in range(10**9):
+            drawn.append(index)
+            yield short(f"r{index}")
+
+    async with one_worker() as (rb, *_):
+        results = rb.complete_many(endless_source(), max_in_flight=4)
+        async with contextlib.aclosing(results):
+            taken = [await anext(results) for _ in range(5)]
+
+    assert len(taken) == 5
+    assert len(drawn) <= 4 + 5
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_error_of_a_source_ends_the_batch_and_is_raised(one_worker: StartServed, is_async: bool) -> None:
+    """The error of a source ends the batch and is raised, and open requests are aborted."""
+
+    def fails() -> Iterator[rollbus.GenerateRequest]:
+        yield endless()
+        raise KeyError("no more prompts")
+
+    async def fails_later() -> AsyncIterator[rollbus.GenerateRequest]:
+        for request in fails():
+            yield request
+
+    async with one_worker() as (rb, _, engine):
+        with pytest.raises(KeyError, match="no more prompts"):
+            await all_of(rb.complete_many(fails_later() if is_async else fails()))
+        await until_idle(engine, rb)
+
+
+async def test_leaving_the_loop_cancels_the_source(one_worker: StartServed) -> None:
+    """If the caller leaves the loop while an async source waits, the source is cancelled and finishes its cleanup."""
+    seen = []
+
+    async def waits() -> AsyncIterator[rollbus.GenerateRequest]:
+        yield short("first")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("cleaned up")
+
+    async with one_worker() as (rb, *_):
+        async with contextlib.aclosing(rb.complete_many(waits())) as results:
+            assert (await anext(results)).request_id == "first"
+        assert seen == ["cleaned up"]
+        assert (await rb.complete(short("after"))).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        (None, "requests is None; allowed: an iterable of requests"),
+        (greedy(1, 1), "requests is "),
+        ([greedy(1, 1), None], "requests has None; allowed: requests, or the token ids"),
+    ],
+)
+async def test_values_that_are_no_requests_are_refused(one_worker: StartServed, requests: Any, message: str) -> None:
+    """Values that are no requests are rejected with the name of the argument. None in a list raises an error too."""
+    async with one_worker() as (rb, *_):
+        with pytest.raises(InvalidRequest) as caught:
+            await all_of(rb.complete_many(requests))
+    assert message in str(caught.value)
+
+
+# Statistics of a batch's slowest requests: exact for usual sizes, and in bounded memory for any size.
+
+
+PAUSES_S = st.lists(st.integers(0, 1000), min_size=1, max_size=300)
+PERCENTS = st.floats(0, 100, exclude_min=True)
+"""Percentages above 0. A share of a batch is at least one request, however small the percentage is."""
+
+
+def times_of(ends: list[float]) -> rollbus.BatchTimes:
+    """Return the times of a batch that starts at 1,000 s and whose requests end after these seconds."""
+    times = rollbus.BatchTimes()
+    times.start(1000.0)
+    for end in ends:
+        times.add(1000.0 + end)
+    return times
+
+
+def ends_of(pauses: list[int]) -> list[float]:
+    """Return the end times of requests that run one after the other."""
+    return [float(sum(pauses[: index + 1])) for index in range(len(pauses))]
+
+
+def number_of(ends: list[float], percent: float) -> int:
+    """Return the rank of the request that completes a share of the batch, counted from 1."""
+    return max(math.ceil(len(ends) * percent / 100), 1)
+
+
+def test_a_batch_without_a_complete_request_has_no_times() -> None:
+    """An empty batch and a batch that has just restarted have no times."""
+    assert rollbus.BatchTimes().percentiles() == {}
+    times = times_of([1.0, 2.0])
+    times.start(2000.0)
+    assert times.percentiles() == {}
+    assert times.seconds_to(50) is None
+
+
+@pytest.mark.parametrize("percent", [0, -1, 100.1, math.nan])
+def test_a_share_out_of_range_is_refused(percent: float) -> None:
+    """`seconds_to` rejects a percentage that is out of range, and the error states the allowed range."""
+    with pytest.raises(ValueError, match="allowed: above 0, up to 100"):
+        times_of([1.0]).seconds_to(percent)
+
+
+@given(PAUSES_S, PERCENTS)
+def test_times_of_any_batch_equal_the_sorted_ends_of_its_requests(pauses: list[int], percent: float) -> None:
+    """The time of any share of any batch is the end of the request with that rank."""
+    ends = ends_of(pauses)
+    assert times_of(ends).seconds_to(percent) == ends[number_of(ends, percent) - 1]
+
+
+@given(PAUSES_S, PERCENTS)
+def test_an_endless_batch_uses_bounded_memory(pauses: list[int], percent: float) -> None:
+    """In a batch beyond the memory limit, the time of a share is that of a slightly later request.
+
+    The last time is exact.
+    """
+    ends = ends_of(pauses)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_times, "MAX_TIMES", 16)
+        times = times_of(ends)
+        assert len(times._times_s) < 16
+    number = number_of(ends, percent)
+    # After thinning, the batch still stores at least 8 times, so the rank is off by at most an eighth.
+    behind = math.ceil(len(ends) / 8)
+    seconds = times.seconds_to(percent)
+    assert seconds is not None
+    assert ends[number - 1] <= seconds <= ends[min(number + behind, len(ends)) - 1]
+    assert times.seconds_to(100) == ends[-1]
+
+
+async def test_complete_many_measures_the_times_of_its_batch(one_worker: StartServed) -> None:
+    """`complete_many` counts both served and rejected requests. A second batch resets the times."""
+    twice = sized(request_id="twice")
+    requests = [sized(request_id=f"r{number}") for number in range(8)]
+    times = rollbus.BatchTimes()
+    async with one_worker() as (rb, *_):
+        results = await all_of(rb.complete_many([twice, twice, *requests], times=times))
+        assert [result.error is None for result in results].count(False) == 1
+        assert times.num_complete == 10
+        percentiles = times.percentiles()
+        assert 0 < percentiles[50] <= percentiles[90] <= percentiles[99] <= percentiles[100]
+        await all_of(rb.complete_many(requests[:3], times=times))
+        assert times.num_complete == 3

@@ -1,12 +1,15 @@
 """Client and worker over a real NATS server, with the synthetic engine."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import (
     BusClosed,
@@ -16,10 +19,15 @@ from rollbus.schemas.errors import (
     RequestFailed,
     RequestRejected,
 )
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.support.fleet import StartServed, check_generation, synthetic_worker
+from tests.support.fleet import StartServed, check_generation, synthetic_worker, until_idle
+from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 from tests.support.patience import SOON_S
-from tests.support.requests import sized
+from tests.support.requests import greedy, sized
+from tests.support.streams import all_of
+from tests.support.waits import until
 
 
 async def test_complete_gives_the_whole_result(one_worker: StartServed) -> None:
@@ -228,3 +236,108 @@ async def test_requests_beyond_the_limit_of_unconfirmed_publications_wait(
         results = [result async for result in rb.complete_many(requests, max_in_flight=50)]
 
     assert [result.error for result in results] == [None] * 50
+
+
+# The worker and the trace that the caller of a stream sees in each chunk.
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str) -> None:
+    """Each chunk of a resumed stream names the worker that sent it, not the worker that the chunk claims.
+
+    The client sends the trace with each attempt. The caller receives the trace that a chunk contains.
+    """
+    async with (
+        hand_worker(nats_url, fleet) as (first, rb),
+        worker_by_hand(nats_url, fleet, "other", pulls=False) as second,
+        asyncio.TaskGroup() as tasks,
+    ):
+        reading = tasks.create_task(all_of(rb.generate(request(3, traceparent=TRACE))))
+        taken = await first.take()
+        assert taken.request.traceparent == TRACE
+        made = replace(chunk(taken.key, 0, 7), worker_id="impostor", traceparent=TRACE)
+        await first.frame(0, made, admitted=(taken.key,))
+        await first.acked(1)
+        await first.announce(WorkerState.STOPPED)
+        await second.announce()
+        again = await first.take()
+        assert (again.key.attempt, again.request.traceparent) == (1, TRACE)
+        second.client_incarnation = first.client_incarnation
+        made = replace(chunk(again.key, 0, 8), traceparent=TRACE)
+        await second.frame(0, made, chunk(again.key, 1, 9, total=2), admitted=(again.key,))
+        chunks = await reading
+
+    assert [(c.token_ids.tolist(), c.worker_id, c.traceparent) for c in chunks] == [
+        ([7], "hand", TRACE),
+        ([8], "other", TRACE),
+        ([9], "other", None),
+    ]
+
+
+async def test_a_terminal_chunk_that_the_client_wrote_names_no_worker(nats_url: str, fleet: str) -> None:
+    """An aborted stream ends with a chunk that names no worker, because the client wrote it."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(all_of(rb.generate(request(3, request_id="r"))))
+        key: RequestKey = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.acked(1)
+        await rb.abort(["r"])
+        chunks = await reading
+
+    assert [(c.finish_reason, c.worker_id) for c in chunks] == [(None, "hand"), ("abort", None)]
+
+
+# The client frees the data of a request, which may be megabytes of routed experts, when its caller has the result.
+
+
+SAMPLED = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=8, n=2, seed=1))
+
+
+async def num_streams() -> int:
+    """Return the number of existing response streams, including garbage. Each stream holds its received chunks."""
+    # Compare types: `isinstance` accesses the objects, and objects of some libraries then emit a warning.
+    return sum(type(thing) is ResponseStream for thing in gc.get_objects())
+
+
+async def test_ended_requests_are_freed_without_the_garbage_collector(one_worker: StartServed) -> None:
+    """Completed, streamed and abandoned requests leave no response stream, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with one_worker() as (rb, *_):
+            assert (await rb.complete(SAMPLED)).error is None
+            assert [part async for part in rb.generate(SAMPLED)]
+            async for _ in rb.generate(SAMPLED):
+                break
+            assert [result async for result in rb.complete_many([SAMPLED] * 3)]
+            await until(num_streams, 0)
+    finally:
+        gc.enable()
+
+
+# Two clients with one name: workers serve only the newer client, and the older client fails with the reason.
+
+
+@pytest.mark.proves("P68")
+async def test_the_newer_client_keeps_the_name(nats_url: str, fleet: str) -> None:
+    """Open and later requests of the older client fail with the reason, and the newer client is served."""
+    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+    async with (
+        synthetic_worker(nats_url, fleet, config=config) as (_, engine),
+        rollbus.connect(nats_url, fleet=fleet, client="same") as older,
+    ):
+        await older.fleet.wait_for_workers()
+        stream = older.generate(greedy(1, 1_000_000))
+        await anext(stream)
+        async with rollbus.connect(nats_url, fleet=fleet, client="same") as younger, asyncio.timeout(SOON_S):
+            await younger.fleet.wait_for_workers()
+            with pytest.raises(RequestFailed, match="another client with the name same") as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.code is ErrorCode.CLIENT_CLOSED
+            with pytest.raises(RequestFailed, match="client names must be unique"):
+                await older.complete(greedy(1, 1))
+            assert (await younger.complete(greedy(1, 5))).finish_reason == "length"
+            await until_idle(engine, younger)

@@ -1,12 +1,20 @@
 """A client in the cells of a notebook: kept over cells, connected at its first use, closed without references."""
 
+import ast
 import gc
+import json
+import logging
+import re
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import rollbus
 from rollbus import (
@@ -21,9 +29,11 @@ from rollbus import (
     SamplingParams,
 )
 from rollbus.bus.client.generation import join_samples
+from rollbus.bus.logs import EVENT, JsonFormatter, RejectionCount, adopted
+from rollbus.bus.subjects import Subjects, decode_token, encode_token
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import BusClosed, ControlCode, InvalidRequest
-from tests.bus.test_sync_client import in_thread
+from tests.bus.test_sync import in_thread
 from tests.support.fleet import StartServed
 from tests.support.presences import presence
 from tests.support.processes import becomes_true
@@ -228,3 +238,257 @@ def test_a_wrong_keyword_names_the_right_one(nats_url: str, fleet: str) -> None:
         GenerateRequest([1])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="Missing required argument 'prompt_token_ids'"):
         GenerateRequest()  # type: ignore[call-arg]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
+METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+def line_of(message: object, *args: object, **more: Any) -> dict[str, Any]:
+    """Return the JSON line of `logger.info(message, *args)`."""
+    record = logging.LogRecord("some.logger", logging.INFO, "file.py", 1, message, args, more.get("exc_info"))
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_an_event_and_its_fields_are_a_line() -> None:
+    """A log line has separate time, level, logger, event and fields. The event may contain a formatted part."""
+    line = line_of("worker.%s worker=%s reason=%s", "paused", "w0", "it was told to")
+
+    assert line.pop("time").endswith("Z")
+    fields = {"worker": "w0", "reason": "it was told to"}
+    assert line == {"level": "info", "logger": "some.logger", "event": "worker.paused", "fields": fields}
+
+
+def test_numbers_stay_numbers() -> None:
+    """Numbers, booleans and None are JSON values, rounded as in the text. Other values become text."""
+    values = (3, 1.23456, float("nan"), None, True, {"a": 1}, ValueError("no"), "x")
+    line = line_of("an.event n=%d s=%.3f nan=%.1f none=%s yes=%s map=%s error=%s text=%r", *values)
+
+    assert line["fields"] == {
+        "n": 3,
+        "s": 1.235,
+        "nan": "nan",
+        "none": None,
+        "yes": True,
+        "map": "{'a': 1}",
+        "error": "no",
+        "text": "x",
+    }
+
+
+def test_a_dict_alone_is_a_field() -> None:
+    """A single dict argument, which logging treats as named arguments, becomes one field."""
+    assert line_of("an.event map=%s", {"a": 1})["fields"] == {"map": "{'a': 1}"}
+
+
+@pytest.mark.parametrize(
+    ("message", "args"), [("Started server process [%d]", (7,)), ("100%", ()), ("see http://a.b", ())]
+)
+def test_a_log_line_of_another_library_is_a_message(message: str, args: tuple[object, ...]) -> None:
+    """A line that is not an event of rollbus has the event `message`, with its text in the field `message`."""
+    line = line_of(message, *args)
+
+    assert (line["event"], line["fields"]) == ("message", {"message": message % args if args else message})
+
+
+def test_a_traceback_is_text_of_the_same_line() -> None:
+    """A traceback is a field of the same line."""
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        line = line_of("an.event", exc_info=sys.exc_info())
+
+    assert line["traceback"].startswith("Traceback")
+    assert line["traceback"].endswith("ValueError: first\nsecond")
+
+
+def test_users_and_passwords_of_urls_are_left_out() -> None:
+    """User and password of a URL are absent from fields, messages, tracebacks and lines of other processes."""
+    url = "nats://user:geheim@host:4222"
+    try:
+        raise ValueError(url)
+    except ValueError:
+        lines = [line_of("an.event url=%s error=%s", url, ValueError(url), exc_info=sys.exc_info()), line_of(url)]
+
+    shown = json.dumps(lines) + adopted(f"cannot reach {url}", "w0")
+    assert shown.count("nats://***@host:4222") == 5
+    assert "geheim" not in shown
+
+
+def test_a_line_of_another_process_has_the_name_of_its_process() -> None:
+    """A JSON line of another process keeps its fields and gets the name of its process.
+
+    Other output becomes a message.
+    """
+    assert json.loads(adopted('{"event": "a.b", "fields": {"n": 1}}', "w0")) == {
+        "event": "a.b",
+        "fields": {"n": 1},
+        "process": "w0",
+    }
+    for text in ("Segmentation fault", "[1]", "7", ""):
+        line = json.loads(adopted(text, "w0"))
+        assert (line["event"], line["fields"], line["process"]) == ("message", {"message": text}, "w0")
+
+
+def test_every_logger_call_of_the_packages_is_an_event() -> None:
+    """Each logger call of the packages has a constant event name with named fields."""
+    found, others = 0, []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "_log"), attr=method), args=[first, *_]):
+                    if method not in METHODS:
+                        continue
+                    is_event = isinstance(first, ast.Constant) and EVENT.fullmatch(str(first.value))
+                    found += 1
+                    if not is_event:
+                        others.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+
+    assert others == []
+    assert found > 50
+
+
+def test_rejections_are_counted_and_logged_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rejected messages, one a second is logged, with the number of all so far."""
+    now = 100.0
+    monkeypatch.setattr("rollbus.bus.logs.time.monotonic", lambda: now)
+    rejected = RejectionCount()
+    lines = []
+    for number in range(1000):
+        now = 100.0 + number / 400
+        lines.append(rejected.add())
+
+    assert [line for line in lines if line] == [1, 401, 801]
+    assert rejected.so_far == 1000
+
+
+# Every name becomes one subject token and back, and no name reaches another name's subject.
+
+
+LEGAL = re.compile(r"[A-Za-z0-9_=\-]+")
+SUBJECTS = Subjects("default")
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1))
+@example("Qwen/Qwen3-30B-A3B")
+@example("a.b*c>d e=2E")
+@example("\x00\r\n\t")
+def test_any_name_becomes_one_subject_token_and_back(name: str) -> None:
+    """The token of any name has no dot, wildcard or space, and decodes to the name."""
+    token = encode_token(name)
+
+    assert LEGAL.fullmatch(token)
+    assert decode_token(token) == name
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8"), min_size=1))
+def test_two_names_never_share_a_token(one: str, other: str) -> None:
+    """Two different model names have different tokens and therefore separate queues."""
+    assert (encode_token(one) == encode_token(other)) == (one == other)
+
+
+@given(st.text(alphabet="ab=2Ef3.Éé*\ud800", min_size=1))
+def test_tokens_that_no_name_encodes_to_are_refused(token: str) -> None:
+    """A token decodes exactly if encoding its name returns it, so each name has one token."""
+    try:
+        name = decode_token(token)
+    except ValueError:
+        return
+    assert encode_token(name) == token
+
+
+@pytest.mark.parametrize("token", ["", "a.b", "=2", "=2e", "=41", "=FF", "a b", "é", "*"])
+def test_other_spellings_of_a_token_are_refused(token: str) -> None:
+    """Lower-case or unnecessary escapes, bytes that are not UTF-8, and raw characters are rejected."""
+    with pytest.raises(ValueError, match=r"."):
+        decode_token(token)
+
+
+@pytest.mark.parametrize("name", ["", "\ud800"])
+def test_names_without_a_token_are_refused(name: str) -> None:
+    """An empty name and a name that is not valid Unicode have no token."""
+    with pytest.raises(ValueError, match=r"."):
+        encode_token(name)
+
+
+def test_names_that_are_safe_stay_readable() -> None:
+    """Letters, digits, _ and - encode to themselves, and other characters to their bytes."""
+    assert encode_token("my-model_7") == "my-model_7"
+    assert encode_token("Qwen/Qwen3.5") == "Qwen=2FQwen3=2E5"
+
+
+def test_the_subjects_equal_the_names_of_the_table() -> None:
+    """The subjects equal the fixed names that programs without this library use."""
+    assert [
+        SUBJECTS.request("c", "a/b", "normal"),
+        SUBJECTS.requests_in("a/b", "resume"),
+        SUBJECTS.direct("c", "w"),
+        SUBJECTS.directs_to("w"),
+        SUBJECTS.frame("c", "w"),
+        SUBJECTS.frames_to("c"),
+        SUBJECTS.link("c", "w"),
+        SUBJECTS.links_to("w"),
+        SUBJECTS.plain("c"),
+        SUBJECTS.presence("w"),
+        SUBJECTS.presences,
+        SUBJECTS.client("c"),
+        SUBJECTS.clients,
+        SUBJECTS.ping_by("c"),
+        SUBJECTS.pings,
+        SUBJECTS.ping,
+    ] == [
+        "rb.v1.default.req.c.a=2Fb.normal",
+        "rb.v1.default.req.*.a=2Fb.resume",
+        "rb.v1.default.direct.c.w",
+        "rb.v1.default.direct.*.w",
+        "rb.v1.default.frame.c.w",
+        "rb.v1.default.frame.c.*",
+        "rb.v1.default.link.c.w",
+        "rb.v1.default.link.*.w",
+        "rb.v1.default.plain.c.",
+        "rb.v1.default.presence.w",
+        "rb.v1.default.presence.*",
+        "rb.v1.default.client.c",
+        "rb.v1.default.client.*",
+        "rb.v1.default.ping.c",
+        "rb.v1.default.ping.*",
+        "rb.v1.default.ping",
+    ]
+
+
+BAD_TOKENS = ["", ".", "a.b", "*", ">", "a b", "a\n", "a=b", "ü", "x" * 65]
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("fleet", Subjects),
+        ("client", lambda name: SUBJECTS.request(name, "m", "low")),
+        ("client", lambda name: SUBJECTS.frame(name, "w")),
+        ("worker", lambda name: SUBJECTS.frame("c", name)),
+        ("client", SUBJECTS.frames_to),
+        ("client", lambda name: SUBJECTS.link(name, "w")),
+        ("worker", lambda name: SUBJECTS.link("c", name)),
+        ("worker", SUBJECTS.links_to),
+        ("client", lambda name: SUBJECTS.direct(name, "w")),
+        ("worker", lambda name: SUBJECTS.direct("c", name)),
+        ("worker", SUBJECTS.directs_to),
+        ("client", SUBJECTS.plain),
+        ("worker", SUBJECTS.presence),
+        ("client", SUBJECTS.client),
+    ],
+)
+def test_names_that_would_reach_other_subjects_are_refused(
+    field: str, make: Callable[[str], object], name: str
+) -> None:
+    """A dot, wildcard or space in a fleet, client or worker name raises an error that names the field."""
+    with pytest.raises(InvalidRequest) as caught:
+        make(name)
+
+    assert caught.value.field == field
+    assert caught.value.allowed == "1 to 64 of A-Z a-z 0-9 _ -"

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,11 @@ from rollbus import GenerateRequest, Generation, SamplingParams
 from rollbus.bus.protocol.queue.placement import PlacementReason
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.presence import WorkerState
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.worker import Worker
+from tests.support.fleet import check_generation, synthetic_worker
 from tests.support.fleet_states import client_state, is_placing
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand
 from tests.support.patience import SOON_S
@@ -333,3 +338,194 @@ async def outcome(awaitable: Awaitable[Generation]) -> None:
     """Wait for the end of a request, and ignore its error."""
     with contextlib.suppress(rollbus.RequestError):
         await awaitable
+
+
+# How followers of a group continue when their worker dies.
+
+
+async def test_unoffered_followers_of_a_dead_worker_are_published_again(nats_url: str, fleet: str) -> None:
+    """If the worker of a group dies, its running requests resume.
+
+    The client publishes requests again that the worker had not offered.
+    """
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(3)))
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, admitted=[first.key])
+        await both.a.take()
+        await both.a.announce(WorkerState.STOPPED)
+        again = await both.take_queued(2)
+        await both.announce(both.b, free_slots=8)
+        for each in again:
+            await both.answer(both.b, each)
+        worker, last = await both.take_direct()
+        await both.answer(worker, last)
+        generation = await completing
+        assert not is_placing(both.rb)
+
+    assert sorted(each.attempts for each in (generation, *generation.siblings)) == [1, 1, 2]
+
+
+async def test_followers_that_only_waited_are_no_suspects(nats_url: str, fleet: str) -> None:
+    """If an engine dies, the client tries its samples without a token one at a time.
+
+    Samples that only waited follow immediately.
+    """
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+        completing = tasks.create_task(both.rb.complete(long(6, max_tokens=2)))
+        [first] = await both.take_queued(1)
+        await both.frame(both.a, chunk(first.key, 0, 7), admitted=[first.key])
+        others = await both.a.take()
+        begun, waiting = others.keys[:2], others.keys[2:]
+        await both.frame(both.a, admitted=others.keys)
+        await both.frame(both.a, admitted=begun)
+        await both.a.acked(3)
+        await both.a.announce(WorkerState.FAILED)
+        again = await both.take_queued(2 + len(waiting))
+        await both.announce(both.b, free_slots=8)
+        for each in again:
+            rest = [7] * (each.request.sampling.max_tokens or 0)
+            await both.frame(both.b, chunk(each.key, 0, *rest, total=len(rest)), admitted=[each.key])
+        [last] = await both.take_queued(1)
+        await both.frame(both.b, chunk(last.key, 0, 7, 7, total=2), admitted=[last.key])
+        await completing
+
+    on_trial = [each.key.child for each in (*again, last) if each.key.child in {key.child for key in begun}]
+    assert on_trial == [key.child for key in begun]
+    assert last.key.child == begun[1].child
+
+
+# On a fleet without a free slot, the prompt of each group is computed about once, also if workers fail meanwhile.
+
+
+CONFIG = SyntheticConfig(
+    step_s=0.002, max_num_seqs=4, prefix_cache=True, prefix_cache_tokens=200_000, num_experts=0, max_model_len=8192
+)
+GROUP = 8
+PROMPT_TOKENS = 1024
+
+
+def group(number: int, *, max_tokens: int = 16) -> GenerateRequest:
+    """Return a request for eight samples of a prompt that no other group has."""
+    prompt = [2 + number % 100, *([3 + number // 100] * (PROMPT_TOKENS - 1))]
+    sampling = SamplingParams(n=GROUP, max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=prompt, sampling=sampling, request_id=f"g{number}")
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(
+    url: str, fleet: str, count: int
+) -> AsyncIterator[tuple[rollbus.Client, list[tuple[Worker, SyntheticEngine]]]]:
+    """Start this number of workers with four slots each, and a client that knows them."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(synthetic_worker(url, fleet, config=CONFIG, worker_id=f"w{i}"))
+            for i in range(count)
+        ]
+        rb = await stack.enter_async_context(rollbus.connect(url, fleet=fleet, client="me"))
+        await rb.fleet.wait_for_workers(count)
+        async with asyncio.timeout(SOON_S):
+            yield rb, workers
+
+
+def samples(results: Sequence[Generation]) -> list[Generation]:
+    """Return all samples of these calls."""
+    return [each for result in results for each in (result, *result.siblings)]
+
+
+def num_waiting(workers: Sequence[tuple[Worker, SyntheticEngine]]) -> int:
+    """Return the number of followers that wait at the workers."""
+    return sum(len(worker._intake.followers) for worker, _ in workers)
+
+
+async def test_a_full_fleet_computes_each_prompt_about_once(nats_url: str, fleet: str) -> None:
+    """Thirty concurrent groups for twelve slots compute each prompt about once.
+
+    With the queue alone, two or three workers would compute each prompt.
+    """
+    async with fleet_of(nats_url, fleet, 3) as (rb, _), asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(rb.complete(group(number))) for number in range(30)]
+        results = [await call for call in calls]
+
+    places = [{each.worker_ids for each in (result, *result.siblings)} for result in results]
+    assert len(samples(results)) == 30 * GROUP
+    assert sum(map(len, places)) <= 1.4 * len(places)
+
+
+@pytest.mark.parametrize("event", ["pause", "drain", "stop", "kill", "fence", "weights"])
+async def test_no_token_is_lost_if_a_worker_with_a_backlog_stops_or_pauses(
+    nats_url: str, fleet: str, event: str
+) -> None:
+    """If a worker with waiting followers stops, dies, pauses or changes weights, no request loses a token."""
+    with contextlib.ExitStack() as dying:
+        if event == "kill":
+            dying.enter_context(pytest.raises(ExceptionGroup, match="unhandled errors"))
+        await have(event, nats_url, fleet)
+
+
+async def have(event: str, url: str, fleet: str) -> None:
+    """Let the event happen to a worker at which followers wait."""
+    async with fleet_of(url, fleet, 2) as (rb, workers), asyncio.TaskGroup() as tasks:
+        requests = [group(number, max_tokens=40) for number in range(10)]
+        calls = [tasks.create_task(rb.complete(request)) for request in requests]
+        await until_true(lambda: num_waiting(workers) > 0)
+        worker, engine = next(each for each in workers if num_waiting([each]))
+        match event:
+            case "pause":
+                await rb.fleet.pause()
+                assert not num_waiting(workers)
+                await rb.fleet.resume()
+            case "drain":
+                await rb.fleet.pause(mode="wait")
+                assert not num_waiting(workers)
+                await rb.fleet.resume()
+            case "stop":
+                worker.stop()
+            case "kill":
+                engine.kill()
+            case "fence":
+                worker._lifecycle.fence("by hand")
+            case _:
+                worker._in_flight.stop_intake()
+                await worker._in_flight.pause_engine()
+                await worker._in_flight.resume()
+        for call, request in zip(calls, requests, strict=True):
+            result = await call
+            for each in (result, *result.siblings):
+                assert len(each.token_ids) == 40
+                check_generation(each, request, routing=False)
+
+
+async def test_another_client_keeps_the_queue_order_during_a_flood_of_groups(nats_url: str, fleet: str) -> None:
+    """Requests of another client are served in the order of the queue, while a flood of groups continues."""
+    async with (
+        fleet_of(nats_url, fleet, 2) as (flooder, workers),
+        rollbus.connect(nats_url, fleet=fleet, client="bob") as bob,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await bob.fleet.wait_for_workers(2)
+
+        async def flood(number: int) -> None:
+            while True:
+                await flooder.complete(group(number))
+                number += 100
+
+        floods = [tasks.create_task(flood(number)) for number in range(8)]
+        await until_true(lambda: num_waiting(workers) > 0)
+        for number in range(20):
+            prompt = [9, *([number + 2] * 20)]
+            await bob.complete(GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=4)))
+        assert not any(each.done() for each in floods)
+        for each in floods:
+            each.cancel()
+
+
+async def test_a_cancelled_call_leaves_no_follower_behind(nats_url: str, fleet: str) -> None:
+    """A cancelled call leaves no sample in the queue, at the client or in a backlog, and frees the slots."""
+    async with fleet_of(nats_url, fleet, 1) as (rb, workers), asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(rb.complete(group(number, max_tokens=2000))) for number in range(4)]
+        await until_true(lambda: num_waiting(workers) > 0)
+        for call in calls:
+            call.cancel()
+        await until_true(lambda: not num_waiting(workers) and workers[0][0].presence().in_flight == 0)
+        assert len((await rb.complete(group(9))).siblings) == GROUP - 1

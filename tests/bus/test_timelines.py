@@ -13,7 +13,7 @@ from rollbus.schemas.messages import RequestMessage, encode
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.telemetry import TimelineEvent
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.bus.test_group_fleets import fleet_of, group
+from tests.bus.test_placement import fleet_of, group
 from tests.control.support import ask, folders, serving
 from tests.support.fleet import StartServed
 from tests.support.hand_control import controlled

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import inspect
+import json
+import sys
 import threading
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +14,17 @@ import numpy as np
 import pytest
 
 import rollbus
+from rollbus import GroupPrompt, GroupStep, SamplingParams
 from rollbus.bus.client.groups import GroupSampler
 from rollbus.bus.client.sync import BlockingClient, BlockingFleet, BlockingGroups
+from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
-from tests.support.fleet import StartServed, check_generation
+from rollbus.schemas.messages import decode_client_presence
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.support.connections import opened
+from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.patience import SOON_S
+from tests.support.processes import becomes_true
 from tests.support.requests import endless, greedy, short, sized
 
 REQUESTS = [greedy(index, 1 + index % 7, request_id=f"r{index}") for index in range(40)]
@@ -265,3 +274,216 @@ def test_a_publisher_shares_a_blocking_client(nats_url: str, fleet: str) -> None
         with pytest.raises(InvalidRequest, match=r"client is of `rollbus\.sync`"):
             asyncio.run(rollbus.WeightPublisher(rb, model="policy").__aenter__())
         assert rb.fleet.state().workers == ()
+
+
+# `rb.groups` without asyncio: the same steps from any thread. The thread that waits for a step reads the prompts.
+
+
+SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
+ENDLESS = 1_000_000
+
+
+def prompts(*lengths: int) -> list[GroupPrompt]:
+    """Return greedy prompts whose answers have these lengths. The key is the number of the prompt."""
+    return [GroupPrompt(greedy(10 + i, length), key=i) for i, length in enumerate(lengths)]
+
+
+def keys(*steps: GroupStep) -> list[object]:
+    """Return the keys of the groups in these steps."""
+    return [group.key for step in steps for group in step.groups]
+
+
+def tokens_of(steps: list[GroupStep]) -> dict[object, list[list[int]]]:
+    """Return the tokens of each answer, by the key of its group."""
+    return {
+        group.key: [answer.token_ids.tolist() for answer in group.generations]
+        for step in steps
+        for group in step.groups
+    }
+
+
+async def test_steps_are_those_of_the_client_with_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """Each prompt completes once, interrupted groups continue from their tokens, and all equal undisturbed ones."""
+    lengths = [5, 700, 3, 4, 900, 6, 2, 500]
+    steps: list[GroupStep] = []
+
+    def program() -> None:
+        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
+            rb.fleet.wait_for_workers()
+            with rb.groups(prompts(*lengths), n=2, need=2, over=2) as groups:
+                steps.extend(groups)
+            for key, answers in tokens_of(steps).items():
+                number = int(str(key))
+                expected = rb.complete(greedy(10 + number, lengths[number])).token_ids.tolist()
+                assert answers == [expected, expected]
+
+    async with one_worker(config=SLOW) as (rb, _, engine):
+        await in_thread(program)
+        await until_idle(engine, rb)
+    assert sorted(map(str, keys(*steps))) == sorted(map(str, range(len(lengths))))
+    assert max(group.steps for step in steps for group in step.groups) > 1
+    assert not any(step.failed or step.dropped for step in steps)
+
+
+async def test_prompts_are_read_on_the_thread_that_waits_for_the_step(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
+    """`step` reads prompts one at a time on its own thread, and the source may use the client.
+
+    An error of the source is raised by `step`. The next step contains the prompts from before the error.
+    """
+    drawn_on: list[int] = []
+
+    def program() -> None:
+        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
+            rb.fleet.wait_for_workers()
+
+            class Source:
+                """A source that yields answers of the fleet and raises one error."""
+
+                def __iter__(self) -> Iterator[list[int]]:
+                    return self
+
+                def __next__(self) -> list[int]:
+                    drawn_on.append(threading.get_ident())
+                    if len(drawn_on) == 2:
+                        raise OSError("the data set is gone")
+                    answer: list[int] = rb.complete(short(f"r{len(drawn_on)}")).token_ids.tolist()
+                    return answer
+
+            sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+            with rb.groups(Source(), n=1, need=2, over=1, sampling=sampling) as groups:
+                with pytest.raises(OSError, match="the data set is gone"):
+                    groups.step()
+                assert len(groups.step().groups) == 2
+            assert drawn_on == [threading.get_ident()] * 3
+
+    async with one_worker():
+        await in_thread(program)
+
+
+@pytest.mark.parametrize("left", ["groups", "client"])
+async def test_leaving_the_groups_ends_a_step_of_another_thread(
+    nats_url: str, fleet: str, one_worker: StartServed, left: str
+) -> None:
+    """If the groups or the client are left, a step of another thread ends with `BusClosed`, and the engines are idle.
+
+    A second step beside it raises an error.
+    """
+    errors: list[BaseException] = []
+
+    def program() -> None:
+        rb = rollbus.sync.connect(nats_url, fleet=fleet).__enter__()
+        rb.fleet.wait_for_workers()
+        groups = rb.groups(prompts(ENDLESS, ENDLESS), n=2, need=2, over=1).__enter__()
+
+        def take() -> None:
+            try:
+                groups.step()
+            except (BusClosed, RuntimeError) as exc:
+                errors.append(exc)
+
+        taking = threading.Thread(target=take)
+        taking.start()
+        assert becomes_true(lambda: rb.stats().requests >= 2)
+        take()
+        (groups if left == "groups" else rb).__exit__(None, None, None)
+        taking.join()
+        groups.__exit__(None, None, None)
+        if left == "groups":
+            rb.__exit__(None, None, None)
+
+    async with one_worker(config=SLOW) as (rb, _, engine):
+        await in_thread(program)
+        await until_idle(engine, rb)
+    assert [type(error) for error in errors] == [RuntimeError, BusClosed]
+    assert "a step of these groups is still running" in str(errors[0])
+
+
+async def test_weights_may_change_between_steps(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """Between steps, no request of the groups is in flight, so weights can change. The statistics count all lengths."""
+
+    def program() -> None:
+        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
+            rb.fleet.wait_for_workers()
+            with rb.groups(prompts(3, 500, 4), n=1, need=1, over=2) as groups:
+                first = groups.step(version=0)
+                rb.fleet.flush_cache()
+                rest = list(groups)
+            assert keys(first) == [0]
+            assert sorted(map(str, keys(*rest))) == ["1", "2"]
+            assert first.stats.carried.size == 1
+            assert np.concatenate([step.stats.taken for step in (first, *rest)]).sum() == 507
+
+    async with one_worker(config=SLOW):
+        await in_thread(program)
+
+
+# The client without asyncio in processes that are interrupted, that fork, and that exit without leaving the client.
+
+
+async def run(program: str, url: str, fleet: str) -> list[Any]:
+    """Run a program of `tests/support/sync_program.py` and return its output by line.
+
+    The program must exit with 0 in time, without stderr output.
+    """
+    command = sys.executable, "-m", "tests.support.sync_program", program, url, fleet
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    try:
+        async with asyncio.timeout(SOON_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, err.decode()) == (0, "")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+async def test_workers_learn_immediately_that_a_program_exits(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
+    """If a program exits without leaving its client, the workers learn immediately that its requests are abandoned."""
+    async with one_worker() as (rb, _, engine), opened(nats_url) as connection:
+        heard = await connection.subscribe(Subjects(fleet).client("program"))
+        assert await run("leave_open", nats_url, fleet) == [1]
+        states = [decode_client_presence((await heard.next_msg(SOON_S)).data).state]
+        while states[-1] != "closed":
+            states.append(decode_client_presence((await heard.next_msg(SOON_S)).data).state)
+        await until_idle(engine, rb)
+
+
+async def test_ctrl_c_ends_only_the_call(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """Ctrl-C raises `KeyboardInterrupt` in each kind of call and ends its request. The client can use the ids again."""
+    async with one_worker() as (rb, _, engine):
+        [[interrupted, answers]] = await run("be_interrupted", nats_url, fleet)
+        await until_idle(engine, rb)
+    assert interrupted == ["complete", "complete_many", "generate", "groups", "wait_for_workers"]
+    assert answers == ["length"] * 5
+
+
+async def test_a_forked_process_cannot_use_the_client_of_its_parent(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
+    """A forked child gets typed errors, has no connection, and can use its own client. The parent continues."""
+    async with one_worker():
+        child, parent = await run("fork", nats_url, fleet)
+    assert child == {"errors": ["BusClosed"] * 9, "connections": 0, "own": 3}
+    assert parent == {"code": 7, "tokens": [200, [20] * 60 + [3]], "missing": 0}
+
+
+async def test_a_forked_process_cannot_use_a_client_with_asyncio(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
+    """A fork has the same effect on a client with asyncio. A stream that the child reads ends with `client_closed`."""
+    async with one_worker():
+        child, parent = await run("fork_with_asyncio", nats_url, fleet)
+    assert child == {"errors": ["BusClosed", "BusClosed", "RequestFailed"], "connections": 0}
+    assert parent == {"code": 7, "tokens": [200, 3], "missing": 0}
+
+
+async def test_forked_data_loader_processes_supply_prompts(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+    """Two processes of a torch DataLoader supply prompts during requests, and cannot use the parent's client."""
+    async with one_worker():
+        [said] = await run("load_data", nats_url, fleet)
+    assert said == {"errors": ["BusClosed"], "processes": 2, "results": 64}
