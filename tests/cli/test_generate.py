@@ -22,7 +22,7 @@ from rollbus.frontend.cli.generate.run import GenerateRun, wait_reason
 from rollbus.frontend.tokenization import load_tokenizer
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import ENV, command, rollbus, running_up, serves
-from tests.http.small_tokenizers import make_byte_level, save
+from tests.http.support import make_byte_level, save
 from tests.support.presences import presence
 from tests.support.shared import Shared
 

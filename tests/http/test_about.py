@@ -1,16 +1,34 @@
 """Routes that describe the service and its engines to clients of vLLM and OpenAI, and to browsers."""
 
+import asyncio
 import platform
 from pathlib import Path
+from typing import Any
 
+import httpx
+import hypothesis
+import jsonschema_rs
 import openai
 import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.routing import Route
 
 import rollbus
+from rollbus.frontend.http.app import ADMIN, DATA, OPEN, make_app
+from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
+from rollbus.frontend.http.docs import document
+from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.status import parallel_config
-from tests.http.control_support import control_http
-from tests.http.openai_support import client_of
-from tests.http.support import http_before, http_service
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.http.support import Http, client_of, control_http, http_before, http_service, make_byte_level, save
+from tests.support.patience import SOON_S
+from tests.support.waits import until
 
 
 async def test_versions_load_and_settings(nats_url: str, fleet: str) -> None:
@@ -76,3 +94,181 @@ async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path)
         with pytest.raises(openai.NotFoundError, match=r"'org/other' is unknown; allowed: org/model-1\.5"):
             await client.models.retrieve("org/other")
     assert found.model_dump(exclude={"created"}) == listed.model_dump(exclude={"created"})
+
+
+# Routes that only read.
+
+
+async def test_a_service_without_workers_is_alive_and_not_ready(nats_url: str, fleet: str) -> None:
+    """A service without a fleet is alive, lists no models and is not ready."""
+    async with http_before(nats_url, fleet) as http:
+        assert (await http.client.get("/health")).status_code == 200
+        ready = await http.client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"ready": False})
+        assert (await http.client.get("/v1/models")).json() == {"object": "list", "data": []}
+
+
+async def test_models_and_state_are_those_of_the_fleet(nats_url: str, fleet: str) -> None:
+    """The service lists the model of a live worker with its context length, and returns the state of the bus."""
+    async with http_service(nats_url, fleet, weight_version=3) as http:
+        (model,) = (await http.client.get("/v1/models")).json()["data"]
+        state = (await http.client.get("/v1/rl/state")).json()
+        (worker,) = (await http.rb.fleet.state()).workers
+
+    assert (model["id"], model["max_model_len"]) == ("synthetic", worker.capabilities.max_model_len)
+    assert (state["ready"], state["in_flight"]) == (True, 0)
+    assert state["workers"][0]["weight_version"] == 3
+
+
+async def test_data_routes_require_a_token(nats_url: str, fleet: str) -> None:
+    """Data routes require the data token or the admin token, and `/health` requires none."""
+    async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+
+        async def get(path: str, authorization: str | None) -> httpx.Response:
+            headers = {} if authorization is None else {"Authorization": authorization}
+            return await http.client.get(path, headers=headers)
+
+        for wrong in (None, "Bearer", "Bearer x", "Basic data", "data"):
+            answer = await get("/v1/models", wrong)
+            assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "unauthorized"
+        for right in ("Bearer data", "bearer data", "Bearer admin"):
+            assert (await get("/v1/models", right)).status_code == 200
+        assert (await get("/health", None)).status_code == 200
+
+
+async def test_unknown_routes_and_methods_are_json_errors(nats_url: str, fleet: str) -> None:
+    """404 and 405 have the format of all other errors, with the nearest path or the allowed methods."""
+    async with http_before(nats_url, fleet) as http:
+        for answer, status, words in (
+            (await http.client.get("/zzz"), 404, "the path '/zzz' is unknown; /docs"),
+            (await http.client.get("/v1/modells"), 404, "did you mean /v1/models?"),
+            (await http.client.get("/" + "x" * 5000), 404, "x…"),
+            (await http.client.delete("/v1/models"), 405, "allowed: GET, HEAD"),
+        ):
+            assert answer.status_code == status
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            assert words in answer.json()["error"]["message"]
+
+
+# The OpenAPI document describes the served routes, and requests that it allows never give 500.
+
+
+EXAMPLES = 5
+"""The number of examples for each route."""
+ENDLESS = ("GET", "/v1/rl/events")
+"""A route whose response ends only if its client disconnects."""
+
+
+def operations(described_as: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the operations by method and path."""
+    return {
+        (method.upper(), path): operation
+        for path, methods in described_as["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def documented(key: tuple[str, str]) -> tuple[str, str]:
+    """Return a route as the document names it, because OpenAPI has no parameters with slashes."""
+    method, path = key
+    return method, path.replace(":path}", "}")
+
+
+async def test_the_document_lists_exactly_the_served_routes(nats_url: str, fleet: str) -> None:
+    """The document lists exactly the served routes, with their methods and tokens."""
+    settings = Settings(token="data", admin_token="admin")
+    async with http_before(nats_url, fleet, settings) as http:
+        served = {
+            documented((method, route.path))
+            for route in make_app(http.own, settings).routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+            if method != "HEAD"
+        }
+        found = operations((await http.client.get("/openapi.json")).json())
+        assert set(found) == served
+        tokens = {key: [set(each) for each in operation.get("security", ())] for key, operation in found.items()}
+        for table, wanted in ((OPEN, []), (DATA, [{"token"}, {"admin_token"}]), (ADMIN, [{"admin_token"}])):
+            assert all(tokens[documented(key)] == wanted for key in table)
+        for method, path in DATA:
+            assert (await http.client.request(method, path)).status_code == 401
+
+
+def test_the_document_has_the_body_of_each_post_route() -> None:
+    """The document has the body of each POST route, and no routes that do not exist."""
+    served = {**OPEN, **DATA, **ADMIN}
+
+    without = {key for key in {**DATA, **ADMIN} if key[0] == "POST" and served[key].body is None}
+    assert without == {key for key in {**NOT_SERVED_ROUTES, **DATA_ROUTES} if key[0] == "POST"}
+    made = operations(document(OPEN, DATA, ADMIN, Settings()))
+    assert set(made) == set(map(documented, served))
+    assert all(("requestBody" in made[documented(key)]) == (route.body is not None) for key, route in served.items())
+    assert all(operation["summary"] for operation in made.values())
+    assert len({operation["operationId"] for operation in made.values()}) == len(made)
+
+
+def test_schemas_are_valid() -> None:
+    """All schemas are valid JSON Schema of the dialect of OpenAPI 3.1, and each reference has a target."""
+    made = document(OPEN, DATA, ADMIN, Settings())
+    names = set(made["components"]["schemas"])
+    for schema in made["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(schema)
+
+    def check(part: object) -> None:
+        if isinstance(part, dict):
+            if "$ref" in part:
+                assert part["$ref"].removeprefix("#/components/schemas/") in names
+            for each in part.values():
+                check(each)
+        elif isinstance(part, list):
+            for each in part:
+                check(each)
+
+    check(made)
+
+
+def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *, is_admin: bool) -> None:
+    """Send requests that the document allows, and requests that it forbids. This call blocks."""
+    operation = schemathesis.openapi.from_dict(described_as)[path][method]
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy())
+    def run(case: schemathesis.Case[Any]) -> None:
+        response = case.call(base_url=http.url, timeout=SOON_S)
+        if is_admin:
+            # If no worker applies a command, the response is 502 by design.
+            assert response.status_code != 500
+        else:
+            case.validate_response(response, checks=[not_a_server_error])
+        conformance = [status_code_conformance, content_type_conformance, response_schema_conformance]
+        case.validate_response(response, checks=conformance)
+
+    run()
+
+
+async def _status(http: Http, path: str) -> int:
+    return (await http.client.get(path)).status_code
+
+
+async def test_schemathesis_finds_no_server_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Requests drawn from the document get responses as documented, and never 5xx."""
+    config = SyntheticConfig(max_model_len=256)
+    settings = Settings(max_body_bytes=1 << 20, tokenizer=save(make_byte_level(), tmp_path))
+    async with http_service(nats_url, fleet, settings, config=config) as http:
+        # `/ready` waits only some seconds for the tokenizer, whose library takes longer to load on a busy machine.
+        await until(lambda: _status(http, "/ready"), 200)
+        described_as = (await http.client.get("/openapi.json")).json()
+        # The routes that pause or drain the fleet come last.
+        for table in (OPEN, DATA, ADMIN):
+            for method, path in sorted(set(map(documented, table)) - {ENDLESS}):
+                # Routes that are not served answer 501.
+                may_fail = table is ADMIN or (method, path) in set(map(documented, DATA_ROUTES))
+                await asyncio.to_thread(try_out, http, described_as, path, method, is_admin=may_fail)
+        assert (await http.client.get("/health")).status_code == 200

@@ -1,21 +1,33 @@
 """docs/http-compatibility.md states for each route and field whether it is served. The tests try each row."""
 
+import ast
+import importlib.util
+import json
 import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+import rollbus
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.chat import DetokenizeBody, TokenizeBody
 from rollbus.frontend.http.control.bodies import SendBody
 from rollbus.frontend.http.generate import GenerateBody, SamplingBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody, NvExt
-from tests.http.compatibility_table import FieldRow, control_rows, field_rows, route_rows
-from tests.http.openai_support import talking
-from tests.http.support import http_before
+from rollbus.frontend.http.sampling import SamplingFields
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from tests.cli.support import ROOT
+from tests.http.support import Http, http_before, make_byte_level, noted_requests, save, talking
+from tests.support.gated_engine import running
 
 USER = {"role": "user", "content": "the"}
 BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
@@ -165,3 +177,280 @@ async def test_fields_of_commands_in_the_table_are_known(nats_url: str, fleet: s
                 assert answer.status_code == 400, (path, field)
                 assert error["param"].startswith(field), (path, field, error)
                 assert "is unknown" not in error["message"], (path, field, error)
+
+
+# Reads docs/http-compatibility.md: the routes, and the fields of each body with an example.
+
+
+PAGE = ROOT / "docs/http-compatibility.md"
+HEADINGS = {"yes": "Served routes", "501": "Routes with 501", "404": "Unknown routes"}
+"""By `RouteRow.served`: the heading of the table."""
+SHARED = {"Chat": ("Sampling", "OpenAI"), "Completions": ("Sampling", "OpenAI"), "sampling_params": ("Sampling",)}
+"""By heading of a body: the headings of the tables that it shares with other bodies."""
+
+
+@dataclass(frozen=True)
+class RouteRow:
+    """A route."""
+
+    method: str
+    path: str
+    served: str
+    """`yes`. `501`: known, but refused with the reason. `404`: unknown."""
+    why: str
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """A field of a body."""
+
+    name: str
+    example: Any
+    served: str
+    """`yes`, `no effect`, `engine` (if the worker's engine supports it) or `no`."""
+    why: str
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """Return the cells of the table below a heading, without the header rows."""
+    text = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def _routes(cell: str) -> Iterator[tuple[str, str]]:
+    """Yield method and path of each route of a cell. A path without a method has the method of the route before it."""
+    method = ""
+    for route in re.findall(r"`([^`]+)`", cell):
+        *methods, path = route.split(" ")
+        method = methods[0] if methods else method
+        yield method, path
+
+
+def route_rows() -> list[RouteRow]:
+    """Return a row for each route."""
+    return [
+        RouteRow(method, path, served, why)
+        for served, heading in HEADINGS.items()
+        for cell, *_, why in _rows(heading)
+        for method, path in _routes(cell)
+    ]
+
+
+def field_rows(body: str) -> list[FieldRow]:
+    """Return a row for each field of a body."""
+    return [
+        FieldRow(name, json.loads(example), served, why)
+        for heading in (*SHARED.get(body, ()), body)
+        for served, fields, why in _rows(heading)
+        for name, example in re.findall(r"`(\w+): ([^`]+)`", fields)
+    ]
+
+
+def control_rows() -> dict[str, set[str]]:
+    """Return the fields of each control route by path."""
+    return {
+        path: set(re.findall(r"`(\w+)`", fields)) for cell, fields in _rows("Commands") for _, path in _routes(cell)
+    }
+
+
+# Sampling fields have the same names and meanings on all token routes.
+
+
+PROMPT = [5, 6, 7, 8]
+ON_THE_BUS: dict[str, Any] = {
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "seed": 3,
+    "max_tokens": 3,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "stop_token_ids": [9],
+    "logit_bias": {"9": 1.0},
+    "allowed_token_ids": [9, 10],
+    "prompt_logprobs": 1,
+    "bad_words": ["x"],
+    "bad_words_token_ids": [[9, 10]],
+}
+"""Fields that change the request to the bus, each with a value."""
+EXTRA: dict[str, Any] = {
+    "structured_outputs": {"regex": "a"},
+    "thinking_token_budget": 5,
+    "repetition_detection": {"max_pattern_size": 3},
+    "watermarking": False,
+    "skip_reading_prefix_cache": True,
+    "trace_decode_token_ids": [9],
+    "extra_args": {"a": 1},
+    "prompt_logprob_token_ids": [[1, 2]],
+    "prompt_logprob_start": 1,
+}
+"""Fields that only engines that support them receive."""
+CHECKED_BEFORE = ("prompt_logprobs", "thinking_token_budget")
+"""Fields that OpenAI's routes of vLLM do not read leniently."""
+NOT_FOR_THE_ENGINE: dict[str, Any] = {
+    "routed_experts_prompt_start": 2,
+    "detokenize": False,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "spaces_between_special_tokens": False,
+    "output_kind": 2,
+    "flat_logprobs": True,
+    "skip_clone": True,
+    "stream_interval": 5,
+}
+"""Fields that change no token."""
+WITH_TEXT: dict[str, Any] = {"stop": ["x"]}
+REFUSED: dict[str, Any] = {"logprob_token_ids": [1]}
+
+
+def test_all_bodies_share_the_sampling_fields() -> None:
+    """All three bodies share the sampling fields unchanged, and this module tests each of them."""
+    shared = {field.name: field for field in msgspec.structs.fields(SamplingFields)}
+    tried = [ON_THE_BUS, EXTRA, NOT_FOR_THE_ENGINE, WITH_TEXT, REFUSED]
+    assert sorted(name for table in tried for name in table) == sorted(shared)
+    for body in (SamplingBody, ChatBody, CompletionBody):
+        own = {field.name: field for field in msgspec.structs.fields(body)}
+        for name, field in shared.items():
+            assert own[name].default is field.default
+            if body is SamplingBody or name not in CHECKED_BEFORE:
+                assert own[name].type == field.type
+    assert all(field.default is None for field in shared.values())
+    # Each route has its own field for logprobs of sampled tokens. The other differences have no effect.
+    without_effect = {"reasoning_effort", "return_token_ids", "return_tokens_as_token_ids"}
+    assert set(SamplingBody.__struct_fields__) - set(shared) == {"logprobs"} | without_effect
+
+
+def test_every_parameter_of_vllm_is_known() -> None:
+    """All sampling parameters of the installed vLLM are known, apart from those that it computes itself."""
+    installed = importlib.util.find_spec("vllm")
+    if installed is None or installed.origin is None:
+        pytest.skip("vLLM is not installed")
+    # The source is parsed, because importing vLLM takes half a minute.
+    source = ast.parse((Path(installed.origin).parent / "sampling_params.py").read_text())
+    (body,) = (node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
+    names = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    public = {name for name in names if not name.startswith("_")}
+    assert public - {"output_text_buffer_length"} <= set(SamplingBody.__struct_fields__)
+
+
+class Routes:
+    """The three token routes of one service, which receive the same fields."""
+
+    def __init__(self, http: Http, asked: list[rollbus.GenerateRequest]) -> None:
+        self._http = http
+        self._asked = asked
+
+    async def each(self, fields: dict[str, Any], **more: Any) -> list[tuple[int, str | None, Any]]:
+        """Return for each route the status, the wrong field without the route's prefix, and the request to the bus."""
+        sampling = {"max_tokens": 2, **fields}
+        tokens = {"tokens": PROMPT, **sampling, **more}
+        found: list[tuple[int, str | None, Any]] = []
+        for path, body in (
+            ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling, **more}),
+            ("/v1/chat/completions", tokens),
+            ("/v1/completions", tokens),
+        ):
+            answer = await self._http.client.post(path, json=body)
+            wrong = answer.json()["error"]["param"] if answer.status_code >= 400 else None
+            if wrong is not None:
+                assert ("sampling_params." in wrong) == ("sampling_params" in body and wrong.split(".")[-1] not in more)
+                found.append((answer.status_code, wrong.removeprefix("sampling_params."), None))
+            else:
+                asked = self._asked.pop()
+                found.append((200, None, (asked.sampling, asked.routed_experts_prompt_start)))
+            assert not self._asked
+        return found
+
+
+@asynccontextmanager
+async def routes_of(
+    nats_url: str, fleet: str, folder: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...] = ()
+) -> AsyncIterator[Routes]:
+    """Serve a synthetic model whose engine supports these extra parameters."""
+    engine = SyntheticEngine(SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=64))
+    engine.capabilities = replace(engine.capabilities, extra=extra)
+    settings = Settings(tokenizer=save(make_byte_level(), folder))
+    asked = noted_requests(monkeypatch)
+    async with running(nats_url, fleet, engine), http_before(nats_url, fleet, settings) as http:
+        await http.own.fleet.wait_for_workers()
+        yield Routes(http, asked)
+
+
+async def test_all_routes_make_the_same_request_to_the_bus(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all routes, a field makes the same request to the bus. Only a field of the bus changes the request.
+
+    Null is the same as a missing field.
+    """
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch) as routes:
+        (first, *others) = plain = await routes.each({})
+        assert [first, first] == others
+        for name, value in {**ON_THE_BUS, **NOT_FOR_THE_ENGINE}.items():
+            first, *others = await routes.each({name: value})
+            assert (first[0], [first, first]) == (200, others), name
+            assert (first[2] == plain[0][2]) == (name in NOT_FOR_THE_ENGINE.keys() - {"routed_experts_prompt_start"})
+        assert await routes.each(dict.fromkeys(set(SamplingFields.__struct_fields__) - {"max_tokens"})) == plain
+
+
+async def test_all_routes_refuse_unsupported_fields(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All routes refuse unsupported fields with the field's name."""
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch) as routes:
+        for name, value in {**EXTRA, **REFUSED}.items():
+            assert await routes.each({name: value}) == [(400, name, None)] * 3
+        assert await routes.each({}, kv_hints={"actions": []}) == [(400, "kv_hints", None)] * 3
+        assert await routes.each({"stop": ["x"], "detokenize": False}) == [(400, "detokenize", None)] * 3
+        assert await routes.each({"prompt_logprobs": 1}, stream=True) == [(400, "prompt_logprobs", None)] * 3
+        wrong = [("bad_words_token_ids", [[264]], "bad_words_token_ids[0]"), ("bad_words", [" "], "bad_words")]
+        for name, value, param in [*wrong, ("temperature", 3, "temperature"), ("seed", -2, "seed")]:
+            assert await routes.each({name: value}) == [(400, param, None)] * 3
+
+
+async def test_extra_parameters_reach_an_engine_that_supports_them(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extra parameters that the engine supports reach it by their names from all routes."""
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch, (*EXTRA, "kv_hints")) as routes:
+        for name, value in EXTRA.items():
+            found = await routes.each({name: value})
+            assert [(status, asked[0].extra) for status, _, asked in found] == [(200, {name: value})] * 3
+        hints: dict[str, Any] = {"actions": []}
+        found = await routes.each({"extra_args": {"a": 1}}, kv_hints=hints)
+        assert [asked[0].extra for _, _, asked in found] == [{"extra_args": {"a": 1}, "kv_hints": hints}] * 3
+
+
+async def test_two_names_of_a_field_must_agree(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two names of a field must agree if both are set, and `continue_final_message` alone continues a message."""
+    async with routes_of(nats_url, fleet, tmp_path, monkeypatch, ("extra_args",)) as routes:
+        post, asked = routes._http.client.post, routes._asked
+        chat = {"messages": [USER, {"role": "assistant", "content": "a"}], "max_tokens": 2, "return_token_ids": True}
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"vllm_xargs": {"a": 1}, "extra_args": {"a": 2}}, "extra_args"),
+            ({"chat_template_kwargs": {"a": 1}, "chat_template_args": {"a": 2}}, "chat_template_args"),
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ]
+        for body, param in wrong:
+            answer = await post("/v1/chat/completions", json={**chat, **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        prompts = []
+        same: list[dict[str, Any]] = [
+            {"continue_final_message": True},
+            {"continue_final_message": True, "add_generation_prompt": False, "vllm_xargs": {"a": 1}},
+            {"chat_template_args": {"a": 1}, "chat_template_kwargs": {"a": 1}, "extra_args": {"a": 1}},
+        ]
+        for body in same:
+            answer = await post("/v1/chat/completions", json={**chat, **body})
+            assert answer.status_code == 200, answer.text
+            prompts.append(answer.json()["prompt_token_ids"])
+        assert prompts[0] == prompts[1] != prompts[2]
+        assert [each.sampling.extra for each in asked] == [None, *[{"extra_args": {"a": 1}}] * 2]

@@ -9,8 +9,7 @@ from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.acks import AckError
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
-from tests.http.control_support import ControlHttp, control_http
-from tests.http.support import http_before
+from tests.http.support import ControlHttp, control_http, http_before
 from tests.support.fleet_states import until_state
 
 CHUNK = {"update_info": {"seed": 4}}

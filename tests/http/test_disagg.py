@@ -13,9 +13,7 @@ from rollbus.frontend.cli.app import build_parser
 from rollbus.frontend.cli.local.http import serve_http, settings_from_environment
 from rollbus.frontend.http.server import listen
 from rollbus.frontend.http.settings import Settings
-from tests.http.openai_support import CHAT, CONFIG
-from tests.http.small_tokenizers import make_byte_level, save
-from tests.http.support import Http, http_before
+from tests.http.support import CHAT, CONFIG, Http, http_before, make_byte_level, save
 from tests.support.disagg import disaggregated, until_paired
 from tests.support.fleet import synthetic_worker
 

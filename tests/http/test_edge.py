@@ -1,19 +1,150 @@
-"""Rules for all responses: the request id, and the timeout for clients that do not read."""
+"""Connections of the HTTP service, each with many requests, none, or none that is HTTP."""
 
 import asyncio
+import contextlib
+import gzip
 import json
+import resource
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
 import pytest
 
+from rollbus.frontend.http import server
+from rollbus.frontend.http.app import ADMIN, DATA
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.server import MAX_HEAD_BYTES, WANTED_DESCRIPTORS, raise_descriptor_limit
 from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.small_tokenizers import make_byte_level, save
-from tests.http.support import http_service
-from tests.http.test_safety import GENERATING, becomes, posted
-from tests.support.fleet import until_idle
+from tests.http.support import Http, client_of, http_before, http_service, in_flight, make_byte_level, save
+from tests.http.test_metrics import parse, value
+from tests.support.fleet import StartServed, is_idle, until_idle
+from tests.support.patience import SOON_S
+from tests.support.waits import until_true
 
 PATH = "/inference/v1/generate"
+BODY: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, sent: bytes = b"") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a connection and send these bytes. The connection is closed when the block ends."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """Return all bytes until the service closes the connection."""
+    async with asyncio.timeout(SOON_S):
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+
+
+async def test_bodies_may_be_larger_than_heads(nats_url: str, fleet: str) -> None:
+    """A body may be larger than a head, chunked or not, also after an early response."""
+
+    async def pieces(size: int) -> AsyncIterator[bytes]:
+        for _ in range(size // 100):
+            yield b" " * 100
+
+    size = 8 * MAX_HEAD_BYTES
+    async with http_service(nats_url, fleet) as http:
+        for content in (pieces(size), b" " * size):
+            answer = await http.client.post("/v1/tokenize", content=content)
+            assert answer.json()["error"]["message"].startswith("the body is not JSON")
+        for content in (pieces(size), b" " * size):
+            assert (await http.client.post("/nowhere", content=content)).status_code == 404
+            assert (await http.client.get("/health")).status_code == 200
+
+
+async def test_bytes_that_are_not_http_get_400(nats_url: str, fleet: str) -> None:
+    """Bytes that are not HTTP get 400, and the connection is closed."""
+    async with http_service(nats_url, fleet) as http, connected(http.url, b"\x00\x01\r\n\r\n") as (reader, _):
+        assert (await rest_of(reader)).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_idle_connections_are_closed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is idle after its response is closed."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    async with http_service(nats_url, fleet) as http, connected(http.url, request) as (reader, _):
+        assert b"200" in await rest_of(reader)
+
+
+async def test_pipelined_requests_are_all_answered(nats_url: str, fleet: str) -> None:
+    """Pipelined requests on one connection are all answered, and the connection stays open."""
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    async with http_service(nats_url, fleet) as http, connected(http.url, 3 * request) as (reader, writer):
+        for _ in range(3):
+            assert b"200" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(request)
+        assert b"200" in await reader.readuntil(b"\r\n\r\n")
+
+
+def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soft limit of descriptors is raised as far as the hard limit allows, and is never reduced."""
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    for soft, hard in ((1024, 4096), (1024, resource.RLIM_INFINITY), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=(soft, hard): limit)
+        raise_descriptor_limit()
+    assert limits == [(4096, 4096), (WANTED_DESCRIPTORS, resource.RLIM_INFINITY)]
+
+
+# Compressed bodies, and the header that forbids retries.
+
+
+TOKENS = Settings(token="data", admin_token="admin")
+
+
+async def test_a_compressed_body_is_refused(nats_url: str, fleet: str) -> None:
+    """A compressed body is 415 with the header's name. A body that is declared as not compressed is read."""
+    plain = json.dumps(BODY).encode()
+    async with http_service(nats_url, fleet) as http:
+        post = http.client.post
+        packed = await post(PATH, content=gzip.compress(plain), headers={"Content-Encoding": "gzip"})
+        read = await post(PATH, content=plain, headers={"Content-Encoding": "Identity"})
+    error = packed.json()["error"]
+    assert (packed.status_code, error["code"], error["param"]) == (415, "unsupported_encoding", "Content-Encoding")
+    assert packed.headers["Accept-Encoding"] == "identity"
+    assert read.status_code == 200
+
+
+async def test_a_permanent_refusal_forbids_retries(nats_url: str, fleet: str) -> None:
+    """The OpenAI client sends a request that gets 501 only once, although it retries other statuses from 500 on."""
+    options = {"max_retries": 3, "api_key": "data"}
+    async with http_service(nats_url, fleet, TOKENS) as http, client_of(http).with_options(**options) as client:
+        with pytest.raises(openai.InternalServerError, match="no model of the fleet embeds") as raised:
+            await client.embeddings.create(model="synthetic", input="a")
+        metrics = (await http.client.get("/metrics", headers={"Authorization": "Bearer data"})).text
+    assert raised.value.response.headers["X-Should-Retry"] == "false"
+    [count] = [line for line in metrics.splitlines() if "requests_total" in line and "/v1/embeddings" in line]
+    assert count.endswith(" 1.0")
+
+
+def test_only_permanent_refusals_forbid_retries() -> None:
+    """A route that is not served and a request that kills engines are final. A busy service is not."""
+    final = [HttpError(501, "", code="not_served"), HttpError(502, "", code="poison_request")]
+    assert [error.headers for error in final] == [{"X-Should-Retry": "false"}] * 2
+    assert all("X-Should-Retry" not in HttpError(status, "", code="busy").headers for status in (429, 502, 503, 504))
+
+
+# Rules for all responses: the request id, and the timeout for clients that do not read.
+
+
 LARGE = SyntheticConfig(num_layers=64, top_k=8, max_model_len=100_000)
 """Half a kilobyte of routed experts for each token."""
 PROMPT = [7] * 40_000
@@ -103,3 +234,155 @@ async def test_every_response_has_a_request_id(nats_url: str, fleet: str, tmp_pa
         for path in GENERATING:
             await ask("POST", path, 400, content=b"{")
             await ask("POST", path, 413, content=b" " * 1001)
+
+
+# Limits on requests of clients, and no work for clients that have disconnected.
+
+
+LONG = 60_000
+"""So many tokens take these engines longer than the time limit of a test."""
+GENERATING: dict[str, dict[str, Any]] = {
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": LONG, "ignore_eos": True}},
+    "/v1/chat/completions": {
+        "model": "synthetic",
+        "messages": [{"role": "user", "content": "the"}],
+        "max_tokens": LONG,
+        "ignore_eos": True,
+    },
+    "/v1/completions": {"model": "synthetic", "prompt": [1], "max_tokens": LONG, "ignore_eos": True},
+}
+SLOW = SyntheticConfig(step_s=0.01)
+
+
+@contextlib.asynccontextmanager
+async def posted(http: Http, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request on a separate connection, which is closed when the block ends."""
+    host, port = http.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    writer.write(f"{head}\r\n\r\n".encode() + data)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def becomes(http: Http, name: str, wanted: float, **labels: str) -> None:
+    """Wait until a counter has a value."""
+    while True:
+        found = parse((await http.client.get("/metrics")).text)
+        if found.get((name, frozenset(labels.items()))) == wanted:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
+    """A body above the limit gives 413 on each route, if its length is declared and also if it is chunked."""
+    async with http_service(nats_url, fleet, Settings(max_body_bytes=1000)) as http:
+        host, port = http.url.removeprefix("http://").split(":")
+
+        async def chunked() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * 500
+
+        for method, path in (key for key, route in {**DATA, **ADMIN}.items() if route.body is not None):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1001"
+            writer.write(f"{head}\r\n\r\n".encode())
+            assert (await reader.readline()).split()[1] == b"413", path
+            writer.close()
+            answer = await http.client.request(method, path, content=chunked())
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large"), path
+        assert (await http.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_a_request_beyond_the_limit_gives_429(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
+    """A request beyond the limit gives 429 with Retry-After, until another request has ended."""
+    settings = Settings(max_in_flight=1, tokenizer=save(make_byte_level(), tmp_path))
+    body = GENERATING[path]
+    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+        async with posted(http, path, {**body, "stream": True}) as reader:
+            assert b"200" in await reader.readline()
+            for stream in (False, True):
+                refused = await http.client.post(path, json={**body, "stream": stream})
+                assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        await becomes(http, "rollbus_http_generations_in_flight", 0, model="synthetic")
+        async with posted(http, path, {**body, "stream": True}) as reader:
+            assert b"200" in await reader.readline()
+        assert http.engine is not None
+        await until_idle(http.engine, http.rb)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATING)
+async def test_the_request_of_a_disconnected_client_is_aborted_and_counted(
+    nats_url: str, fleet: str, tmp_path: Path, path: str, stream: bool
+) -> None:
+    """If a client disconnects, before or after the first token, its request is aborted in the engine and counted."""
+    settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
+    body = {**GENERATING[path], "stream": stream}
+    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+        assert http.engine is not None
+        async with posted(http, path, body) as reader:
+            if stream:
+                await reader.readuntil(b"data: ")
+            engine = http.engine
+            await until_true(lambda: not is_idle(engine))
+        await becomes(http, "rollbus_http_generations_total", 1, model="synthetic", outcome="left")
+        await until_idle(http.engine, http.rb)
+
+        await http.rb.fleet.pause()
+        async with posted(http, path, body):
+            await becomes(http, "rollbus_http_generations_in_flight", 1, model="synthetic")
+        await becomes(http, "rollbus_http_generations_total", 2, model="synthetic", outcome="left")
+        await http.rb.fleet.resume()
+        await until_idle(http.engine, http.rb)
+        found = parse((await http.client.get("/metrics")).text)
+    labels = {"method": "POST", "route": path, "model": "synthetic", "status": "499"}
+    assert value(found, "rollbus_http_requests_total", **labels) == 2
+
+
+# A service that stops while clients wait.
+
+
+STOPPING_SLOW = SyntheticConfig(step_s=0.005)
+STOPPING_LONG = {"token_ids": [1], "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
+
+
+async def test_a_stop_ends_waiting_requests_and_streams_and_keeps_commands(
+    nats_url: str,
+    fleet: str,
+    one_worker: StartServed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Waiting requests get 503, streams are closed, and their requests aborted. A recorded command remains."""
+    monkeypatch.setattr(server, "STOP_TIMEOUT_S", 0.2)
+    async with one_worker(config=STOPPING_SLOW) as (rb, _, engine):
+        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=SOON_S) as client:
+            async with http_before(nats_url, fleet) as http, in_flight(Http(http.url, http.client, rb, http.own)):
+                await http.own.fleet.wait_for_workers()
+                stream = await client.send(
+                    client.build_request(
+                        "POST", f"{http.url}/inference/v1/generate", json={**STOPPING_LONG, "stream": True}
+                    ),
+                    stream=True,
+                )
+                whole = tasks.create_task(client.post(f"{http.url}/inference/v1/generate", json=STOPPING_LONG))
+                waiting = tasks.create_task(client.post(f"{http.url}/v1/rl/pause", json={"mode": "wait"}))
+                while "pause" not in (await rb.fleet.state()).desired["synthetic"].registers:
+                    pass
+            for answer in (await whole, await waiting):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+            with pytest.raises(httpx.HTTPError):
+                await stream.aread()
+        state = await rb.fleet.state()
+        while state.workers[0].state is not WorkerState.PAUSED:
+            state = await rb.fleet.state()
+        await rb.fleet.resume()
+        await until_idle(engine, rb)
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []

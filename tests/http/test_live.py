@@ -2,22 +2,32 @@
 
 import asyncio
 import contextlib
+import gc
+import json
+import math
+import tracemalloc
 from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
 
-from rollbus.bus.client.client import FleetWatch
+from rollbus.bus.client.client import FleetWatch, HeardWorker
+from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, History
+from rollbus.frontend import follow
 from rollbus.frontend.follow import Heard
 from rollbus.frontend.http import server
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live import viewers
+from rollbus.frontend.http.live.events import encode_event, model_lines, worker_points, worker_row
 from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.presence import WorkerCounters
 from tests.http.live_support import PATH, watching
 from tests.http.support import http_before, http_service
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
+from tests.support.presences import capabilities, presence
+from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 
 TOKENS = Settings(token="data", admin_token="admin")
@@ -189,3 +199,108 @@ async def test_a_slow_viewer_gets_the_newest() -> None:
         assert [await sent.get(), await sent.get()] == [b"999", b"p"]
         viewer.end()
         assert await sent.get() == b""
+
+
+# Commands of any controller in the events, and the clients of waiting requests.
+
+
+async def test_a_command_of_another_controller_is_shown(nats_url: str, fleet: str) -> None:
+    """A command of another controller appears with the ack of each worker, the newest command first."""
+    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+        await stream.next("fleet")
+        (worker,) = http.rb.fleet.workers
+        while True:
+            paused = await http.rb.fleet.pause()
+            event = await stream.next("fleet")
+            if event["commands"]:
+                break
+        resumed = await http.client.post("/v1/rl/resume")
+        event = await stream.until(
+            "fleet",
+            lambda event: (
+                [each["command"] for each in event["commands"][:2]] == ["resume", "pause"]
+                and all(each["done"] for each in event["commands"])
+            ),
+        )
+    newest, before = event["commands"][:2]
+    assert (newest["id"], before["id"]) == (resumed.json()["id"], paused.id)
+    assert before["epoch"] == paused.epochs["synthetic"]
+    assert before["counts"] == {"applied": 1}
+    assert before["workers"][worker.worker]["status"] == "applied"
+    assert newest["controller"] != before["controller"]
+
+
+async def test_an_event_has_the_waiting_requests_by_lane_and_client(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event has the waiting requests by lane and client."""
+    monkeypatch.setattr(follow, "CLIENTS_S", 0.0)
+    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+        await http.rb.fleet.pause()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(http.rb.complete(greedy(1, 2))) for _ in range(3)]
+            event = await stream.until(
+                "fleet", lambda event: any(sum((line["clients"] or {}).values()) == 3 for line in event["queues"])
+            )
+            await http.rb.fleet.resume()
+        assert all(task.result().error is None for task in waiting)
+    by_lane = {line["lane"]: line["clients"] for line in event["queues"]}
+    (client,) = by_lane.pop("normal")
+    assert client in repr(http.rb)
+    assert not any(by_lane.values())
+
+
+# One hour of a large fleet in the live view: its memory does not grow.
+
+
+HOUR_S = 3600
+WARM_UP_S = 60
+CAN = capabilities()
+
+
+class ScriptedWatch(FleetWatch):
+    """A watch of simulated workers with one presence per second, at a time that the test sets."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.now = 0
+        self._num_workers = num_workers
+
+    async def workers(self) -> tuple[HeardWorker, ...]:
+        """Return the current presence of all workers. Some workers start, end and restart."""
+        return tuple(self._worker(number) for number in range(self._num_workers))
+
+    def _worker(self, number: int) -> HeardWorker:
+        life = (self.now + number) // 600
+        name = f"w{number:04d}" if number % 10 else f"w{number:04d}-{life}"
+        counters = WorkerCounters(requests=self.now, generated_tokens=1000 * self.now, first_tokens=self.now)
+        worker = presence(worker=name, incarnation=str(life), capabilities=CAN, counters=counters, in_flight=number % 4)
+        return HeardWorker(worker, float(self.now))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [20])
+async def test_memory_does_not_grow_in_an_hour(num_workers: int) -> None:
+    """Apart from the kept points of known size, memory does not grow in an hour, even if a viewer never reads."""
+    watch, heard, history, viewer = ScriptedWatch(num_workers), Heard(), History(), Viewer()
+    tracemalloc.start()
+    try:
+        for second in range(1, HOUR_S + WARM_UP_S + 1):
+            watch.now = second
+            await heard.update(watch)
+            rows = [worker_row(each, heard.rates, float(second)) for each in heard.workers.values()]
+            lines = tuple(model_lines([each.presence for each in heard.workers.values()], {}))
+            viewer.offer("fleet", encode_event("fleet", {"workers": rows, "models": lines}))
+            if second % STEP_S == 0:
+                history.add(second // STEP_S, *worker_points(heard, (), (math.nan, {})))
+            if second == WARM_UP_S:
+                gc.collect()
+                before = tracemalloc.get_traced_memory()[0] - history.num_bytes
+        gc.collect()
+        after = tracemalloc.get_traced_memory()[0] - history.num_bytes
+    finally:
+        tracemalloc.stop()
+    event = viewer.__dict__["_pending"]["fleet"]
+    assert len(json.loads(event.partition(b"data: ")[2])["workers"]) == num_workers
+    # The history keeps the points of each ended worker for an hour.
+    assert history.num_bytes <= (2 + num_workers + num_workers // 10 * 7) * SERIES_BYTES
+    assert after < 1.1 * before + 20_000 * num_workers

@@ -5,8 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.http.openai_support import CHAT, client_of
-from tests.http.support import by_bus, http_before, rows_of
+from tests.http.support import CHAT, by_bus, client_of, http_before, rows_of
 
 pytestmark = pytest.mark.vllm
 

@@ -13,9 +13,7 @@ from rollbus.frontend.http import tokens as routing_json
 from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.tokens import rows_json
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.openai_support import CHAT, COMPLETIONS, CONFIG, talking
-from tests.http.small_tokenizers import make_byte_level, save
-from tests.http.support import http_service, rows_of
+from tests.http.support import CHAT, COMPLETIONS, CONFIG, http_service, make_byte_level, rows_of, save, talking
 
 GENERATE = "/inference/v1/generate"
 USER = {"role": "user", "content": "the"}

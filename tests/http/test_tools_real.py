@@ -8,8 +8,7 @@ import pytest
 
 from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import load_tokenizer
-from tests.http.openai_support import client_of
-from tests.http.support import http_before
+from tests.http.support import client_of, http_before
 
 pytestmark = pytest.mark.vllm
 

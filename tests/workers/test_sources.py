@@ -44,7 +44,7 @@ async def test_a_valid_checkpoint_is_accepted_with_its_real_path(tmp_path: Path)
     checked = sources(tmp_path, own=own)
     stages: list[str] = []
 
-    for given, real in (
+    for named, real in (
         (str(single), single),
         (f"{tmp_path}/root/step-2/../step-1", single),
         (f"{tmp_path}/link/step-2", sharded),
