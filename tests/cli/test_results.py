@@ -4,11 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from pyarrow import parquet
 
 from rollbus import FinishReason, GenerateRequest, Generation, TokenMasks
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
-from rollbus.frontend.cli.generate.results import ResultsFile, error_line, first_error, open_results, result_line
+from rollbus.frontend.cli.generate.results import (
+    ResultsFile,
+    RowsFile,
+    error_line,
+    first_error,
+    open_results,
+    parquet_results,
+    result_line,
+)
 from rollbus.frontend.cli.generate.rows import Defaults, PromptLine, parse_prompt
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed
 
@@ -231,3 +241,189 @@ def test_an_output_has_a_model_only_if_one_model_generated_it(tmp_path: Path) ->
         found.append(results.model)
 
     assert found == [None, "a", "a", None]
+
+
+ROW = {"prompt": "a", "answer": {"value": [1, None]}}
+PARQUET_RESULTS_PROMPTS = [
+    parse_prompt(index, json.dumps({**ROW, "request_id": index}).encode(), Defaults()) for index in range(3)
+]
+LATE = RequestFailed(code=ErrorCode.TIMEOUT, message="late")
+
+
+def line_of_of_parquet_results(prompt: PromptLine) -> dict[str, object]:
+    """Return the line of a prompt with two samples."""
+    result = generation(prompt.index, siblings=(generation(prompt.index, child=1),))
+    return result_line(prompt, result, None, None, with_prompt=True)
+
+
+def write(path: Path, *lines: Any) -> set[int]:
+    """Write lines in one run. Return the prompts that were finished before."""
+    with parquet_results(path) as part, open_results(part, None) as results:
+        for line in lines:
+            results.append({**line})
+        return set(results.finished)
+
+
+def test_results_become_columns(tmp_path: Path) -> None:
+    """Results have typed columns. Arrays of experts are bytes, and values of any type are JSON text."""
+    path = tmp_path / "out.parquet"
+    write(
+        path,
+        line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[1]),
+        line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[0]),
+    )
+
+    first, second = parquet.read_table(path).to_pylist()
+    assert (first["index"], first["request_id"], second["index"]) == (1, "1", 0)
+    assert json.loads(first["row"]) == {**ROW, "request_id": 1}
+    assert (first["prompt"], first["prompt_token_ids"], first["token_ids"]) == ("a", [1], [7, 8])
+    assert first["routed_experts"] == {"start": 0, "shape": [2, 2, 3], "dtype": "u1", "data": b"\1" * 12, "key": None}
+    assert first["siblings"][0]["routed_experts"]["data"] == b"\2" * 12
+    assert first["error"] is None
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.proves("P30")
+def test_a_run_continues_a_parquet_output(tmp_path: Path) -> None:
+    """Failed prompts are sent again. Finished results stay equal, also those of a complete file."""
+    path = tmp_path / "out.parquet"
+    write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[0]), error_line(PARQUET_RESULTS_PROMPTS[1], LATE))
+    before = parquet.read_table(path).to_pylist()
+
+    assert before[1]["error"]["message"] == "late"
+    assert write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[1])) == {0}
+    assert write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[2])) == {0, 1}
+    after = parquet.read_table(path).to_pylist()
+    assert [row["index"] for row in after] == [0, 1, 2]
+    assert after[0] == before[0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.proves("P30")
+def test_a_crash_loses_no_line(tmp_path: Path) -> None:
+    """The lines of a run that was killed are finished in the next run, up to the line that was torn."""
+    path = tmp_path / "out.parquet"
+    with pytest.raises(TypeError):
+        write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[0]), None)
+    assert parquet.read_table(path).num_rows == 1
+    part = tmp_path / "out.parquet.part.jsonl"
+    with part.open("ab") as file:
+        file.write(b'{"index":1,"fing')
+
+    assert write(path, line_of_of_parquet_results(PARQUET_RESULTS_PROMPTS[1])) == {0}
+    assert parquet.read_table(path)["index"].to_pylist() == [0, 1]
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("content", [b"not parquet", None])
+def test_a_file_that_is_no_output_is_refused_unchanged_of_parquet_results(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    """A file that is not parquet, or has no results, is refused and stays unchanged."""
+    import pyarrow
+
+    path = tmp_path / "out.parquet"
+    if content is None:
+        parquet.write_table(pyarrow.table({"a": [1]}), path)
+        content = path.read_bytes()
+    path.write_bytes(content)
+
+    with pytest.raises(CommandFailed, match=r"out.parquet is not a file of results"):
+        write(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == content
+
+
+def rows(seed: int, dtype: str = "u1") -> npt.NDArray[np.uint8]:
+    """Return random expert ids, different for each seed."""
+    return np.random.default_rng(seed).integers(0, 200, (seed + 1, 2, 3)).astype(dtype)
+
+
+def saved(path: Path) -> dict[str, npt.NDArray[np.uint8]]:
+    """Return all arrays of an archive."""
+    with np.load(path) as archive:
+        return dict(archive)
+
+
+def test_arrays_are_read_back_with_numpy(tmp_path: Path) -> None:
+    """Arrays keep values, shape and dtype, with one or two bytes per id, with or without rows. No folder is left."""
+    path = tmp_path / "r.npz"
+    arrays = {"0": rows(3), "1": rows(4, "<u2"), "2.1": np.zeros((0, 2, 3), np.uint8)}
+
+    with RowsFile(path) as file:
+        for key, array in arrays.items():
+            file.append(key, array)
+
+    found = saved(path)
+    assert found.keys() == arrays.keys()
+    for key, array in arrays.items():
+        assert found[key].dtype == array.dtype
+        np.testing.assert_array_equal(found[key], array)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_later_runs_keep_the_arrays_of_earlier_runs(tmp_path: Path) -> None:
+    """A later run keeps the arrays of earlier runs. An array with an existing key replaces the old array."""
+    path = tmp_path / "r.npz"
+    with RowsFile(path) as file:
+        file.append("0", rows(1))
+        file.append("1", rows(2))
+    with RowsFile(path) as file:
+        assert "0" in file
+        assert "2" not in file
+        file.append("2", rows(3))
+    with RowsFile(path) as file:
+        file.append("1", rows(5))
+
+    found = saved(path)
+    assert found.keys() == {"0", "1", "2"}
+    np.testing.assert_array_equal(found["1"], rows(5))
+    np.testing.assert_array_equal(found["2"], rows(3))
+
+
+def test_a_crash_loses_only_the_array_being_written(tmp_path: Path) -> None:
+    """After a crash, each array that was added is complete, and an unfinished array is absent."""
+    crashed = RowsFile(tmp_path / "r.npz")
+    for seed in range(3):
+        crashed.append(str(seed), rows(seed))
+    (tmp_path / "r.npz.partial" / "draft").write_bytes(b"half of an array")
+    with RowsFile(tmp_path / "r.npz") as recovered:
+        assert [key for key in ("0", "1", "2", "3") if key in recovered] == ["0", "1", "2"]
+        recovered.append("9", rows(9))
+
+    found = saved(tmp_path / "r.npz")
+    assert sorted(found) == ["0", "1", "2", "9"]
+    for key in found:
+        np.testing.assert_array_equal(found[key], rows(int(key)))
+    assert list(tmp_path.iterdir()) == [tmp_path / "r.npz"]
+
+
+def test_a_crash_while_arrays_move_loses_no_array(tmp_path: Path) -> None:
+    """The archive is replaced atomically. Until then, the old archive and the new files both exist."""
+    path = tmp_path / "r.npz"
+    with RowsFile(path) as file:
+        file.append("0", rows(1))
+    RowsFile(path).append("1", rows(2))
+    (tmp_path / "r.npz.tmp").write_bytes(b"half of an archive")
+    with RowsFile(path) as file:
+        assert ("0" in file, "1" in file) == (True, True)
+
+    assert sorted(saved(path)) == ["0", "1"]
+
+
+def test_a_run_without_rows_makes_no_file(tmp_path: Path) -> None:
+    """A run without rows leaves no .npz and no folder."""
+    with RowsFile(tmp_path / "r.npz"):
+        pass
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_npz_is_refused_unchanged(tmp_path: Path) -> None:
+    """A file that is not an .npz archive is named in the error and stays unchanged."""
+    path = tmp_path / "r.npz"
+    path.write_bytes(b"something else")
+
+    with pytest.raises(CommandFailed, match=r"is not an \.npz file"):
+        RowsFile(path)
+    assert path.read_bytes() == b"something else"

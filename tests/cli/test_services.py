@@ -19,6 +19,8 @@ from tests.support.processes import becomes_true
 from tests.support.shared import Shared
 
 pytestmark = pytest.mark.slow
+
+
 ANY = "127.0.0.1:0"
 
 
@@ -160,3 +162,95 @@ def test_frontend_without_nats_reports_one_line() -> None:
     ended = rollbus("frontend", "--http", ANY, nats="nats://127.0.0.1:9")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (ExitCode.FAILED, "", 1)
     assert "127.0.0.1:9" in ended.stderr
+
+
+# `rollbus up --secure`: a fleet on this machine that accepts only connections with credentials.
+
+
+def test_up_accepts_only_connections_with_credentials(tmp_path: Path) -> None:
+    """The parts of the fleet have credentials. A viewer reads, a trainer generates, an admin pauses.
+
+    A connection without credentials is refused.
+    """
+    auth, log = tmp_path / "auth", tmp_path / "log"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}) + "\n")
+    options = ("--secure", "--auth-dir", str(auth), "--engine", "synthetic", "--workers", "2", "--http", "127.0.0.1:0")
+    with running_up(*options, log=log) as (process, told):
+        url = told["nats"]
+        creds = {path.stem.partition("-")[0]: str(path) for path in (auth / "default").glob("*.creds")}
+        seeds = [json.loads(path.read_bytes())["seed"] for path in (auth / "default").glob("*.creds")]
+        seeds.append((auth / "default" / "root.seed").read_text().strip())
+        nobody = rollbus("status", nats=url)
+        seen = rollbus("status", "--json", "--creds", creds["viewer"], nats=url)
+        output = ("--output", str(tmp_path / "out.jsonl"), "--json", "--creds", creds["trainer"])
+        generated = rollbus("generate", "--input", str(prompts), *output, nats=url)
+        paused = rollbus("pause", "--creds", creds["admin"], nats=url)
+        refused = rollbus("resume", "--creds", creds["trainer"], nats=url)
+        listing = "".join(_arguments(pid) for pid in [process.pid, *descendants_of(process.pid)])
+
+    assert (nobody.returncode, "Authorization Violation" in nobody.stderr) == (1, True)
+    assert [worker["state"] for worker in json.loads(seen.stdout)["workers"]] == ["serving", "serving"]
+    assert json.loads(generated.stdout)["done"] == 1
+    assert (paused.returncode, refused.returncode) == (0, 1)
+    assert "user trainer (role trainer) may not record commands; roles that may: frontend, admin" in refused.stderr
+    assert len(seeds) == 7
+    for text in (listing, log.read_text(), json.dumps(told)):
+        assert [seed for seed in seeds if seed in text] == []
+    assert "Violation" not in log.read_text()
+
+
+def _arguments(pid: int) -> str:
+    """Return the command line of a process."""
+    return subprocess.run(
+        ["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+
+
+def test_auth_dir_without_secure_is_a_usage_error(tmp_path: Path) -> None:
+    """--auth-dir without --secure is a usage error, because it would secure nothing."""
+    done = rollbus("up", "--auth-dir", str(tmp_path))
+
+    assert (done.returncode, "--auth-dir requires --secure" in done.stderr) == (2, True)
+
+
+# With `--log-format json`, all stderr output of a command is lines of JSON.
+
+
+KEYS = {"time", "level", "logger", "event", "fields"}
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    """Return the events on stderr, and check that each line is an event."""
+    lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    assert [line for line in lines if not set(line) >= KEYS] == []
+    return lines
+
+
+def test_the_whole_fleet_logs_json(tmp_path: Path) -> None:
+    """With `--log-format json`, each log line of a fleet is a JSON object. Lines of a worker name the worker."""
+    log = tmp_path / "log"
+    options = ("--engine", "synthetic", "--http", "127.0.0.1:0", "--log-format", "json", "-v")
+    with running_up(*options, log=log) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+    lines = lines_of(log.read_text())
+    assert ("worker.serving", "local-0") in {(line["event"], line.get("process")) for line in lines}
+    assert {"nats_server.started", "message"} <= {line["event"] for line in lines}
+    assert {"uvicorn.error", "rollbus"} <= {line["logger"] for line in lines}
+    assert [type(line["fields"]["pid"]) for line in lines if line["event"] == "nats_server.started"] == [int]
+
+
+@pytest.mark.parametrize(
+    ("argv", "event"), [(["status", "-v"], "command.failed"), (["worker", "--engine", "synthetic"], "worker.failed")]
+)
+def test_a_failure_is_logged_as_one_event(argv: list[str], event: str) -> None:
+    """A failure of a command or a worker is one event. With -v, it has the traceback."""
+    done = rollbus(*argv, "--log-format", "json", "--fleet", "f", nats="nats://user:geheim@host:port")
+
+    last = lines_of(done.stderr)[-1]
+    assert (done.returncode, last["level"], last["event"]) == (1, "error", event)
+    assert last["fields"]["error"].startswith("'nats://***@host:port' is not a URL")
+    assert ("traceback" in last) == ("-v" in argv)
+    assert "geheim" not in done.stderr
