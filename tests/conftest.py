@@ -9,8 +9,8 @@ import sys
 import hypothesis
 import pytest
 
-from tests.support.own_cache import RUN, OwnCache
 from tests.support.patience import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
+from tests.support.processes import RUN, OwnCache
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -63,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of routed experts if the installed vLLM returns none."""
     if item.get_closest_marker("routing") is not None:
         # This import loads vLLM, as the marked tests do anyway.
-        from tests.support.routing_here import no_routing_here
+        from tests.support.vllm_engine import no_routing_here
 
         reason = no_routing_here()
         if reason is not None:

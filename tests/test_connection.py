@@ -12,8 +12,7 @@ from nats.aio.msg import Msg
 from rollbus.bus.nats.connection import open_connection, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken, BusClosed, LocalProtocolError
-from tests.support.connections import count_tasks, opened
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import count_tasks, opened, require_binary
 
 NOBODY = "nats://127.0.0.1:1"
 MEGABYTE = bytes(1024 * 1024)

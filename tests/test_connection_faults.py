@@ -15,8 +15,7 @@ from rollbus.bus.nats import connection as connection_module
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken
-from tests.support.connections import count_tasks, event_callback, opened, until_lost
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import count_tasks, event_callback, opened, require_binary, until_lost
 from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
 

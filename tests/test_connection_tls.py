@@ -7,9 +7,8 @@ import pytest
 
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.schemas.errors import BusBroken
-from tests.support.loops import on_both_loops, run_on
 from tests.support.tls_server import TlsServer
-from tests.support.waits import until_true
+from tests.support.waits import on_both_loops, run_on, until_true
 
 ENDS_WITHIN_S = 15.0
 """Far longer than needed, but half the time that a TLS connection waits for the peer's close message."""

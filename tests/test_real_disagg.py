@@ -17,13 +17,11 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import FleetState, GenerateRequest, Generation
 from rollbus.schemas.presence import WorkerState
-from tests.support.fleet import check_generation
-from tests.support.fleet_states import until_state
+from tests.support.fleet import check_generation, until_state
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S
 from tests.support.real_fleet import ENGINE_ARGS, STOP_TIMEOUT_S, WEIGHT_VERSION, greedy
-from tests.support.results import assert_same
-from tests.support.shared import Shared
-from tests.support.waits import until_true
+from tests.support.requests import assert_same
+from tests.support.waits import Shared, until_true
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("unhurried")]
 

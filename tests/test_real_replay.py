@@ -12,7 +12,7 @@ from rollbus import GenerateRequest
 from rollbus.trainer import PADDING, MicroBatch, Sample, Stitcher, pack, replay
 from tests.support.fleet import check_generation
 from tests.support.real_fleet import greedy, prompt
-from tests.support.results import TOLERANCE
+from tests.support.requests import TOLERANCE
 
 pytestmark = pytest.mark.vllm
 

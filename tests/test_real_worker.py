@@ -6,7 +6,7 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from tests.support.real_fleet import greedy, prompt
-from tests.support.results import assert_same
+from tests.support.requests import assert_same
 
 pytestmark = pytest.mark.vllm
 

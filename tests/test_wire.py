@@ -12,8 +12,7 @@ from nats.aio.msg import Msg
 
 from rollbus.bus.nats.connection import open_connection, publish, subscribe
 from rollbus.bus.nats.transport import MAX_UNREAD_BYTES, NatsTransport, NoNats, SubscriptionMessage
-from tests.support.loops import on_both_loops, run_on
-from tests.support.waits import until_true
+from tests.support.waits import on_both_loops, run_on, until_true
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -14,11 +14,11 @@ from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
 from rollbus.frontend.cli.app import main
 from rollbus.schemas.errors import BusBroken, InvalidRequest
-from tests.support.certificates import certificate
 from tests.support.configured_servers import check_config, configured_servers, free_nodes
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 from tests.support.requests import greedy
+from tests.support.tls_server import certificate
 from tests.support.waits import until
 
 

@@ -46,8 +46,7 @@ from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy
 from tests.support.fetching import fetch_folder
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import synthetic_worker, until_worker
 from tests.support.objects import files_in, write_folder
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true

@@ -35,11 +35,10 @@ from rollbus.schemas.manifest import (
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask
 from tests.support.checkpoints import write_adapter, write_checkpoint
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import synthetic_worker, until_worker
 from tests.support.objects import files_in, stored_messages
-from tests.support.outcomes import incomplete
 from tests.support.patience import SOON_S
+from tests.support.requests import incomplete
 from tests.support.version_chain import SHAPES, Versions, folder_content, random_weights
 from tests.support.versions import parts_in, publish
 

@@ -40,11 +40,10 @@ from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders
 from tests.control.support import ask as greedy
 from tests.support.checkpoints import write_checkpoint
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import synthetic_worker, until_worker
 from tests.support.objects import stored_messages
+from tests.support.processes import worker_process
 from tests.support.waits import until_true
-from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
 

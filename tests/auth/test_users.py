@@ -20,8 +20,8 @@ from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
 from rollbus.schemas.errors import BusBroken, InvalidRequest
 from tests.cli.support import rollbus
-from tests.support.certificates import certificate
 from tests.support.nats_server import require_binary
+from tests.support.tls_server import certificate
 
 ALICE = ("F", Role.TRAINER, "alice")
 

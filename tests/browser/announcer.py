@@ -10,7 +10,7 @@ from rollbus.bus.nats.connection import publish, subscribe
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerPresence
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 
 AGAIN_S = 1.0
 

@@ -13,8 +13,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.hand_worker import chunk, hand_worker, request
 from tests.support.patience import SOON_S
-from tests.support.requests import sized
-from tests.support.streams import all_of
+from tests.support.requests import all_of, sized
 
 ENDLESS = 1_000_000
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)

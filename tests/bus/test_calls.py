@@ -22,8 +22,7 @@ from rollbus.schemas.limits import MAX_SEED
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.fleet import StartServed, until_idle
-from tests.support.requests import endless, greedy, short, sized
-from tests.support.streams import all_of
+from tests.support.requests import all_of, endless, greedy, short, sized
 
 
 def chunk_of(index: int, num_tokens: int = 1) -> Chunk:

@@ -12,8 +12,8 @@ import pytest
 import rollbus
 from rollbus import GenerateRequest
 from tests.support.invariants import observing
+from tests.support.processes import worker_process
 from tests.support.requests import sized
-from tests.support.worker_process import worker_process
 
 ENGINE_ARGS = {"step_s": 0.002, "max_model_len": 10_000_000}
 

@@ -25,8 +25,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, synthetic_worker, until_idle
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 from tests.support.patience import SOON_S
-from tests.support.requests import greedy, sized
-from tests.support.streams import all_of
+from tests.support.requests import all_of, greedy, sized
 from tests.support.waits import until
 
 

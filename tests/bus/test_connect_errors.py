@@ -9,9 +9,8 @@ import rollbus
 from rollbus.bus.auth.credentials import Role
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.nats.embedded import EmbeddedServer
-from tests.support.certificates import certificate
 from tests.support.nats_server import require_binary
-from tests.support.tls_server import configure_tls
+from tests.support.tls_server import certificate, configure_tls
 
 pytestmark = pytest.mark.slow
 

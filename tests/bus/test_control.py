@@ -16,10 +16,10 @@ from rollbus.schemas.control import Abort, Pause, State, UpdateWeights
 from rollbus.schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import Canary
-from tests.support.fleet_states import until_state, until_worker
+from tests.support.fleet import until_state, until_worker
 from tests.support.hand_control import ACCEPTED, controlled, failed
 from tests.support.nats_server import change_config, require_binary
-from tests.support.outcomes import incomplete
+from tests.support.requests import incomplete
 
 Give = Callable[[Fleet], Awaitable[rollbus.CommandResult]]
 """Sends a command to a fleet."""

@@ -11,7 +11,7 @@ from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from tests.support.hand_control import ACCEPTED, APPLIED, controlled, silent
-from tests.support.outcomes import incomplete
+from tests.support.requests import incomplete
 from tests.support.tcp_proxy import tcp_proxy
 
 

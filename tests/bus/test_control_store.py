@@ -19,8 +19,7 @@ from rollbus.schemas.control import DesiredState, FlushCache, Pause, Resume, Upd
 from rollbus.schemas.errors import ControlError, RemoteProtocolError
 from rollbus.schemas.messages import decode_desired
 from rollbus.schemas.weights import WeightSource
-from tests.support.connections import opened
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import opened, require_binary
 
 MODEL = "org/model.v1"
 

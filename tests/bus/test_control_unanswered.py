@@ -14,7 +14,7 @@ from rollbus.bus.protocol.fleet import desired
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import DesiredState, FlushCache, Pause, Resume
 from rollbus.schemas.errors import BusBroken
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 
 Write = Callable[[], Awaitable[int]]
 MODEL = "m"

@@ -12,9 +12,9 @@ from rollbus.schemas.control import AnyCommand, CheckWeights, Fence, FinishWeigh
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import Canary, WeightSource
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
-from tests.support.outcomes import incomplete
+from tests.support.requests import incomplete
 
 GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))
 BAD = Canary(token_ids=(9, 2, 3), logprobs=(-2.1, -0.2, -0.3))

@@ -19,7 +19,7 @@ from rollbus.schemas.control import AnyCommand, CheckWeights, DesiredState, Load
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource
 from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, unless
-from tests.support.outcomes import incomplete
+from tests.support.requests import incomplete
 from tests.support.waits import until
 
 

@@ -16,7 +16,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_ATTEMPTS
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import Lane
-from tests.support.fleet_states import client_state
+from tests.support.fleet import client_state
 from tests.support.hand_worker import (
     HandWorker,
     Taken,
@@ -27,9 +27,8 @@ from tests.support.hand_worker import (
     session_worker,
     worker_by_hand,
 )
-from tests.support.outcomes import error_of
 from tests.support.patience import SOON_S
-from tests.support.streams import all_of
+from tests.support.requests import all_of, error_of
 from tests.support.waits import until_true
 
 

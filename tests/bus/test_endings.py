@@ -12,10 +12,8 @@ from rollbus import BusBroken, ErrorCode, RequestFailed, RequestRejected, Reques
 from rollbus.bus.client.links import ClientLinks
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, synthetic_worker, until_idle
-from tests.support.outcomes import error_of
 from tests.support.patience import SOON_S
-from tests.support.requests import sized
-from tests.support.streams import all_of
+from tests.support.requests import all_of, error_of, sized
 
 
 @pytest.mark.proves("P37")

@@ -16,8 +16,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, failure, hand_worker, request
-from tests.support.outcomes import error_of
-from tests.support.streams import all_of
+from tests.support.requests import all_of, error_of
 from tests.support.waits import until_true
 
 

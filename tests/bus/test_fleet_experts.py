@@ -14,9 +14,8 @@ from tests.support.disagg import disaggregated, in_two_legs, long
 from tests.support.expert_counts import asked_until, counted, planes_of
 from tests.support.fleet import StartServed
 from tests.support.hand_control import controlled
-from tests.support.requests import greedy, short, sized
-from tests.support.streams import start_stream
-from tests.support.worker_process import worker_process
+from tests.support.processes import worker_process
+from tests.support.requests import greedy, short, sized, start_stream
 
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 EXPERTS = 16

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollbus.bus.objects.reader import BURST_S, FolderReader, ObjectReader, TokenBucket
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, write_folder
 
 MEGABYTE = 1024 * 1024

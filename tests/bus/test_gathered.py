@@ -12,7 +12,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed
 from tests.support.invariants import observing
 from tests.support.patience import patient
-from tests.support.streams import all_of
+from tests.support.requests import all_of
 
 WISHES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -17,8 +17,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.hand_worker import HandWorker, Taken, chunk, hand_worker
 from tests.support.patience import SOON_S
-from tests.support.requests import greedy
-from tests.support.streams import all_of
+from tests.support.requests import all_of, greedy
 from tests.support.waits import until_true
 
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)

@@ -26,8 +26,7 @@ from rollbus.schemas.request import wire_id
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.requests import admission
 from tests.control.support import write_checkpoint
-from tests.support.fleet import StartServed, synthetic_worker
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import StartServed, synthetic_worker, until_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import (
     MODEL,
@@ -40,11 +39,9 @@ from tests.support.hand_worker import (
     worker_by_hand,
 )
 from tests.support.invariants import observing
-from tests.support.outcomes import error_of
 from tests.support.patience import SOON_S
 from tests.support.presences import presence
-from tests.support.requests import endless, greedy, short
-from tests.support.streams import start_stream
+from tests.support.requests import endless, error_of, greedy, short, start_stream
 from tests.support.waits import until, until_true
 
 

@@ -23,10 +23,8 @@ from rollbus.bus.objects.catalog import ensure_bucket, list_objects
 from rollbus.bus.objects.reader import NewFile
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
-from tests.support.connections import count_tasks, opened
 from tests.support.fetching import complete, fetch_folder, open_files, partial
-from tests.support.nats_noise import NatsNoise
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import NatsNoise, count_tasks, opened, require_binary
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 

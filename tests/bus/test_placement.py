@@ -16,8 +16,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
-from tests.support.fleet import check_generation, synthetic_worker
-from tests.support.fleet_states import client_state, is_placing
+from tests.support.fleet import check_generation, client_state, is_placing, synthetic_worker
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true

@@ -13,10 +13,10 @@ from rollbus.bus.nats.connection import publish, subscribe
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.messages import decode_ack
 from tests.protocol.protocol_doc import DOC
-from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, hand_client
 from tests.support.invariants import observing
+from tests.support.nats_server import opened
 from tests.support.patience import SOON_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_control.py"

@@ -11,7 +11,7 @@ from rollbus.bus.queue.puller import QueuePuller
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import BusBroken, BusClosed
-from tests.support.connections import count_tasks, opened
+from tests.support.nats_server import count_tasks, opened
 from tests.support.queues import MODEL, Publishing, publishing, pulling
 from tests.support.waits import until, until_true
 

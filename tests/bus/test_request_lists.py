@@ -9,10 +9,9 @@ from rollbus.schemas.errors import InvalidRequest, RequestRejected
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
-from tests.support.requests import endless, greedy, short
-from tests.support.streams import start_stream
+from tests.support.processes import worker_process
+from tests.support.requests import endless, greedy, short, start_stream
 from tests.support.waits import until
-from tests.support.worker_process import worker_process
 
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 

@@ -21,8 +21,8 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import BusClosed, InvalidRequest, NoWorkers, RequestError, RequestRejected
 from rollbus.schemas.messages import decode_client_presence
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.support.connections import opened
 from tests.support.fleet import StartServed, check_generation, until_idle
+from tests.support.nats_server import opened
 from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
 from tests.support.requests import endless, greedy, short, sized

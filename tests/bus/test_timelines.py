@@ -17,10 +17,9 @@ from tests.bus.test_placement import fleet_of, group
 from tests.control.support import ask, folders, serving
 from tests.support.fleet import StartServed
 from tests.support.hand_control import controlled
-from tests.support.requests import endless, greedy, short, sized
-from tests.support.streams import start_stream
+from tests.support.processes import worker_process
+from tests.support.requests import endless, greedy, short, sized, start_stream
 from tests.support.waits import until
-from tests.support.worker_process import worker_process
 from tests.workers.links_support import queued
 
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}

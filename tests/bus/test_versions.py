@@ -17,7 +17,7 @@ from rollbus.bus.publish import versions
 from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
-from tests.support.connections import count_tasks, opened
+from tests.support.nats_server import count_tasks, opened
 from tests.support.objects import write_folder
 from tests.support.versions import (
     folders_in,

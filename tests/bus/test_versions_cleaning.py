@@ -8,7 +8,7 @@ from rollbus.bus.objects.uploads import Cleaning
 from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.manifest import ChainRecord
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.support.versions import folders_in, fresh_store, opened_store, parts_in, publish, versions_bucket
 
 

@@ -20,8 +20,7 @@ from rollbus.bus.publish import publication, versions
 from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
 from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, Holder, decode_manifest
-from tests.support.connections import opened
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import opened, require_binary
 from tests.support.patience import SOON_S
 from tests.support.versions import fresh_store, manifest_of, opened_store, parts_in, publish, versions_bucket
 

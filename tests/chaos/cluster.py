@@ -31,7 +31,7 @@ from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, observing
 from tests.support.nats_cluster import NatsCluster, nats_cluster
-from tests.support.worker_process import worker_process
+from tests.support.processes import worker_process
 
 ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 NUM_KINDS = 300

@@ -36,7 +36,7 @@ from rollbus.bus.publish.publication import Publication
 from rollbus.bus.publish.tensors import folder_tensors
 from rollbus.bus.publish.version_publisher import VersionPublisher
 from rollbus.schemas.errors import ControlCode
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 
 FLEET = "walk"
 MODEL = "model"

@@ -24,9 +24,9 @@ from tests.chaos.faults import Victims, schedule, victims
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.disagg import until_paired
 from tests.support.invariants import assert_equal, check_results, check_stream, observing
+from tests.support.processes import worker_process
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until
-from tests.support.worker_process import worker_process
 
 FLEET = "chaos"
 GRACE_S = 60.0

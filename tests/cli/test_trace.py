@@ -27,8 +27,7 @@ from tests.support.expert_counts import asked_until, planes_of
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
 from tests.support.hand_worker import chunk, worker_by_hand
-from tests.support.requests import endless, short, sized
-from tests.support.streams import start_stream
+from tests.support.requests import endless, short, sized, start_stream
 
 SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
 

@@ -22,7 +22,7 @@ from rollbus.frontend.cli.tour import QUESTIONS, Tour
 from rollbus.frontend.tokenization import TokenizerUnavailable, load_tokenizer
 from tests.cli.support import ENV, ROOT, descendants_of, rollbus, running_up, serves
 from tests.support.processes import becomes_true, is_alive
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 pytestmark = pytest.mark.vllm
 

@@ -19,8 +19,7 @@ from tests.cli.support import run_rollbus
 from tests.cli.test_requests import SLOW, running
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import presence
-from tests.support.requests import endless
-from tests.support.streams import start_stream
+from tests.support.requests import endless, start_stream
 from tests.support.waits import until
 
 SERVING = presence(worker="w", state=WorkerState.SERVING)

@@ -12,7 +12,7 @@ import numpy as np
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
 from tests.support.invariants import observing
-from tests.support.worker_process import worker_process
+from tests.support.processes import worker_process
 
 MODEL = "m"
 SHAPE = (8, 4)

@@ -9,7 +9,7 @@ from rollbus import ErrorCode, Generation, RequestError
 from rollbus.schemas.presence import LoraInfo
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders, serving, start, write_adapter
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import until_worker
 
 
 async def with_adapter(rb: rollbus.Client) -> Generation:

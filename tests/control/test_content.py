@@ -13,7 +13,7 @@ from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
-from tests.support.fleet_states import all_serve, until_state, until_worker
+from tests.support.fleet import all_serve, until_state, until_worker
 
 
 def overwrite(folder: Path, other: Path) -> None:

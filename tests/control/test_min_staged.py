@@ -13,8 +13,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import WeightSource
 from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_state
+from tests.support.fleet import synthetic_worker, until_state
 
 
 class OneAtOnce:

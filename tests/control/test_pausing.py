@@ -11,9 +11,9 @@ from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
 from tests.control.support import MODEL, ask, folders, serving, start
-from tests.support.fleet_states import until_state, until_worker
+from tests.support.fleet import until_state, until_worker
 from tests.support.invariants import check_stream
-from tests.support.streams import start_stream
+from tests.support.requests import start_stream
 from tests.support.waits import until
 
 

@@ -15,7 +15,7 @@ import rollbus
 from rollbus import Generation
 from tests.support.fleet import check_generation
 from tests.support.real_fleet import RealWorkers, greedy
-from tests.support.results import expert_sets
+from tests.support.requests import expert_sets
 
 pytestmark = pytest.mark.vllm
 

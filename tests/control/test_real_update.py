@@ -17,8 +17,7 @@ from tests.cli.support import run_rollbus
 from tests.support.fleet import check_generation
 from tests.support.invariants import check_stream
 from tests.support.real_fleet import RealWorkers, greedy
-from tests.support.results import TOLERANCE, assert_same, expert_sets
-from tests.support.streams import Stream, start_stream
+from tests.support.requests import TOLERANCE, Stream, assert_same, expert_sets, start_stream
 
 pytestmark = pytest.mark.vllm
 

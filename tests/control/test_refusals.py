@@ -7,8 +7,8 @@ from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
 from tests.control.support import folders, serving, write_adapter
-from tests.support.fleet_states import all_serve, until_state
-from tests.support.worker_process import LASTING
+from tests.support.fleet import all_serve, until_state
+from tests.support.processes import LASTING
 
 
 async def test_a_full_disk_fails_an_update_without_a_change(nats_url: str, fleet: str, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from rollbus import FleetState
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerState
 from tests.control.support import MODEL, ask, assert_same, folders, serving
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import all_serve, until_state, until_worker
-from tests.support.streams import start_stream
+from tests.support.fleet import all_serve, synthetic_worker, until_state, until_worker
+from tests.support.requests import start_stream
 
 CHUNK = {"seed": 9}
 

@@ -12,9 +12,9 @@ from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, assert_same, folders, serving, start
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import until_worker
 from tests.support.invariants import check_stream
-from tests.support.streams import start_stream
+from tests.support.requests import start_stream
 
 
 @pytest.mark.proves("P16")

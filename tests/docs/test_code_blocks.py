@@ -16,7 +16,7 @@ from tests.cli.support import running_up, serves
 from tests.docs.blocks import make_checkout, page_script, pages, read_blocks
 from tests.support.one_name import ROOT
 from tests.support.patience import patient
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 PAGE_TIMEOUT_S = patient(90.0)
 """Timeout of all blocks of one page, which usually take some seconds."""

@@ -7,9 +7,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from rollbus.schemas.request import GenerateRequest
-from tests.support.results import TOLERANCE, expert_sets
-from tests.support.routing_here import no_routing_here
-from tests.support.vllm_engine import Result, RunningEngine
+from tests.support.requests import TOLERANCE, expert_sets
+from tests.support.vllm_engine import Result, RunningEngine, no_routing_here
 
 
 def prompt(length: int, *, seed: int) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm.kv.config import PREFILL_PARAMS
 from rollbus.workers.engines.vllm.kv.files import BlockTransfer, KvFolder, KvPhaseTracker, new_kv_id
 from tests.engine.support import prompt
-from tests.support.results import TOLERANCE
+from tests.support.requests import TOLERANCE
 from tests.support.vllm_engine import Result, RunningEngine
 
 BLOCK = 32

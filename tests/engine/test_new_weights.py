@@ -15,8 +15,8 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm.engine import VllmEngine
 from tests.engine.support import prompt, rows_here
-from tests.support.results import TOLERANCE, expert_sets
-from tests.support.tiny_lora import make_tiny_lora, merge_tiny_lora
+from tests.support.checkpoints import make_tiny_lora, merge_tiny_lora
+from tests.support.requests import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = pytest.mark.vllm

@@ -11,7 +11,7 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.engine.support import prompt, rows_here
-from tests.support.results import TOLERANCE, expert_sets
+from tests.support.requests import TOLERANCE, expert_sets
 from tests.support.vllm_engine import Result, RunningEngine
 
 pytestmark = pytest.mark.vllm

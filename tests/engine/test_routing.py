@@ -15,7 +15,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm.tiny_moe import SENTENCES, VOCAB_SIZE, main, make_tiny_moe
 from tests.engine import direct_llm
 from tests.engine.support import prompt, rows_here, same_as_alone
-from tests.support.results import expert_sets
+from tests.support.requests import expert_sets
 from tests.support.vllm_engine import Engines, Result, RunningEngine
 
 pytestmark = pytest.mark.vllm

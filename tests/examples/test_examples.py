@@ -22,7 +22,7 @@ from tests.cli.support import running_up, serves
 from tests.support.one_name import FOLDERS, ROOT
 from tests.support.patience import patient
 from tests.support.processes import becomes_true
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 pytestmark = pytest.mark.vllm
 

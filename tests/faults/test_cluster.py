@@ -35,9 +35,8 @@ from tests.support.invariants import Observer, check_results, observing
 from tests.support.load import Load
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.nats_server import require_binary
-from tests.support.outcomes import error_of
 from tests.support.patience import HANGS_AFTER_S
-from tests.support.requests import greedy, short
+from tests.support.requests import error_of, greedy, short
 from tests.support.waits import until_true
 
 pytestmark = pytest.mark.slow

@@ -20,14 +20,12 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import MODEL, start, write_checkpoint
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_state, until_worker, worker_of
+from tests.support.fleet import synthetic_worker, until_state, until_worker, worker_of
 from tests.support.invariants import check_results, observing
 from tests.support.nats_server import require_binary
-from tests.support.outcomes import incomplete
-from tests.support.requests import greedy
+from tests.support.processes import LASTING
+from tests.support.requests import greedy, incomplete
 from tests.support.waits import until
-from tests.support.worker_process import LASTING
 
 pytestmark = pytest.mark.slow
 

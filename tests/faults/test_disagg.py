@@ -25,11 +25,11 @@ from tests.bus.test_disagg import check_equal
 from tests.chaos.workload import VOCAB_SIZE
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
-from tests.support.fleet_states import until_known
+from tests.support.fleet import until_known
 from tests.support.load import Load
-from tests.support.outcomes import outcome
+from tests.support.processes import worker_process
+from tests.support.requests import outcome
 from tests.support.waits import until_true
-from tests.support.worker_process import worker_process
 
 ALONE = SyntheticConfig()
 SLOW_LOADS = SyntheticConfig(kv_load_s=0.5)

@@ -21,13 +21,12 @@ from tests.auth.support import FLEET, MODEL, guarded
 from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import ask
 from tests.support.disagg import SHAPES, check_legs, filtered
-from tests.support.fleet import StartServed, synthetic_worker
-from tests.support.fleet_states import until_state
+from tests.support.fleet import StartServed, synthetic_worker, until_state
 from tests.support.invariants import observing
 from tests.support.load import Load
-from tests.support.nats_noise import NatsNoise
+from tests.support.nats_server import NatsNoise
+from tests.support.processes import LASTING, worker_process
 from tests.support.waits import until_true
-from tests.support.worker_process import LASTING, worker_process
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=4, vocab_size=VOCAB_SIZE)
 SAME = ("--worker-id", "same", "--served-model-name", MODEL, "--lease-s", "6", "--listen-s", "2")

@@ -30,10 +30,10 @@ from tests.support.hand_worker import chunk, request, worker_by_hand
 from tests.support.invariants import Observer, observing
 from tests.support.load import Load
 from tests.support.nats_server import require_binary
+from tests.support.processes import worker_process
 from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until, until_true
-from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,9 @@ from tests.chaos.workload import undisturbed
 from tests.control.support import write_checkpoint
 from tests.support.fleet import StartServed, check_generation
 from tests.support.patience import SOON_S
-from tests.support.requests import greedy
-from tests.support.streams import all_of
+from tests.support.processes import LASTING, worker_process
+from tests.support.requests import all_of, greedy
 from tests.support.waits import until_true
-from tests.support.worker_process import LASTING, worker_process
 
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 8}

@@ -14,8 +14,7 @@ from rollbus.bus.client.client import runtime_of
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE, make_requests
 from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_of, role_worker, shaped, until_paired
-from tests.support.fleet import is_idle, synthetic_worker
-from tests.support.fleet_states import until_known
+from tests.support.fleet import is_idle, synthetic_worker, until_known
 from tests.support.hand_client import hand_client
 from tests.support.invariants import observing
 from tests.support.load import Load

@@ -18,9 +18,8 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.hand_worker import chunk, failure, hand_worker, request
 from tests.support.invariants import observing
-from tests.support.outcomes import error_of
-from tests.support.requests import greedy
-from tests.support.worker_process import worker_process
+from tests.support.processes import worker_process
+from tests.support.requests import error_of, greedy
 
 BAD = 299
 """A prompt that begins with this token kills the engine that computes it."""

@@ -13,11 +13,11 @@ from rollbus.bus.nats.connection import publish
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import decode_presence
-from tests.support.connections import opened
 from tests.support.fleet import check_generation
+from tests.support.nats_server import opened
 from tests.support.patience import SOON_S
 from tests.support.real_fleet import RealWorkers
-from tests.support.results import assert_same
+from tests.support.requests import assert_same
 from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm

@@ -13,14 +13,13 @@ from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import Frame, RequestKey, encode
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
-from tests.support.connections import opened
 from tests.support.disagg import filtered
 from tests.support.fleet import StartServed
 from tests.support.hand_worker import HandWorker, chunk, hand_worker, request, worker_by_hand
 from tests.support.invariants import observing
 from tests.support.load import Load
-from tests.support.nats_noise import NatsNoise
-from tests.support.outcomes import error_of
+from tests.support.nats_server import NatsNoise, opened
+from tests.support.requests import error_of
 from tests.support.waits import until_true
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)

@@ -17,12 +17,12 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.worker import Worker
 from tests.chaos.workload import VOCAB_SIZE
 from tests.golden.test_golden import golden_bytes
-from tests.support.connections import opened
 from tests.support.fleet import StartServed
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 from tests.support.invariants import observing
 from tests.support.load import Load
-from tests.support.outcomes import error_of
+from tests.support.nats_server import opened
+from tests.support.requests import error_of
 from tests.support.waits import until
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)

@@ -18,7 +18,7 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.schemas.telemetry import LostAttempt
 from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
-from tests.support.arrays import little_endian
+from tests.support.scenarios import little_endian
 
 PRESENCE_VECTORS: dict[str, WorkerPresence] = {
     "presence_counters": WorkerPresence(

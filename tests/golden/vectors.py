@@ -31,7 +31,7 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.golden.control_vectors import CONTROL_VECTORS
 from tests.golden.fleet_vectors import MASK_VECTORS, PLACEMENT_VECTORS, PRESENCE_VECTORS
-from tests.support.arrays import little_endian
+from tests.support.scenarios import little_endian
 
 Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence | Command | Ack | DesiredState
 

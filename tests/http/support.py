@@ -30,11 +30,9 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.control.support import write_adapter, write_checkpoint
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_state
+from tests.support.fleet import synthetic_worker, until_state
 from tests.support.patience import HANGS_AFTER_S
-from tests.support.requests import greedy
-from tests.support.streams import start_stream
+from tests.support.requests import greedy, start_stream
 
 
 @dataclass

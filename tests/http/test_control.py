@@ -12,7 +12,7 @@ from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from tests.http.support import ControlHttp, control_http, http_before, in_flight, together
-from tests.support.fleet_states import all_serve, until_state, until_worker
+from tests.support.fleet import all_serve, until_state, until_worker
 from tests.support.hand_control import ACCEPTED, controlled, failed, silent
 
 COMMANDS: list[tuple[str, dict[str, Any]]] = [

@@ -10,7 +10,7 @@ from rollbus.schemas.acks import AckError
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from tests.http.support import ControlHttp, control_http, http_before
-from tests.support.fleet_states import until_state
+from tests.support.fleet import until_state
 
 CHUNK = {"update_info": {"seed": 4}}
 

@@ -33,8 +33,7 @@ from tests.http.support import (
     together,
 )
 from tests.http.test_edge import GENERATING, SLOW
-from tests.support.fleet import synthetic_worker, until_idle
-from tests.support.fleet_states import until_state, until_worker
+from tests.support.fleet import synthetic_worker, until_idle, until_state, until_worker
 from tests.support.requests import greedy
 from tests.support.waits import until, until_true
 

@@ -12,10 +12,8 @@ from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode, RequestRejected
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service, noted_requests
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_state
-from tests.support.requests import endless, short
-from tests.support.streams import start_stream
+from tests.support.fleet import synthetic_worker, until_state
+from tests.support.requests import endless, short, start_stream
 from tests.support.waits import until_true
 
 BODY = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}

@@ -38,8 +38,8 @@ from tests.http.support import (
     rows_of,
     talking,
 )
-from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
+from tests.support.nats_server import opened
 from tests.support.presences import presence
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -12,7 +12,7 @@ import rollbus
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, COMPLETIONS, by_bus, byte_level, client_of, talking
 from tests.support.fleet import until_idle
-from tests.support.streams import all_of
+from tests.support.requests import all_of
 
 USER = {"role": "user", "content": "the é 🙂"}
 MESSAGES: Any = [USER]

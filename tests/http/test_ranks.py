@@ -25,8 +25,8 @@ from rollbus.schemas.weights import WeightSource
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.http.support import ControlHttp, control_http, http_before, http_service
-from tests.support.connections import opened
 from tests.support.fleet import synthetic_worker
+from tests.support.nats_server import opened
 from tests.support.requests import greedy
 from tests.support.waits import until_true
 

@@ -28,11 +28,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import rollbus
 from tests.http.support import Http, http_before, rows_of
-from tests.support.fleet_states import until_state
+from tests.support.checkpoints import make_tiny_lora
+from tests.support.fleet import until_state
 from tests.support.patience import patient
 from tests.support.real_fleet import RealWorkers, greedy, prompt
-from tests.support.results import TOLERANCE
-from tests.support.tiny_lora import make_tiny_lora
+from tests.support.requests import TOLERANCE
 
 pytestmark = pytest.mark.vllm
 

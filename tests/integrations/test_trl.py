@@ -18,7 +18,7 @@ from tests.integrations.support import PYTHON, ROOT, needs_trainers, run_program
 from tests.support.one_name import FOLDERS
 from tests.support.patience import ENGINE_STARTS_S, patient
 from tests.support.real_fleet import RealWorkers
-from tests.support.shared import Shared
+from tests.support.waits import Shared
 
 pytestmark = [pytest.mark.vllm, needs_trainers]
 

@@ -15,7 +15,7 @@ from rollbus.trainer import NOT_SAMPLED
 from tests.http.support import Http, http_before
 from tests.integrations.environments import CALL, CALL_END, token_id
 from tests.integrations.support import ROOT, needs_trainers, run_program, started
-from tests.support.fleet_states import until_state
+from tests.support.fleet import until_state
 from tests.support.patience import ENGINE_HANGS_AFTER_S, busy_timeout
 from tests.support.real_fleet import RealWorkers
 

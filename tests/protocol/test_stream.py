@@ -21,8 +21,16 @@ from rollbus.schemas.messages import RequestKey, decode_frame
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.support.arrays import little_endian
-from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple, with_masks
+from tests.support.scenarios import (
+    Scenario,
+    assert_complete,
+    drain,
+    little_endian,
+    make_scenario,
+    scenarios,
+    simple,
+    with_masks,
+)
 
 
 @pytest.mark.proves("P33")

@@ -36,7 +36,7 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, RowDtype
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
-from tests.support.arrays import little_endian
+from tests.support.scenarios import little_endian
 
 WORD = string.ascii_letters + string.digits + "_-"
 TOKEN_ID = st.integers(0, limits.MAX_TOKEN_ID)

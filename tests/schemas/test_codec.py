@@ -52,7 +52,7 @@ from rollbus.schemas.weights import PublishedVersion
 from tests.schemas import control_strategies as control
 from tests.schemas import strategies as wire
 from tests.schemas.test_hostile_control import manifest
-from tests.support.arrays import little_endian
+from tests.support.scenarios import little_endian
 
 pytestmark = pytest.mark.slow
 

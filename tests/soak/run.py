@@ -27,8 +27,8 @@ from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.soak.meter import Meter, Trend
 from tests.support.invariants import assert_equal
+from tests.support.processes import worker_process
 from tests.support.tcp_proxy import tcp_proxy
-from tests.support.worker_process import worker_process
 
 FAULTS = ("worker killed", "worker stopped", "worker restarted", "server stopped", "client cut", "client frozen")
 """Faults that client, server and the other workers survive without a restart."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.own_cache import RUN
+from tests.support.processes import RUN
 
 if TYPE_CHECKING:
     from tests.support.fleet import StartServed
@@ -48,7 +48,7 @@ def one_worker(nats_url: str, fleet: str) -> "StartServed":
 
 async def _delete_queues(url: str, fleet: str) -> None:
     from rollbus.bus.nats.jetstream import ApiError, ask
-    from tests.support.connections import opened
+    from tests.support.nats_server import opened
 
     async with opened(url) as connection:
         # Some tests have a second fleet, with this one's name and an ending.

@@ -30,7 +30,7 @@ from rollbus.schemas.messages import (
 )
 from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
 from rollbus.schemas.request import GenerateRequest, Lane
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.support.patience import UNHURRIED_LEASE_S
 
 MODEL = "synthetic"

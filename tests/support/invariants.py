@@ -30,9 +30,9 @@ from rollbus.schemas.messages import decode_presence
 from rollbus.schemas.presence import WorkerPresence
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import expected_rows
-from tests.support.connections import opened
 from tests.support.control_history import ControlHistory
 from tests.support.fleet import check_generation
+from tests.support.nats_server import opened
 from tests.support.patience import SOON_S, patient
 from tests.support.waits import until
 

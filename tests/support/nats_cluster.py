@@ -28,7 +28,7 @@ from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer, server_config
 from rollbus.bus.nats.jetstream import NO_PEERS, ApiError, Unanswered, ask
 from rollbus.schemas.errors import BusBroken
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.support.patience import patient
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.waits import until, until_true

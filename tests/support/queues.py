@@ -11,7 +11,7 @@ from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.queue.streams import QueueLimits, stored_in
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.request import Lane
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 
 MODEL = "Qwen/Qwen3-30B"
 

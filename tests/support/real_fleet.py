@@ -13,8 +13,8 @@ import psutil
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.schemas.errors import NoWorkers
-from tests.support.own_cache import RUN
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, patient
+from tests.support.processes import RUN
 
 ENGINE_ARGS = {
     "dtype": "float32",

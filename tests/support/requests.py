@@ -1,5 +1,16 @@
 """Requests with deterministic tokens, for tests that only need some tokens."""
 
+import asyncio
+from collections.abc import AsyncIterable, Awaitable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rollbus
+from rollbus import CommandIncomplete, CommandResult, Generation, RequestError
+from rollbus.schemas.chunk import Chunk, FinishReason
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 
@@ -26,3 +37,96 @@ def endless(request_id: str = "endless", **fields: object) -> GenerateRequest:
 def short(request_id: str, **fields: object) -> GenerateRequest:
     """Return a request for three tokens."""
     return greedy(1, 3, request_id=request_id, **fields)
+
+
+# Outcomes of requests and commands: results or errors.
+
+
+E = TypeVar("E", bound=Exception)
+
+
+async def outcome(completing: Awaitable[Generation]) -> Generation | RequestError:
+    """Return the result of a request, or its error."""
+    try:
+        return await completing
+    except RequestError as exc:
+        return exc
+
+
+async def error_of(failing: Awaitable[object], kind: type[E]) -> E:
+    """Assert that the awaitable raises an error of this class; return the error."""
+    with pytest.raises(kind) as caught:
+        await failing
+    return caught.value
+
+
+async def incomplete(command: Awaitable[CommandResult]) -> CommandIncomplete:
+    """Return the error of an incomplete command."""
+    return await error_of(command, CommandIncomplete)
+
+
+# Requests whose chunks a task reads.
+
+
+T = TypeVar("T")
+
+
+class Stream:
+    """A request that a task reads; `start_stream` creates it."""
+
+    def __init__(self, request: GenerateRequest, tasks: asyncio.TaskGroup, rb: rollbus.Client) -> None:
+        self.request = request
+        self.chunks: list[Chunk] = []
+        self.has_begun = asyncio.Event()
+        self.reading = tasks.create_task(self._read(rb))
+
+    async def _read(self, rb: rollbus.Client) -> None:
+        async for chunk in rb.generate(self.request):
+            self.chunks.append(chunk)
+            if chunk.num_tokens:
+                self.has_begun.set()
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight version of each token."""
+        return [chunk.weight_version for chunk in self.chunks for _ in range(chunk.num_tokens)]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The finish reason; None if the request has not ended."""
+        end = self.chunks[-1].end
+        return None if end is None else end.finish_reason
+
+
+async def start_stream(tasks: asyncio.TaskGroup, rb: rollbus.Client, request: GenerateRequest) -> Stream:
+    """Start to read a request in a task; return after its first token."""
+    stream = Stream(request, tasks, rb)
+    await stream.has_begun.wait()
+    return stream
+
+
+async def all_of(items: AsyncIterable[T]) -> list[T]:
+    """Return all items of an iterator, for use as a task."""
+    return [item async for item in items]
+
+
+# Comparison of two vLLM results: in float32 tokens and expert sets are equal, and logprobs agree to a tolerance.
+
+
+TOLERANCE = 1e-4
+"""Tolerance of logprobs between different kernels and batches in float32."""
+
+
+def expert_sets(rows: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """Return rows with sorted experts in each layer, because vLLM does not order them."""
+    assert rows is not None
+    return np.sort(rows, axis=-1)
+
+
+def assert_same(received: Generation, expected: Generation) -> None:
+    """Assert that tokens and expert sets are equal and that logprobs agree to the tolerance."""
+    np.testing.assert_array_equal(received.token_ids, expected.token_ids)
+    assert received.logprobs is not None
+    assert expected.logprobs is not None
+    np.testing.assert_allclose(received.logprobs, expected.logprobs, atol=TOLERANCE)
+    np.testing.assert_array_equal(expert_sets(received.routed_experts), expert_sets(expected.routed_experts))

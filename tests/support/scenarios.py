@@ -240,3 +240,11 @@ def simple() -> Scenario:
     """Return a scenario with a prompt of 2 tokens, 2 steps of one token, and routed experts of 1 layer and top 1."""
     routing = RoutedExpertsInfo(num_layers=1, top_k=1, num_experts=4, dtype="u1")
     return make_scenario(np.random.default_rng(0), prompt_len=2, cuts=[1, 2], routing=routing)
+
+
+# Arrays in their wire format.
+
+
+def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
+    """Return the bytes of `array` as `dtype` ('<i4' or '<f4')."""
+    return array.astype(dtype, copy=False).tobytes()

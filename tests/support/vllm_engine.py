@@ -6,6 +6,7 @@ engine. It is then replaced, so that no other test fails.
 
 import asyncio
 import contextlib
+import functools
 import multiprocessing
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -22,9 +23,9 @@ from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm.engine import VllmEngine
+from rollbus.workers.engines.vllm.launch import cpu_refusal, set_environment
 from tests.support.patience import HANGS_AFTER_S, SOON_S, patient
-from tests.support.results import TOLERANCE
-from tests.support.routing_here import no_routing_here
+from tests.support.requests import TOLERANCE
 
 QUESTION = GenerateRequest(
     prompt_token_ids=[11, 12, 13],
@@ -229,3 +230,14 @@ def running_engines(makers: Mapping[str, Callable[[], VllmEngine]]) -> Iterator[
     for core in cores:
         core.join(SOON_S)  # vLLM has killed the process, but does not wait for its end
     assert [core for core in cores if core.is_alive()] == []
+
+
+# A check whether the installed vLLM returns routed experts on this machine; from 0.31 on it does so only on GPUs.
+
+
+@functools.cache
+def no_routing_here() -> str | None:
+    """Return why vLLM returns no routed experts here, or None if it returns them."""
+    # The environment must be set before `cpu_refusal` imports vLLM.
+    set_environment("", None)
+    return cpu_refusal()

@@ -10,7 +10,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient, hand_client
-from tests.support.hand_controller import HandController, hand_controller
+from tests.support.hand_control import HandController, hand_controller
 
 SLOW = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
 """Slow enough that a command arrives in the middle of a stream."""

@@ -9,7 +9,7 @@ from rollbus.schemas.messages import Frame
 from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import hand_client
-from tests.support.hand_controller import hand_controller
+from tests.support.hand_control import hand_controller
 from tests.support.requests import PROMPT_LEN, endless, greedy, short
 from tests.workers.support import SLOW, StartControlled, stream_of
 

@@ -18,7 +18,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.gated_engine import running
 from tests.support.hand_client import hand_client
-from tests.support.hand_controller import hand_controller
+from tests.support.hand_control import hand_controller
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import SLOW, StartControlled

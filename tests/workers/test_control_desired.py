@@ -16,7 +16,7 @@ from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
-from tests.support.hand_controller import hand_controller
+from tests.support.hand_control import hand_controller
 from tests.support.requests import endless, greedy, short
 from tests.support.waits import until_true
 from tests.workers.support import SLOW, StartControlled, controlled_worker

@@ -13,7 +13,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import desired as desired_reader
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
-from tests.support.hand_controller import HandController, hand_controller
+from tests.support.hand_control import HandController, hand_controller
 from tests.support.patience import SOON_S
 from tests.support.requests import short
 from tests.support.waits import until_true

@@ -11,7 +11,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import desired as desired_reader
 from rollbus.workers.worker import Worker
 from tests.support.hand_client import MODEL
-from tests.support.hand_controller import HandController
+from tests.support.hand_control import HandController
 from tests.workers.support import StartControlled
 
 Doctor = Callable[[DesiredState | None], None]

@@ -14,7 +14,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.worker import Worker
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.hand_client import HandClient
-from tests.support.hand_controller import HandController
+from tests.support.hand_control import HandController
 from tests.support.requests import endless, greedy
 from tests.support.waits import until_true
 from tests.workers.support import StartControlled

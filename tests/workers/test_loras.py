@@ -17,8 +17,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticF
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests import admission
 from tests.control.support import write_adapter, write_checkpoint
-from tests.support.fleet import StartServed, synthetic_worker
-from tests.support.fleet_states import until_state, worker_of
+from tests.support.fleet import StartServed, synthetic_worker, until_state, worker_of
 from tests.support.hand_worker import request
 from tests.support.invariants import observing
 from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update

@@ -20,7 +20,7 @@ from rollbus.workers.lifecycle import WorkerLifecycle
 from rollbus.workers.requests.links import REMEMBER_S
 from rollbus.workers.requests.publisher import OutboundPublisher
 from rollbus.workers.requests.table import RequestOrigin
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, capabilities, make_links, queued, request_of, step
 
 

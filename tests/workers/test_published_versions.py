@@ -16,7 +16,7 @@ from rollbus.schemas.manifest import Link, delta_name
 from rollbus.schemas.weights import WeightSource
 from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
 from tests.support.version_chain import Versions, folder_content, random_weights
 

@@ -19,7 +19,7 @@ from rollbus.workers.sources import store as folder_store
 from rollbus.workers.sources.sources import WeightSources
 from rollbus.workers.sources.store import FolderStore, PartialFolder
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
-from tests.support.connections import opened
+from tests.support.nats_server import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
 
 

@@ -18,7 +18,7 @@ from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
-from tests.support.hand_controller import hand_controller
+from tests.support.hand_control import hand_controller
 from tests.support.requests import endless, short
 from tests.workers.control_support import rig, update
 from tests.workers.support import SLOW, StartControlled

@@ -19,8 +19,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import PrefixCache
-from tests.support.fleet import synthetic_worker
-from tests.support.fleet_states import until_worker
+from tests.support.fleet import synthetic_worker, until_worker
 
 Collected = dict[str, list[RequestStep]]
 

@@ -12,10 +12,10 @@ from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
 from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.support.connections import count_tasks
 from tests.support.fleet import check_generation, is_idle, served, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
+from tests.support.nats_server import count_tasks
 from tests.support.patience import SOON_S
 from tests.support.requests import endless, greedy, short
 from tests.support.waits import until_true

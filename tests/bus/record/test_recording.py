@@ -20,8 +20,7 @@ from tests.bus.record.test_rows import assert_equal, generation
 from tests.support.fleet import StartServed
 from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
-from tests.support.requests import greedy
-from tests.support.streams import all_of
+from tests.support.requests import all_of, greedy
 
 SAMPLED = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, n=2)
 KILLED = """
