@@ -17,7 +17,7 @@ from ... import bus
 from ...schemas.checks import describe
 from ...schemas.decoding import nearest
 from ...schemas.errors import RollbusError
-from . import chat, control, docs, generate, page, status
+from . import Settings, chat, control, docs, generate, page, status
 from . import status as about
 from .access import check_access, check_media_type, check_origin
 from .calls import Admission
@@ -28,7 +28,6 @@ from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import server_span
 from .service import Handler, RouteTable, Service
-from .settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from starlette.requests import Request
 
 from ...schemas.decoding import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
 from ...schemas.errors import ErrorCode
+from . import Settings
 from .errors import HttpError
-from .settings import Settings
 
 NO_TEXT: Final = Meta(extra={"lax": "no text"})
 """Marks an integer that may not be text. vLLM checks some fields before pydantic reads them."""

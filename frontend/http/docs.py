@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from . import Settings
 from .service import HttpRoute, RouteTable, Service
-from .settings import Settings
 
 Key: TypeAlias = tuple[str, str]
 REF: Final = "#/components/schemas/{name}"

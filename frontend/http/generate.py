@@ -15,6 +15,7 @@ from starlette.responses import Response
 from ...schemas import limits
 from ...schemas.checks import describe
 from ..tokenization import Tokenizer
+from . import Settings
 from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
 from .errors import HttpError, invalid, unsupported
@@ -23,7 +24,6 @@ from .openai.shapes import AnswerShape, Namer, TokenBlocks
 from .requests import RequestTarget, build_request, check_length, find_target
 from .sampling import SamplingFields, bus_sampling, check_sampling, check_stream_options, sampling_names
 from .service import HttpRoute, RouteTable, Service
-from .settings import Settings
 from .text import stop_strings
 from .tokens import BLOCK, RowsFormat, SampledToken, Scored, Tokens, TopToken, list_json, rows_json
 from .writer import AnswerWriter, respond

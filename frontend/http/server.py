@@ -10,10 +10,10 @@ from typing import Final
 import uvicorn
 
 from ... import bus
+from . import Settings
 from .app import make_app
 from .edge import SEND_BYTES, Edge
 from .openai.parsers import load_parsers
-from .settings import Settings
 
 STOP_TIMEOUT_S = 5
 """Seconds that open requests have to finish when the service stops. Then they are aborted."""

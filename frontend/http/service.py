@@ -30,6 +30,7 @@ from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
+from . import Settings
 from .access import user_of
 from .calls import Admission, EventStream, until_disconnect
 from .edge import given_request_id
@@ -37,7 +38,6 @@ from .errors import HttpError
 from .live.fleet import LiveFleet
 from .metrics import Metrics
 from .openai.parsers import Parsers
-from .settings import Settings
 from .text import TokenizerLoads
 
 

@@ -136,7 +136,7 @@ class Page:
                 self.urls.append(event["params"]["request"]["url"])
 
     def _log(self, name: str) -> list[dict[str, Any]]:
-        return list(self.driver.get_log(name))  # type: ignore[no-untyped-call]
+        return list(self.driver.get_log(name))
 
     @property
     def strangers(self) -> list[str]:

@@ -11,8 +11,8 @@ from selenium.webdriver.common.keys import Keys
 
 import rollbus
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.server import listen, serving
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestRejected
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

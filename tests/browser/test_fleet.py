@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
 
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.schemas.control import ReadRequest
 from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerPresence, WorkerState
 from rollbus.schemas.telemetry import RequestProgress, RequestTimeline, TimelineEvent

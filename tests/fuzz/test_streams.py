@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollbus.bus.protocol.stream.link_receiver import FrameVerdict, LinkReceiver
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
-from rollbus.schemas.chunk import Chunk, PromptLogprobs, RoutedExperts
+from rollbus.schemas.chunk import Chunk, End, FinishReason, PromptLogprobs, RoutedExperts
 from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import RemoteProtocolError
 from rollbus.schemas.messages import Frame, decode_frame, encode
@@ -21,6 +21,7 @@ from tests.support.scenarios import Scenario, scenarios
 
 MAX_TOKENS = 4
 PROMPT = [1, 2, 3]
+PLAIN = SamplingParams(max_tokens=MAX_TOKENS, logprobs=None)
 REQUEST = GenerateRequest(
     prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=MAX_TOKENS, logprobs=None, prompt_logprobs=0)
 )
@@ -103,3 +104,24 @@ def test_damaged_frames_deliver_no_more_chunks_than_the_request_allows(
 
     sampling, prompt_len = scenario.request.sampling, scenario.request.prompt_len
     assert delivered <= 2 * (prompt_len + (sampling.max_tokens or len(scenario.steps))) + len(scenario.steps) + 2
+
+
+@pytest.mark.proves("P13")
+@pytest.mark.parametrize(
+    ("index", "num_tokens", "num_rows", "message"),
+    [
+        (0, 2, 0, "received chunk 0, expected chunk 1"),
+        (2, 2, 0, "received chunk 2, expected chunk 1"),
+        (1, 1, 0, "received 2 tokens and 0 rows of 1 and 0"),
+        (1, 3, 0, "received 2 tokens and 0 rows of 3 and 0"),
+        (1, 2, 1, "received 2 tokens and 0 rows of 2 and 1"),
+    ],
+)
+def test_wrong_numbers_and_totals_are_rejected(index: int, num_tokens: int, num_rows: int, message: str) -> None:
+    """A repeated chunk, a gap, and a terminal chunk with other totals than those of the stream are errors."""
+    stream = ResponseStream(GenerateRequest(prompt_token_ids=PROMPT, sampling=PLAIN), child=0, attempt=0, keep=True)
+    token = {"token_ids_data": b"\1\0\0\0"}
+    stream.add(part(0, **token))
+    end = End(finish_reason=FinishReason.LENGTH, num_tokens=num_tokens, num_rows=num_rows, cached_tokens=0)
+    with pytest.raises(RemoteProtocolError, match=message):
+        stream.add(part(index, end=end, **token))

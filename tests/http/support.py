@@ -22,10 +22,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import rollbus
 from rollbus import Chunk
 from rollbus.frontend import tokenization
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.server import listen, serving
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine

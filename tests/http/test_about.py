@@ -20,10 +20,10 @@ from schemathesis.specs.openapi.checks import (
 from starlette.routing import Route
 
 import rollbus
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN, make_app
 from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
 from rollbus.frontend.http.docs import document
-from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.status import parallel_config
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Http, client_of, control_http, http_before, http_service, make_byte_level, save

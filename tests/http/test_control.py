@@ -8,7 +8,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from tests.http.support import ControlHttp, control_http, http_before, in_flight, together

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import rollbus
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.schemas.acks import AckError
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState

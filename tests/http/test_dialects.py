@@ -12,9 +12,9 @@ from msgspec.structs import replace
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
 from rollbus.bus.client.generation import Group
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
 from rollbus.frontend.http.service import Service
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

@@ -11,8 +11,8 @@ import pytest
 import rollbus
 from rollbus.frontend.cli.app import build_parser
 from rollbus.frontend.cli.local.http import serve_http, settings_from_environment
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.server import listen
-from rollbus.frontend.http.settings import Settings
 from tests.http.support import CHAT, CONFIG, Http, http_before, make_byte_level, save
 from tests.support.disagg import disaggregated, until_paired
 from tests.support.fleet import synthetic_worker

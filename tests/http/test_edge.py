@@ -13,11 +13,10 @@ import httpx
 import openai
 import pytest
 
-from rollbus.frontend.http import server
+from rollbus.frontend.http import Settings, server
 from rollbus.frontend.http.app import ADMIN, DATA
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.server import MAX_HEAD_BYTES, WANTED_DESCRIPTORS, raise_descriptor_limit
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Http, client_of, http_before, http_service, in_flight, make_byte_level, save

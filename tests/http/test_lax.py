@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from msgspec.structs import fields
 
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http import body as lax
 from rollbus.frontend.http import text as loads_module
 from rollbus.frontend.http.body import decode_body
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.generate import GenerateBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody
-from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.tokenization import Tokenizer
 from rollbus.schemas.decoding import nearest
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S

@@ -15,12 +15,11 @@ from rollbus.bus.client.client import FleetWatch, HeardWorker
 from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, History
 from rollbus.frontend import follow
 from rollbus.frontend.follow import Heard
-from rollbus.frontend.http import server
+from rollbus.frontend.http import Settings, server
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live import viewers
 from rollbus.frontend.http.live.events import encode_event, model_lines, worker_points, worker_row
 from rollbus.frontend.http.live.viewers import Viewer
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerCounters
 from tests.http.live_support import PATH, watching
 from tests.http.support import http_before, http_service

@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.types import Message
 
 import rollbus
-from rollbus.frontend.http import metrics
+from rollbus.frontend.http import Settings, metrics
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.metrics import MAX_VERSIONS, FleetCollector, GenerationTimer, Metrics
 from rollbus.frontend.http.service import Service
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

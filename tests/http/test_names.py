@@ -8,7 +8,7 @@ import pytest
 
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.schemas.errors import ErrorCode, RequestRejected
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service, noted_requests

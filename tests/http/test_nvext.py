@@ -15,11 +15,11 @@ from starlette.datastructures import Headers
 
 import rollbus
 from rollbus.bus.nats.connection import subscribe
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.openai.shapes import RequestClock, nvext_json
 from rollbus.frontend.http.requests import RequestTarget, given_trace
-from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.text import text_of
 from rollbus.frontend.http.tokens import Scores, Tokens
 from rollbus.schemas.messages import KvTransfer, decode_frame

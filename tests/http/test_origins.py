@@ -14,13 +14,12 @@ import pytest
 from starlette.datastructures import Headers
 
 from rollbus.frontend.cli.commands.machine import host_name
-from rollbus.frontend.http import page
+from rollbus.frontend.http import Settings, page
 from rollbus.frontend.http.access import check_media_type, check_origin
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.page import HEADERS, POLICY, assets
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from tests.http.support import Http, http_before, http_service
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http import tokens as routing_json
-from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.tokens import rows_json
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, COMPLETIONS, CONFIG, http_service, make_byte_level, rows_of, save, talking

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 import rollbus
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http import text as loads_module
 from rollbus.frontend.http.app import ADMIN, DATA
 from rollbus.frontend.http.body import STRICT
-from rollbus.frontend.http.settings import Settings
 from rollbus.frontend.http.text import TokenizerLoads
 from rollbus.frontend.tokenization import (
     PROVEN_MODELS,

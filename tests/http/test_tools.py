@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.http import writer
+from rollbus.frontend.http import Settings, writer
 from rollbus.frontend.http.openai import parsers
 from rollbus.frontend.http.openai.parsers import (
     AnswerParts,
@@ -22,7 +22,6 @@ from rollbus.frontend.http.openai.parsers import (
     ToolQuestion,
     load_parsers,
 )
-from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, Http, byte_level, client_of, http_service, make_byte_level, save

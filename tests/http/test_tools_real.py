@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.frontend.tokenization import load_tokenizer
 from tests.http.support import client_of, http_before
 

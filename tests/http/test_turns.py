@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.errors import HttpError, without_paths
 from rollbus.frontend.http.metrics import Metrics
 from rollbus.frontend.http.service import MIN_AHEAD, Turns, room_of
-from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig

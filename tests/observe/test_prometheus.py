@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rollbus.bus.client import presence
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service
 from tests.observe.exposed import worked_metrics

@@ -1,7 +1,5 @@
 """Leases: of a worker, of its clients and of open transfers, with duplicate workers and floods of messages."""
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,11 +102,7 @@ def test_a_client_expires_after_its_lease_and_the_margin() -> None:
 def test_an_expired_client_that_publishes_again_is_alive() -> None:
     """An expired client that publishes again is alive, and its next requests are accepted."""
     leases = ClientLeases(margin_s=1.0)
-    signs: list[Callable[[], object]] = [
-        lambda: leases.renew_lease("c", "a", 100.0),
-        lambda: leases.renew(client_presence(), 100.0),
-    ]
-    for sign in signs:
+    for sign in (lambda: leases.renew_lease("c", "a", 100.0), lambda: leases.renew(client_presence(), 100.0)):
         leases.renew(client_presence(), 0.0)
         leases.expire(50.0)
         was_dead = leases.is_dead("c", "a")

@@ -199,9 +199,6 @@ def test_lost_attempts_count_beside_withdrawn_attempts() -> None:
     assert (stream.attempt, stream.num_attempts) == (7, 3)
 
 
-# Sampling masks stay with their tokens in chunks and results, and contradictory masks are rejected.
-
-
 def i4(*values: int) -> bytes:
     """Return token ids or counts in the wire format."""
     return little_endian(np.array(values, np.int64), "<i4")

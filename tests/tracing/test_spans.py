@@ -247,7 +247,7 @@ import asyncio, sys
 import httpx
 import rollbus
 from rollbus.frontend.http.server import listen, serving
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.workers import __main__
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine

@@ -16,7 +16,7 @@ import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.tracing import names
 from rollbus.bus.tracing.spans import make_tracer
-from rollbus.frontend.http.settings import Settings
+from rollbus.frontend.http import Settings
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.messages import KvTransfer
 from rollbus.workers.config import WorkerConfig

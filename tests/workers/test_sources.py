@@ -49,7 +49,7 @@ async def test_a_valid_checkpoint_is_accepted_with_its_real_path(tmp_path: Path)
         (f"{tmp_path}/root/step-2/../step-1", single),
         (f"{tmp_path}/link/step-2", sharded),
     ):
-        assert await checked.checkpoint(WeightSource(path=given), stages.append) == real
+        assert await checked.checkpoint(WeightSource(path=named), stages.append) == real
     # Files that were read ahead once are in memory.
     assert stages == ["checking", "reading", "checking", "checking", "reading"]
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT, MAX_TIMEOUT_S
 from ....schemas.options import add_engine_options, add_otel, add_process_options, duration, non_negative_int
-from ...http.settings import Settings
+from ...http import Settings
 from ..arguments import Option, arg, command, flag, group
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8080"

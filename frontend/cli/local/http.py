@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from .... import bus
 from ....bus import Server
 from ....schemas.options import pip_install
-from ...http.settings import LOOPBACK, Settings
+from ...http import LOOPBACK, Settings
 from ..app import until_signalled
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json

@@ -12,13 +12,13 @@ from .... import bus
 from ....schemas.checks import describe
 from ....schemas.decoding import nearest
 from ...tokenization import Tokenizer
+from .. import Settings
 from ..answers import Update
 from ..body import LaxReader
 from ..chat import Chat, encode_chat, encode_text
 from ..errors import invalid, unsupported
 from ..requests import RequestTarget
 from ..sampling import bus_sampling, check_stream_options, sampling_names
-from ..settings import Settings
 from ..text import stop_strings
 from ..tokens import RowsJson, Scored, Scores, rows_json
 from .body import ChatBody, CommonBody, CompletionBody, NvExt
