@@ -14,7 +14,7 @@ help:
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
 	@echo "make soak    run ten minutes of load and faults; fails if memory or file descriptors grow"
-	@echo "make check   check lint, format, types and import rules"
+	@echo "make check   check lint, format, types, import rules and the budget of lines"
 	@echo "make quick   lint, types and unit tests of files that differ from HEAD, in seconds; BASE=main: another commit"
 	@echo "make docs    build the site with the API reference in site/; fails at broken links and undocumented public names"
 	@echo "make format  format files and sort imports with ruff"
@@ -61,6 +61,7 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python .ci/size
 
 quick: setup
 	@.ci/quick $(or $(BASE),HEAD)
