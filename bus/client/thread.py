@@ -86,6 +86,8 @@ class LoopThread(Generic[T]):
         self._callback_error: BaseException | None = None
         # The thread sets it before it leaves the resident, which may close what coroutines use.
         self._is_leaving = False
+        # The loop still runs for a moment after the resident was left, to close asynchronous generators.
+        self._has_left = False
         # The thread writes them before it sets `_ended`.
         self._error: BaseException | None = None
         self._has_ended = False
@@ -385,22 +387,28 @@ class LoopThread(Generic[T]):
         if self._is_stopping:
             return
         self._loop.set_exception_handler(self._on_callback_error)
-        async with self._resident as resident:
-            self._entered.set_result(resident)
-            try:
-                while not self._is_stopping:
-                    await self._wake.wait()
-                    self._wake.clear()
-                    self._call_posted()
-                    if self._callback_error is not None:
-                        raise self._callback_error
-            finally:
-                self._is_leaving = True
-                await self._cancel_tasks()
+        try:
+            async with self._resident as resident:
+                self._entered.set_result(resident)
+                try:
+                    while not self._is_stopping:
+                        await self._wake.wait()
+                        self._wake.clear()
+                        self._call_posted()
+                        if self._callback_error is not None:
+                            raise self._callback_error
+                finally:
+                    self._is_leaving = True
+                    await self._cancel_tasks()
+        finally:
+            self._has_left = True
 
     def _begin(self, outcome: Future[Any]) -> None:
         if outcome.cancelled():
             self._submitted.pop(outcome).close()
+            return
+        if self._has_left:
+            # The generator of a stream would end here without its error. `_run` sets the reason.
             return
         task = self._tasks[outcome] = self._loop.create_task(self._submitted[outcome])
         task.add_done_callback(lambda _: self._end(outcome))

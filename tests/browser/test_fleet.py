@@ -338,12 +338,3 @@ async def test_nothing_is_shown_without_the_token(browser: Chrome, nats_url: str
         await check_leaves_no_trace(page, SETTINGS.token or "")
         await page.goto(f"{http.url}/")
         await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
-
-
-# The reference of the routes in a browser.
-
-
-async def test_the_reference_page_obeys_its_content_security_policy(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """The reference page violates no rule of its content security policy and loads nothing from other origins."""
-    async with http_before(nats_url, fleet) as http, opened(browser, f"{http.url}/docs") as page:
-        await page.until_text("body", lambda text: text is not None and "/v1/rl/state" in text)

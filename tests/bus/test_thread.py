@@ -57,6 +57,40 @@ async def test_calls_and_coroutines_run_on_the_thread_in_order() -> None:
     assert threads() == []
 
 
+async def test_a_call_after_the_resident_was_left_does_not_run() -> None:
+    """A call that comes while the loop closes its generators gets `BusClosed`: a stream would end early."""
+    closing, go = threading.Event(), threading.Event()
+    kept: list[AsyncGenerator[int, None]] = []
+    ran: list[str] = []
+
+    async def stream() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+        finally:
+            closing.set()
+            await asyncio.to_thread(go.wait, SOON_S)
+
+    async def use() -> None:
+        kept.append(stream())
+        await anext(kept[0])
+
+    async def call() -> None:
+        ran.append("call")
+
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    await thread.run(use())
+    thread.request_stop()
+    await asyncio.to_thread(closing.wait, SOON_S)
+    outcome = thread.submit(call())
+    go.set()
+    with pytest.raises(BusClosed):
+        await asyncio.wrap_future(outcome)
+    await thread.stop()
+
+    assert ran == []
+
+
 async def test_many_posts_wake_a_busy_thread_once() -> None:
     """Any number of posts to a busy thread wake it only once."""
     thread = LoopThread("t", resident([]))
