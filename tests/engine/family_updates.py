@@ -295,7 +295,7 @@ FAULTS: dict[str, dict[str, tuple[Fault, str]]] = {
         "old layer": (spoil(EXPERTS, "w2_weight", keep_old), EXPERTS),
         "wrong dtype": (spoil("model.layers.1.attn.o_proj", "weight", round_off), "model.layers.1.attn.o_proj"),
     },
-    "falcon_h1": {"old copies": (keep_shared, "model.layers.0.mamba.conv1d")},
+    "falcon_h1": {"old copies": (keep_shared, "model.layers.0.mamba")},
     "deepseek_v2": {
         "old copy": (spoil_after(ATTENTION, "W_UV", keep_old), ATTENTION),
         "old transposed copy": (spoil_after(ATTENTION, "W_UK_T", keep_old), ATTENTION),

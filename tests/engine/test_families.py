@@ -217,38 +217,50 @@ def test_numbers_near_zero_may_become_zero() -> None:
     assert expect_linear(weight, None).difference(run_linear(flushed)) == ""
 
 
+def run_experts(w13: Any, w2: Any, activation: str) -> Any:
+    """Return the output of experts for the inputs of their probe, computed in their dtype."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, expert_inputs, route_experts
+
+    rows = []
+    for x, ids, weights in zip(expert_inputs(w13), *route_experts(len(w13), 2), strict=True):
+        outputs = [w2[expert] @ ACTIVATIONS[activation].join(w13[expert] @ x) for expert in ids]
+        rows.append(sum(weight * output.float() for weight, output in zip(weights, outputs, strict=True)))
+    return torch.stack(rows)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
-    """Experts computed in this dtype pass, and a probe detects the replacement of any expert, or of one row of it."""
+    """Experts computed in this dtype pass, also with one large channel or with NaN.
+
+    A probe detects the replacement of any expert, or of one row of it.
+    """
     import torch
 
-    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, expect_experts, expert_inputs, route_experts
+    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, expect_experts
 
     kind, act = getattr(torch, dtype), ACTIVATIONS[activation]
     generator = torch.Generator().manual_seed(1)
     w13 = (torch.randn(5, 64, 128, generator=generator) * 0.1).to(kind)
     w2 = (torch.randn(5, 128, 32, generator=generator) * 0.1).to(kind)
-    probe = expect_experts({"w13_weight": w13, "w2_weight": w2}, act.join)
-    inputs, (ids, weights) = expert_inputs(w13), route_experts(5, 2)
 
-    def compute(w2: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for x, chosen, shares in zip(inputs, ids, weights, strict=True):
-            row = torch.zeros(128)
-            for expert, share in zip(chosen, shares, strict=True):
-                row += share * (w2[expert] @ act.join(w13[expert] @ x)).float()
-            rows.append(row)
-        return torch.stack(rows)
+    def probe(w2: torch.Tensor) -> Any:
+        return expect_experts({"w13_weight": w13, "w2_weight": w2}, act.join, 2)
 
-    assert probe.difference(compute(w2)) == ""
+    for large in (1, 100, float("nan")):
+        right = w2.clone()
+        right[3, 7] *= large
+        assert probe(right).difference(run_experts(w13, right, activation)) == ""
+    expected = probe(w2)
     for expert in range(5):
         other = w2.clone()
         other[expert] = w2[(expert + 1) % 5]
-        assert probe.difference(compute(other)) != ""
+        assert expected.difference(run_experts(w13, other, activation)) != ""
         other = w2.clone()
-        other[expert, int(probe.output[expert].abs().argmax())] = 0
-        assert probe.difference(compute(other)) != ""
+        other[expert, int(expected.output[expert].abs().argmax())] = 0
+        assert expected.difference(run_experts(w13, other, activation)) != ""
 
 
 def test_copies_of_a_projection_are_compared_exactly() -> None:

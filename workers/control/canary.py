@@ -165,24 +165,24 @@ class Canaries:
         if why is not None:
             raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")
 
-    def check_known(self, canary: Canary, digest: str | None) -> None:
+    def check_known(self, canary: Canary, content: str | None) -> None:
         """Check that weights produce the same canary as before. Raises the same errors as `check_agrees`.
 
         Args:
-            digest: digest of the weights. None, if it is unknown, accepts every canary.
+            content: digest of their files. None, if it is unknown, accepts every canary.
         """
-        if digest is not None:
-            self.check_agrees(canary, self._known.get(digest), "the earlier canary of these weights")
+        if content is not None:
+            self.check_agrees(canary, self._known.get(content), "the earlier canary of these weights")
 
-    def add(self, digest: str | None, canary: Canary) -> None:
-        """Add the canary of weights with a digest. Remove the oldest canary if there are more than `MAX_KNOWN`."""
-        if digest is not None:
-            self._known.pop(digest, None)
-            self._known[digest] = canary
+    def add(self, content: str | None, canary: Canary) -> None:
+        """Add the canary of weights. Remove the oldest canary if there are more than `MAX_KNOWN`."""
+        if content is not None:
+            self._known.pop(content, None)
+            self._known[content] = canary
             if len(self._known) > MAX_KNOWN:
                 del self._known[next(iter(self._known))]
 
-    def remove(self, digest: str | None) -> None:
+    def remove(self, content: str | None) -> None:
         """Remove the canary of weights because it was wrong."""
-        if digest is not None:
-            self._known.pop(digest, None)
+        if content is not None:
+            self._known.pop(content, None)

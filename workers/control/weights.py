@@ -59,6 +59,7 @@ class WeightManager:
         self.start = StartCheck(config, sources)
         self.digest: str | None = None
         """Digest of the tensors of the current weights, or None if it is unknown, as after a transfer."""
+        self._content: str | None = None
         self.conflict: str | None = None
         """Why the desired weights are not at their source any more: it holds other content. None: they may be."""
         self.canary: Canary | None = None
@@ -116,8 +117,9 @@ class WeightManager:
             return
         deadline = Deadline(LOAD_TIMEOUT_S)
         try:
-            canary = await self._canaries.sample(deadline)
-            await self._load(own, self.digest, deadline, lambda _stage: None, canary)
+            canary, content = await self._canaries.sample(deadline), self._content_of(own, self.digest)
+            self._canaries.add(content, canary)
+            await self._load(own, self.digest, deadline, lambda _stage: None, None if content else canary)
         except ControlError as exc:
             raise EngineDead(f"the engine cannot reload its own checkpoint {own}: {exc.message}") from exc
         logger.info("weights.verified version=%s path=%s", self.version, own)
@@ -225,7 +227,7 @@ class WeightManager:
         """
         logger.error("weights.poisoned version=%s reason=%s", self.version, reason)
         if not keeps_canary:
-            self._canaries.remove(self.digest)
+            self._canaries.remove(self._content)
         self.is_transferring = False
         self._poison(reason)
 
@@ -246,7 +248,12 @@ class WeightManager:
                 await verify_unchanged()
                 return verified
 
-            return await self.replace(load, deadline, report, digest=digest, expected=expected)
+            content = self._content_of(path, digest)
+            return await self.replace(load, deadline, report, digest=digest, content=content, expected=expected)
+
+    def _content_of(self, path: Path, digest: str | None) -> str | None:
+        """Return the digest of a checkpoint, also if it is only that of this machine's files; None: it is unknown."""
+        return digest or self._sources.digest_of(path)
 
     # For updates and transfers
 
@@ -269,12 +276,14 @@ class WeightManager:
         report: Report,
         *,
         digest: str | None = None,
+        content: str | None = None,
         expected: Canary | None = None,
     ) -> Canary:
         """Call `change`, which replaces the weights of the stopped engine, and verify them.
 
         Args:
             digest: digest of the new weights, or None if it is unknown.
+            content: digest of the files of the new weights, with which they have one canary; None: it is unknown.
             expected: the expected canary, or None to accept every canary.
 
         Returns:
@@ -299,9 +308,9 @@ class WeightManager:
             async with deadline.bound("verifying the weights"):
                 canary = await self._sample_canary(deadline)
             self._canaries.check_agrees(canary, expected)
-            self._canaries.check_known(canary, digest)
-            self._canaries.add(digest, canary)
-            self.canary, self.digest = canary, digest
+            self._canaries.check_known(canary, content)
+            self._canaries.add(content, canary)
+            self.canary, self.digest, self._content = canary, digest, content
             self.is_poisoned, self.problem, self.is_transferring, self.conflict = False, None, False, None
         except ControlError as exc:
             if self.is_poisoned:

@@ -1,6 +1,6 @@
 """Builds the tensors of a version one at a time: from the previous version and its changes, with a hash check.
 
-A valid tensor is written to its position in the files of the version. All functions block, and run in `quiet_threads`.
+A valid tensor is written to its position in the files of the version. All functions block, and run in `threads`.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ class Calls:
                 raise ControlError(ControlCode.ENGINE_ERROR, f"vLLM failed the call: {exc.cause}") from exc
 
     async def on_workers(self, method: str, **options: Any) -> list[dict[str, Any]]:
-        """Call a method of `WorkerExtension` in every vLLM worker process, and return their answers; see `answers`.
+        """Call a method of `WorkerExtension` in every vLLM worker process, and return their answers.
 
         Do not call vLLM's own methods this way. If such a method raises in one of several processes, vLLM leaves the
         answers of the other processes unread and uses them for the next call. Its engine core may then not shut down.
@@ -182,7 +182,7 @@ class KvWatch:
             self.is_on = True
 
     async def outdate(self, lora_number: int | None = None) -> None:
-        """Report that the weights, or the adapter of this number, were replaced; see `kv_history.outdate_kv`.
+        """Report that the weights, or the adapter of this number, were replaced; see `corrections.outdate_kv`.
 
         Raises:
             ControlError: `engine_error`.

@@ -23,9 +23,9 @@ class WorkerExtension:
     """The added methods. They never raise; see `Calls.on_workers`. Their names differ from all names of vLLM."""
 
     def rollbus_correct(self) -> dict[str, Any]:
-        """Correct faults of vLLM on a CPU. Call this once, before the first request.
+        """Correct faults of vLLM on a CPU, and import what loads need. Call this once, before the first request.
 
-        See `keep_seeded_draws` and `rotate_all_heads`.
+        See `keep_seeded_draws` and `rotate_all_heads`. An import that fails later would end in half-written weights.
         """
         worker: Any = self
         for what, correct in (("seeded requests", keep_seeded_draws), ("rotary embeddings", rotate_all_heads)):
@@ -33,6 +33,10 @@ class WorkerExtension:
                 correct(worker.model_runner)
             except AttributeError as exc:
                 return failed(ControlCode.ENGINE_ERROR, f"cannot correct vLLM's {what}: {exc}")
+        try:
+            self._rollbus_reload()
+        except ImportError as exc:
+            return failed(ControlCode.ENGINE_ERROR, f"this release of vLLM lacks what the checks of loads need: {exc}")
         return done()
 
     def rollbus_load_weights(self, path: str) -> dict[str, Any]:

@@ -301,5 +301,5 @@ def _output(output: "EngineCoreOutput") -> StepOutput:
 
 
 def _was_recomputed(events: "Sequence[EngineCoreEvent]") -> bool:
-    """Return True if `kv_history` marked the request's KV as recomputed; vLLM's own events come too early."""
+    """Return True if `corrections` marked the request's KV as recomputed; vLLM's own events come too early."""
     return any(event.timestamp == RECOMPUTED_AT for event in events)

@@ -147,7 +147,7 @@ class Adapters:
 
 
 class VllmWeightLoader:
-    """Replaces the weights of an engine. Module `reloading` has the part that runs in vLLM's worker processes.
+    """Replaces the weights of an engine. Module `reload` has the part that runs in vLLM's worker processes.
 
     Args:
         load_refusal: reason why the engine cannot load checkpoints; None: it can.

@@ -1,4 +1,4 @@
-"""Imports the modules of an engine core into the fork server, from which engine cores are forked. See `preload`."""
+"""Imports the modules of an engine core into the fork server, from which engine cores are forked. See `processes`."""
 
 import gc
 import os

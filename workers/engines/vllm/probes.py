@@ -18,6 +18,8 @@ NUM_SIGMAS = 8.0
 """Limit for a sum of independent roundings, in standard deviations. One sum in 10^15 exceeds it."""
 EXPERT_SIGMAS = 16.0
 """The same for an expert, whose roundings pass through two products and an activation with a slope up to 1.2."""
+PART_ELEMENTS = 1 << 20
+"""Number of elements of a weight that are converted at a time: about as many as fit into a cache."""
 SMALLEST = 1e-37
 """Kernels may replace smaller numbers by zero, including each product of a sum."""
 
@@ -53,7 +55,11 @@ def difference(actual: Tensor, expected: Tensor, tolerance: Tensor | None = None
         # Weights that are not finite give outputs that are not finite. Then only their positions are compared.
         is_right = ((actual - expected).abs() <= tolerance) | (~actual.isfinite() & ~expected.isfinite())
     num_wrong = is_right.numel() - int(is_right.sum())
-    return f"differs in {num_wrong} of {is_right.numel()} numbers" if num_wrong else ""
+    if not num_wrong:
+        return ""
+    # A difference by rounding is small beside the numbers.
+    worst, largest = (float(x.abs().double().nan_to_num(nan=math.inf).max()) for x in (actual - expected, expected))
+    return f"differs in {num_wrong} of {is_right.numel()} numbers, by up to {worst:.2g} of {largest:.2g}"
 
 
 def linear_inputs(weight: Tensor) -> Tensor:
@@ -80,7 +86,9 @@ def expect_linear(weight: Tensor, bias: Tensor | None, *, step: float = 0.0) -> 
     inputs = linear_inputs(weight)
     columns = weight[:, spread(weight.shape[1], NUM_COLUMNS).to(weight.device)].T.to("cpu", wide)
     dense = torch.nn.functional.linear(inputs[-1:], weight, None if bias is None else bias.to(weight)).to("cpu", wide)
-    norms = torch.linalg.vector_norm(weight, dim=1, dtype=wide).cpu()
+    # By parts: the norm of a whole weight would make a copy of it in the wide type.
+    parts = torch.split(weight, max(1, PART_ELEMENTS // weight.shape[1]))
+    norms = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in parts]).cpu()
     # For 16-bit types this is less than the distance to the next number, so each bit of a column must be right. For
     # float32 it allows errors in the last bits.
     exact = columns.abs() * (unit * (4 if weight.dtype is torch.float32 else 0.25) + step) + SMALLEST
@@ -131,7 +139,7 @@ def route_experts(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def expect_experts(
-    weights: dict[str, Tensor], activate: Callable[[Tensor], Tensor], *, step: float = 0.0
+    weights: dict[str, Tensor], activate: Callable[[Tensor], Tensor], top_k: int, *, step: float = 0.0
 ) -> Expectation:
     """Return what gated experts must compute for `expert_inputs`, routed by `route_experts`.
 
@@ -139,24 +147,33 @@ def expect_experts(
         weights: `w13_weight` `[expert, 2 * inner, hidden]`, `w2_weight` `[expert, hidden, inner]`, and their biases
             `w13_bias` and `w2_bias`, if there are any.
         activate: operation between the two products.
+        top_k: number of experts of each row.
         step: relative error of each product in addition to the rounding of the dtype.
     """
     w13, w2 = weights["w13_weight"], weights["w2_weight"]
-    wide = widen(w13.dtype)
-    rows = []
-    for expert, x in enumerate(expert_inputs(w13)):
+    wide, unit = widen(w13.dtype), torch.finfo(w13.dtype).eps
+    unit += sum_unit(w13.dtype, max(w13.shape[2], w2.shape[2])) + step
+    inputs = expert_inputs(w13)
+
+    def compute(expert: int, x: Tensor) -> tuple[Tensor, Tensor]:
         product = w13[expert].to(wide) @ x.to(wide)
         if "w13_bias" in weights:
             product += weights["w13_bias"][expert].to(wide)
-        output = w2[expert].to(wide) @ activate(product)
+        hidden, second = activate(product), w2[expert].to(wide)
+        # Each number is a sum of products of these sizes, and so is its rounding.
+        sizes = second.norm(dim=1) * hidden.norm() / math.sqrt(len(hidden))
+        output = second @ hidden
         if "w2_bias" in weights:
             output += weights["w2_bias"][expert].to(wide)
-        rows.append(output.cpu())
-    expected = torch.stack(rows)
-    unit = torch.finfo(w13.dtype).eps + sum_unit(w13.dtype, max(w13.shape[2], w2.shape[2])) + step
-    # Each number of a row is a sum of products of the same sizes, so its rounding follows the row's mean square.
-    scale = expected.square().mean(dim=1, keepdim=True).sqrt() + expected.abs()
-    return Expectation(expected, EXPERT_SIGMAS * unit * scale + w2.shape[2] * SMALLEST)
+        return output.cpu(), (sizes + output.abs()).cpu()
+
+    found = [compute(expert, x) for expert, x in enumerate(inputs)]
+    outputs, scales = torch.stack([output for output, _ in found]), torch.stack([scale for _, scale in found])
+    # A kernel multiplies the outputs of the other experts of a row by 0, which is not 0 if they are not finite.
+    if not bool(outputs.isfinite().all()):
+        for row, ids in enumerate(route_experts(len(w13), top_k)[0].tolist()):
+            outputs[row] += sum(0 * compute(other, inputs[row])[0] for other in ids[1:])
+    return Expectation(outputs, EXPERT_SIGMAS * unit * scales + w2.shape[2] * SMALLEST)
 
 
 def expect_maps(maps: Tensor) -> Expectation:

@@ -193,8 +193,11 @@ class Probing:
             self._load.covered.update((layer, *self._sharing.get(layer, ()), *self._latent.get(layer, ())))
             # The loader of vLLM may not support separate memory.
             raw = self._try(name, functools.partial(self._refer, layer, info))
+        if getattr(layer, "quant_method", None) is not None:
+            # vLLM allocates the module's memory next.
+            raw = None
         original(layer, info)
-        if name is not None and raw is not None and getattr(layer, "quant_method", None) is None:
+        if name is not None and raw is not None:
             # A module without a kernel computes with its parameters.
             found = {key: difference(getattr(layer, key).data, tensor) for key, tensor in raw.items()}
             wrong = [f"{name}.{key} {different}" for key, different in found.items() if different]
@@ -292,8 +295,8 @@ def _check_experts(module: Any, raw: dict[str, Tensor]) -> Check:
     if "w13_weight" not in raw or "w2_weight" not in raw:
         raise Unknown("some of its weights were not loaded")
     w13 = raw["w13_weight"]
-    inputs, expected = expert_inputs(w13), expect_experts(raw, activation.join, step=_step(w13))
     top_k = 1 if module.apply_router_weight_on_input else min(module.top_k, len(w13))
+    inputs, expected = expert_inputs(w13), expect_experts(raw, activation.join, top_k, step=_step(w13))
     ids, weights = route_experts(len(w13), top_k)
 
     def run() -> str:
