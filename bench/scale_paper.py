@@ -23,10 +23,8 @@ from matplotlib.figure import Figure
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.link_sender import LinkSender
-from rollbus.bus.protocol.weights.chain import needed_for_chain
 from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.decoding import WIRE_VERSION
-from rollbus.schemas.manifest import Link
 from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
@@ -115,7 +113,6 @@ DELTA_SHARE: Final = 0.025
 """Share of a checkpoint in bfloat16 that a delta has, for a step at a learning rate of 3e-6. docs/performance.md lists
 the shares by step."""
 WORKERS_PER_MACHINE: Final = 4
-FLEETS: Final = (64, 1000)
 SERVER_BYTES_PER_S: Final = 1e9
 """Bytes per second that one server sends."""
 UPLOAD_BYTES_PER_S: Final = 0.5e9
@@ -135,15 +132,16 @@ class _Model:
     num_bytes: float
 
 
-PUBLISHED: Final = (_Model("0.6B", 1.19e9), _Model("30B-A3B", 61.1e9))
+SMALL, LARGE = _Model("0.6B", 1.19e9), _Model("30B-A3B", 61.1e9)
+CASES: Final = ((SMALL, 64), (LARGE, 64), (LARGE, 1000))
+"""Models and numbers of workers."""
 
 
 def weights_rows() -> list[list[str]]:
     """Return the head and the rows of the table, with a column for each model and fleet."""
-    cases = [(model, workers) for model in PUBLISHED for workers in FLEETS]
-    names = [name for name, _ in _figures(*cases[0])]
-    figures = [[text for _, text in _figures(*case)] for case in cases]
-    head = ["one version", *(f"{model.name}, {workers:,} workers" for model, workers in cases)]
+    names = [name for name, _ in _figures(*CASES[0])]
+    figures = [[text for _, text in _figures(*case)] for case in CASES]
+    head = ["one version", *(f"{model.name}, {workers:,} workers" for model, workers in CASES)]
     return [head, *(list(line) for line in zip(names, *figures, strict=True))]
 
 
@@ -151,32 +149,14 @@ def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
     machines, full, delta = workers / WORKERS_PER_MACHINE, model.num_bytes, model.num_bytes * DELTA_SHARE
     return [
         ("machines", f"{machines:,.0f}"),
-        ("whole, for each worker: the server sends", _bytes(workers * full)),
-        ("time for that", _time(workers * full / SERVER_BYTES_PER_S)),
         ("whole, once for each machine: the server sends", _bytes(machines * full)),
         ("time for that", _time(machines * full / SERVER_BYTES_PER_S)),
         ("upload of the whole checkpoint by the trainer", _time(full / UPLOAD_BYTES_PER_S)),
         ("**delta, once for each machine: the server sends**", f"**{_bytes(machines * delta)}**"),
         ("**time for that**", f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**"),
         ("comparison by the trainer, on one core", _time(full / COMPARE_BYTES_PER_S)),
-        ("upload of the delta, at the same time", _time(delta / UPLOAD_BYTES_PER_S)),
         ("build of the folder on each machine", _time(full / BUILD_BYTES_PER_S)),
-        (
-            "size of the bucket, for two anchors and the deltas between them",
-            _bytes(needed_for_chain([_largest(model)])),
-        ),
     ]
-
-
-def _largest(model: _Model) -> Link:
-    """Return a version with an anchor and a delta."""
-    return Link(
-        objects="b/versions/1-1-00000000",
-        version=1,
-        digest="0" * 64,
-        anchor_bytes=int(model.num_bytes),
-        delta_bytes=int(model.num_bytes * DELTA_SHARE),
-    )
 
 
 def _bytes(count: float) -> str:
@@ -198,10 +178,6 @@ RESULTS: Final = ROOT / "bench" / "results" / "scale.json"
 NUM_WORKERS: Final = 1000
 PROMPT_TOKENS: Final = 2048
 GENERATED_TOKENS: Final = 8192
-REQUEST_BYTES: Final = 4 * PROMPT_TOKENS + 512
-"""Bytes of a request in the queue: its prompt, its other fields and its headers."""
-
-"""Bytes per second that one server receives and sends: see the page."""
 SHARE: Final = 0.5
 """The planned share of the capacity of a server or a client."""
 MAX_FRAME_BYTES: Final = 512 * 1024
@@ -300,15 +276,12 @@ def load_table() -> str:
                 "routed experts of a token": f"{model.row_shape} = {model.row_bytes} B",
                 "a token on the wire, without routed experts": f"{bare / model.in_flight:.0f} B",
                 "with routed experts": f"{frame / model.in_flight:,.0f} B",
-                "the frame of a step": f"{frame / 1000:,.0f} kB",
                 "**1,000 workers: tokens per second**": f"{tokens / 1e6:.2f} million",
                 "frames per second, with one client per worker": f"{NUM_WORKERS * model.steps_per_s:,}",
-                "frame acks per second, at most": f"{NUM_WORKERS * model.steps_per_s:,}",
                 "frames, without routed experts": f"{NUM_WORKERS * model.steps_per_s * bare / 1e9:.2f} GB/s",
                 "**frames, with routed experts**": f"**{stream_bytes(model) / 1e9:.2f} GB/s**",
                 "routed experts of prompts": f"{prompt_bytes(model) / 1e9:.2f} GB/s",
                 "requests per second": f"{requests:,.0f}",
-                "into the queues": f"{requests * REQUEST_BYTES / 1e6:.1f} MB/s",
             }
         )
     return _table(["", *(model.name for model in MODELS)], [[name, *(c[name] for c in columns)] for name in columns[0]])
