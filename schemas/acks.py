@@ -22,7 +22,7 @@ class AckStatus(enum.StrEnum):
     ACCEPTED = "accepted"
     """The worker will execute the command."""
     PROGRESS = "progress"
-    """The worker is executing the command; `stage` names the current step."""
+    """The worker executes the command; `stage` names the step."""
     APPLIED = "applied"
     """The worker executed the command. Final."""
     FAILED = "failed"
@@ -33,7 +33,7 @@ class AckStatus(enum.StrEnum):
     STALE = "stale"
     """A later command replaced this command. Final."""
     UNKNOWN = "unknown"
-    """Never sent: a reader decodes a status of a newer worker as this value."""
+    """Never sent: the value for a newer worker's status."""
 
     @classmethod
     def _missing_(cls, value: object) -> "AckStatus":
@@ -54,7 +54,7 @@ class AckError(msgspec.Struct, frozen=True, kw_only=True):
     code: ControlCode
     """Error code for programs."""
     message: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
-    """Error text for people: the field or file, the problem, and the allowed values."""
+    """Error text for people."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,11 +67,11 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     command: Name
     """Name of the command."""
     worker: str
-    """Id of the worker that sends the ack."""
+    """Id of the worker."""
     incarnation: Name
     """Incarnation of the worker."""
     model: Name
-    """Name of the model that the worker serves."""
+    """Served model name."""
     status: AckStatus
     """Progress of the worker with the command."""
     epoch: int | None = None
@@ -81,24 +81,24 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: AckError | None = None
     """Reason, with `failed`, `unsupported` and `stale`."""
     weight_version: Version = 0
-    """Version of the weights that the worker has now."""
+    """Version of the weights now."""
     in_flight: Annotated[int, Meta(ge=0)] = 0
-    """Requests in flight at the worker now."""
+    """Requests in flight now."""
     seconds: float = 0.0
     """Seconds from `accepted` to this ack."""
     canary: Canary | None = None
-    """After an update, the result of the canary with the new weights."""
+    """After an update: result of the canary."""
     signature: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
     """Signature of the engine. Canaries are comparable only between workers with equal signatures."""
     frames: Annotated[dict[str, int], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
     """After a pause or an update: the number of frames sent on each link, by `<client>/<incarnation>`. Later frames may
     still carry earlier tokens that waited for credit."""
     request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
-    """After an abort: ids of the aborted requests that were in flight at this worker."""
+    """After an abort: ids of the requests that were in flight at this worker."""
     state: Any | None = None
     """After `state`: the worker's presence, as a map."""
     verified: Verified | None = None
-    """After an update: the comparison of the new weights with the loaded tensors. None: the engine reports none, or
+    """After an update: comparison of the weights with the loaded tensors. None: the engine reports none, or
     nothing was loaded."""
     timing: UpdateTiming | None = None
     """After a check or an update: durations of its steps. None: the worker reports none."""
@@ -108,15 +108,14 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """After `read_experts`: counts of the chosen experts. None: the worker counted none, because the engine returns no
     routed experts."""
     timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=limits.MAX_TIMELINES)] | None = None
-    """After `read_request`: the attempts of the request's samples at this worker, in order of arrival. Empty: the
-    worker knows none."""
+    """After `read_request`: timelines in order of arrival. Empty: the worker knows none."""
     timelines_left_out: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
-    """Number of earlier attempts and samples of that request that did not fit into the ack."""
+    """Number of earlier timelines that did not fit into the ack."""
 
     digest: Digest | None = None
-    """After a check: digest of the content that the worker found at the source. None: the worker computes none."""
+    """After a check: digest of the content at the source. None: the worker computes none."""
     path: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """After the check of a path: its real path on the worker's machine, without symlinks."""
+    """After the check of a path: its real path, without symlinks."""
 
     def __post_init__(self) -> None:
         """Check that the ids, the worker name and the epoch are valid."""

@@ -51,7 +51,7 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     """The client or a pause aborted the request."""
     ERROR = "error"
-    """The request failed; the chunk's `error` gives the reason."""
+    """The request failed; `error` gives the reason."""
     REPETITION = "repetition"
     """The engine detected repetition in the output."""
 
@@ -64,7 +64,7 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     shape: tuple[Position, Position, Position]
     """(num_rows, num_layers, top_k); num_rows may be 0."""
     dtype: RowDtype
-    """Dtype of the ids, fixed for each model: u1 up to 256 experts, else <u2."""
+    """Dtype of the ids: u1 up to 256 experts, else <u2."""
     data: Buffer
     """Expert ids, C-contiguous and little-endian."""
 
@@ -139,9 +139,9 @@ class SamplingMask(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     counts_data: bytes
-    """<i4[k]: number of ids of each token, at least 1, because the token itself is included."""
+    """<i4[k]: number of ids of each token, including the token itself."""
     token_ids_data: bytes
-    """<i4[sum of the counts]: ids of the first token, then ids of the second token, and so on."""
+    """<i4[sum of the counts]: ids of the first token, of the second, and so on."""
 
     def __post_init__(self) -> None:
         """Check that the counts are in range and add up to the number of ids."""
@@ -177,7 +177,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprobs_data: bytes
     """<f4[positions]: log probabilities."""
     top: TopLogprobs | None = None
-    """Most likely tokens at the same positions; None unless `prompt_logprobs` > 0."""
+    """Most likely tokens there; None unless `prompt_logprobs` > 0."""
 
     def __post_init__(self) -> None:
         """Check that the lengths of the arrays match."""
@@ -206,7 +206,7 @@ class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     message: ErrorText
     """Error text for people, one sentence."""
     field: ErrorText = ""
-    """Name of the wrong field if `code` is `invalid_request`, with dots for nested fields: `sampling.top_p`."""
+    """With `invalid_request`: name of the wrong field, such as `sampling.top_p`."""
     problem: ErrorText = ""
     """Problem of the field."""
     allowed: ErrorText = ""
@@ -246,20 +246,19 @@ class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
     finish_reason: FinishReason
     """Reason why the request ended."""
     num_tokens: Position
-    """Number of tokens in all chunks of this attempt and child request."""
+    """Number of tokens in all chunks of this attempt and child."""
     num_rows: Position
-    """Number of rows of routed experts in all chunks of this attempt and child request."""
+    """Number of rows of routed experts in them."""
     stop_reason: Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)] | None = None
     """Id of the stop token, if one of `stop_token_ids` ended the request."""
     error: ChunkError | None = None
-    """Reason of the failure; set if and only if `finish_reason` is ERROR."""
+    """Reason of the failure; set exactly with the finish reason `error`."""
     cached_tokens: Position | None = None
-    """Number of prompt tokens that the engine found in its prefix cache; None: unknown."""
+    """Prompt tokens that the engine found in its prefix cache; None: unknown."""
     routed_experts_start: Position | None = None
     """Applied `routed_experts_prompt_start`; None: the engine returned no routed experts."""
     kv_params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] | None = None
-    """After a prefill phase: location of the prompt's KV cache, for the `KvTransfer` of the decode phase; None: not
-    kept."""
+    """After a prefill phase: `KvTransfer.params` of the decode phase; None: no KV is kept."""
 
     def __post_init__(self) -> None:
         """Check that the error and the finish reason ERROR occur only together."""
@@ -277,9 +276,9 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     child: Index
     """Number of the sample, 0 to n - 1."""
     chunk_index: Index
-    """Number of the chunk, contiguous from 0 within an attempt and child request."""
+    """Number of the chunk, contiguous from 0 in this attempt and child."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-    """Version of the weights that sampled these tokens; a chunk never mixes two versions."""
+    """Version of the weights that sampled these tokens, never two."""
     token_ids_data: bytes = b""
     """<i4[k], k >= 0: new token ids."""
     logprobs_data: bytes | None = None

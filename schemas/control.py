@@ -56,15 +56,15 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     """Id of the command. A worker executes a command once per id, and answers a repeated command with the same ack."""
     model: str | None = None
-    """Name of the model whose workers must execute the command; None: workers of every model."""
+    """Name of the model whose workers must execute it; None: every model."""
     workers: tuple[str, ...] | None = None
-    """Ids of the workers that must execute the command; None: all workers, including workers that start later."""
+    """Ids of the workers that must execute it; None: all workers, and those that start later."""
     epoch: int | None = None
     """Epoch of the desired state that contains the command. None: not recorded yet; the workers record the command."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Seconds for each worker to execute the command. For the state after a timeout, see docs/protocol.md."""
+    """Seconds for each worker to execute it. For the state after a timeout, see docs/protocol.md."""
     by: str | None = None
-    """User of the HTTP service for whom the command is sent: `http:` and a name. None: the controller sends it for
+    """User of the HTTP service for whom it is sent: `http:` and a name. None: the controller sends it for
     itself. Only workers with `Capabilities.transfer_leases` decode it."""
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Resume(Command, frozen=True, kw_only=True, tag_field="command", tag="resum
 
 
 class Drain(Command, frozen=True, kw_only=True, tag_field="command", tag="drain"):
-    """Hand the requests in flight to other workers and accept no more requests, until `resume`."""
+    """Hand the requests in flight to other workers and accept no more until `resume`."""
 
     sets: ClassVar[str | None] = "pause"
 
@@ -139,7 +139,7 @@ class FlushCache(Command, frozen=True, kw_only=True, tag_field="command", tag="f
     sets: ClassVar[str | None] = "flush"
 
     preempt: bool = False
-    """True: also reset the cache of requests in flight, which the engine then recomputes. False: the command fails if
+    """True: also that of requests in flight, which the engine recomputes. False: the command fails if
     requests in flight use the cache."""
 
 
@@ -179,18 +179,18 @@ class UpdateWeights(_OneModelCommand, frozen=True, kw_only=True, tag_field="comm
     source: WeightSource
     """Location of the weights."""
     mode: PauseMode = "keep"
-    """Handling of the requests in flight during the load."""
+    """Handling of the requests in flight."""
     clear_cache: bool | None = None
     """True resets the prefix cache; None resets it unless `mode` is `keep`. New requests never use cache entries of
     older weights."""
     allow_rollback: bool = False
-    """True: the version may be older than the present version, or equal to it with another source."""
+    """True: the version may be older than the present one, or equal to it with another source."""
     expected_canary: Canary | None = None
-    """Canary result of the trainer's own copy of the weights; None: no comparison with the trainer."""
+    """Canary result of the trainer's own copy of the weights; None: no comparison."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to load the weights."""
     label: Label | None = None
-    """Name of this version chosen by the trainer, for example `step-42`; stored in the desired state."""
+    """Name of this version, for example `step-42`."""
     digest: Digest | None = None
     """Digest of the tensors of this version. A worker that finds other content at the source serves nothing. None: the
     version is unpinned, and workers load what they find. Written only if all workers have
@@ -219,16 +219,16 @@ class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag
     name: str
     """Name of the adapter in requests."""
     source: WeightSource
-    """Location of the adapter."""
+    """Location of the weights."""
     version: Version = 0
     """Version of the adapter. Each token that it samples carries this version."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to load the weights."""
     digest: Digest | None = None
-    """Digest of the adapter's tensors and of the bytes of `adapter_config.json`, used like that of `update_weights`."""
+    """Digest of the adapter's tensors and of the bytes of `adapter_config.json`, used like that of weights."""
     for_base: bool = False
-    """True: `name` is the model's own name, and requests for the model use the adapter until it is unloaded or the
-    weights are replaced. Recorded only if all workers have `Capabilities.base_adapters`."""
+    """True: `name` is the model's own name, and its requests use the adapter until it is unloaded or the weights are
+    replaced. Recorded only if all workers have `Capabilities.base_adapters`."""
 
 
 class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
@@ -245,7 +245,7 @@ class Abort(Command, frozen=True, kw_only=True, tag_field="command", tag="abort"
     """End requests in flight of any client."""
 
     request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)] | None
-    """Ids of the requests, chosen by their clients; None: all requests in flight. Workers of earlier releases fail a
+    """Ids of the requests; None: all requests in flight. Workers of earlier releases fail a
     command with None as `invalid_command`."""
 
 
@@ -268,13 +268,13 @@ class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="
 
 
 class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="read_request"):
-    """Ask for the history of a request at the worker, or for a list of its requests.
+    """Ask for the history of a request, or for a list of requests.
 
     Only workers with `Capabilities.telemetry_reads` support this command.
     """
 
     request_id: str | None = None
-    """Id of the request, chosen by its client; None: the requests of the list `show`."""
+    """Id of the request; None: the requests of the list `show`."""
     show: RequestKind | None = None
     """List of requests instead of one. Only workers with `Capabilities.request_lists` decode the last three fields."""
     client: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
@@ -305,7 +305,7 @@ class InitWeightTransfer(_OneModelCommand, frozen=True, kw_only=True, tag_field=
 
 
 class StartWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
-    """Hold the requests in flight and start to receive weights from the transfer engine.
+    """Hold the requests in flight and start to receive weights.
 
     The id of the command becomes the id of the transfer. Its owner may start again; others get `transfer_held`.
     """
@@ -324,7 +324,7 @@ class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag_field="
 
 
 class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
-    """End an update by the transfer engine: verify the weights, set the version and resume.
+    """Verify the received weights, set the version and resume.
 
     A worker that joins later cannot repeat this update.
     """
@@ -334,13 +334,13 @@ class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field=
     version: Version
     """Version of the new weights."""
     allow_rollback: bool = False
-    """True: the version may be older than the present version, or equal to the version of a checkpoint."""
+    """True: the version may be older than the present one, or equal to it with another source."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to load the weights."""
     label: Label | None = None
-    """Name of this version, as in `update_weights`."""
+    """Name of this version, for example `step-42`."""
     transfer: TransferId | None = None
-    """Id of the transfer that must be open, as in `update_weight_chunk`."""
+    """Id of the transfer that must be open; None: any of the same owner."""
 
 
 class CancelWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="cancel_weight_update"):
@@ -391,9 +391,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     key: Annotated[str, Meta(max_length=64)]
     """Public key of the user's signatures: Ed25519, base64url."""
     models: tuple[Name, ...] | None = None
-    """Models whose commands, desired states and uploads the user may sign; None: every model."""
+    """Models whose commands, desired states and uploads the user may sign; None: all."""
     commands: tuple[Name, ...] | None = None
-    """Names of the commands that the user may send; None: all commands."""
+    """Names of the commands that the user may send; None: all."""
 
     def __post_init__(self) -> None:
         """Check the names."""
@@ -455,7 +455,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
     """Last recorded commands. A repeated command is not recorded again."""
     bucket: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
-    """Random id that the first state of a bucket gets and all later states keep. A state with this id and an older
+    """Random id that all states of a bucket have. A state with this id and an older
     epoch is a stale read. Empty: the program that wrote the state does not know this field."""
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class Sibling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     child: Index
     """Number of the sample, 0 to n - 1."""
     seed: Annotated[int, Meta(ge=0, le=limits.MAX_SEED)] | None = None
-    """`sampling.seed` of this sample; it replaces the seed of the message's request."""
+    """`sampling.seed` of this sample."""
 
 
 class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,11 +88,11 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     v: Literal[1] = WIRE_VERSION
     """Wire version."""
     client: str
-    """Name of the client, a subject token. Frames go to this client's subject."""
+    """Name of the client, to whose subject frames go."""
     incarnation: OptionalIncarnation = ""
     """Incarnation of the client; empty if `reply_to` is set."""
     reply_to: Annotated[str, Meta(max_length=limits.MAX_SUBJECT_CHARS)] | None = None
-    """Plain mode: reply subject for frames, below `plain.<client>.`, of a program that keeps no link."""
+    """Plain mode: subject for frames, below `plain.<client>.`."""
     attempt: Index = 0
     """Number of earlier publications of the request."""
     child: Index = 0
@@ -100,7 +100,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
     """Target version at submission, from which `max_weight_lag` counts; None without it and in later attempts."""
     kv: KvTransfer | None = None
-    """KV transfer of a prefill phase or decode phase; None: one worker serves the whole request."""
+    """KV transfer of a prefill or decode phase; None: one worker serves the whole request."""
     stream: bool = True
     """False: the caller reads no single chunks, so the worker may batch tokens."""
     request: msgspec.Raw
@@ -113,7 +113,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
     """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
-    """Attempts that the client has lost before, oldest first, for the worker's timeline."""
+    """Attempts that the client has lost before, oldest first."""
     given_id: str = ""
     """Id that the caller gave the request, if it is not `request.request_id`."""
 
@@ -144,17 +144,16 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     v: Literal[1]
     """Wire version."""
     incarnation: Incarnation
-    """Incarnation of the worker. Frame numbers restart with each incarnation."""
+    """Incarnation of the worker."""
     number: FrameNumber
-    """Number of the frame on its link, contiguous from 0. A heartbeat, a frame without content, has that of the next
-    frame."""
+    """Number of the frame on its link, contiguous from 0. A heartbeat (without content) has that of the next one."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Offers: requests that the worker has just accepted; one that may wait is named again when the engine receives
     it."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Chunks; those of one request are in order."""
     link: FrameNumber = 0
-    """Number of the link within this incarnation. Frame numbers restart with each link."""
+    """Number of the link within this incarnation."""
     client_incarnation: OptionalIncarnation = ""
     """Incarnation of the receiving client; others of its name drop the frame. Empty in plain mode."""
 

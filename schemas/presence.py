@@ -115,7 +115,7 @@ class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: Annotated[int, Meta(ge=1, le=limits.MAX_EXPERTS)]
     """Experts per layer."""
     dtype: Literal["u1", "<u2"]
-    """Dtype of the ids, fixed for each model: u1 up to 256 experts, else <u2."""
+    """Dtype of the ids: u1 up to 256 experts, else <u2."""
 
     @property
     def row_bytes(self) -> int:
@@ -144,15 +144,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     """Name of the engine: `vllm` or `synthetic`."""
     engine_version: str
-    """Version of the engine, as reported by the engine."""
+    """Version of the engine."""
     max_model_len: Positive
-    """Maximum sum of prompt tokens and generated tokens."""
+    """Maximum number of prompt and generated tokens together."""
     vocab_size: Positive
-    """Size of the vocabulary; token ids are 0 to vocab_size - 1."""
+    """Size of the vocabulary."""
     max_num_seqs: Positive
     """Requests that run at once. Further requests wait inside the engine."""
     max_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
-    """Largest allowed `sampling.logprobs` and `sampling.prompt_logprobs`."""
+    """Largest `sampling.logprobs` and `sampling.prompt_logprobs`."""
     dtype: str
     """Dtype of the weights, for example `bfloat16`."""
     routed_experts: RoutedExpertsInfo | None = None
@@ -169,9 +169,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if weights can be replaced from a checkpoint. A reload of the worker's own weights verifies this at its
     start."""
     weight_transfer: bool = False
-    """True if the worker can receive weights from the engine's own transfer engine."""
+    """True if the engine's transfer engine can receive weights."""
     max_loras: NotNegative = 0
-    """Maximum number of LoRA adapters loaded at once; 0: none."""
+    """Maximum number of loaded LoRA adapters."""
     sleep: bool = False
     """True if the command `sleep` frees memory."""
     data_parallel_size: Positive = 1
@@ -180,13 +180,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Phases that the worker serves. `prefill`: only prefill phases, sent directly by clients. `decode`: decode phases
     with the KV of a prefill worker, and requests without a prefill phase. `both`: whole requests."""
     kv_connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
-    """KV connector, with all properties that both workers of a transfer must share; None: no KV transfer."""
+    """KV connector, with all that both workers of a transfer must share; None: no KV transfer."""
     routing_refusal: str | None = None
     """Reason why an engine with experts returns no routed experts; None: it returns them, or has no experts."""
     max_lora_rank: Positive | None = None
     """Largest rank of an adapter; None: unknown, or the worker loads no adapters."""
     world_size: Positive | None = None
-    """Number of processes that hold the model's weights, over all replicas; None: not announced."""
+    """Processes that hold the model's weights, over all replicas; None: not announced."""
     version_labels: bool = False
     """True if the worker decodes commands with a `label`. Workers of earlier releases do not."""
     sampling_mask: bool = False
@@ -201,7 +201,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     telemetry_reads: bool = False
     """True if the worker answers `read_experts` and `read_request`. Workers of earlier releases reject both."""
     grammar_backend: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
-    """Backend of the engine's structured outputs, which the engine's start fixes. A request that needs another backend
+    """Backend of the engine's structured outputs. A request that needs another backend
     is rejected. None: no structured outputs, or not announced."""
     sampling_limits: SamplingLimits | None = None
     """Limits of the engine's sampler; None: only the limits of `SamplingParams`."""
@@ -223,7 +223,7 @@ class WorkerState(enum.StrEnum):
     SERVING = "serving"
     """The engine is warm, the lease is held, and the worker matches the desired state."""
     UPDATING = "updating"
-    """The worker reconciles itself with the desired state: weights, adapters, pause. Requests wait in the queue."""
+    """The worker applies the desired state: weights, adapters, pause. Requests wait in the queue."""
     PAUSED = "paused"
     """A command paused the worker. New requests wait; the pause's mode aborts, finishes or holds those in flight."""
     DRAINED = "drained"
@@ -242,7 +242,7 @@ class WorkerState(enum.StrEnum):
     FAILED = "failed"
     """The engine died or completes no more steps. The process is about to exit with a non-zero code."""
     STOPPED = "stopped"
-    """The last message of a worker that shuts down normally. Its open requests resume on other workers immediately."""
+    """The worker shuts down normally. Its open requests resume on other workers immediately."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a newer state as this value. Counts as present, but gets no new requests."""
 
@@ -277,23 +277,23 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """
 
     kv_cache_use: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Share of the KV cache that requests use, 0 to 1. Cached prefixes that no request uses count as free."""
+    """Share of the KV cache that requests use. Cached prefixes that no request uses count as free."""
     running: NotNegative | None = None
     """Requests that the engine runs."""
     waiting: NotNegative | None = None
     """Requests inside the engine that it has not started or has preempted."""
     preemptions: NotNegative | None = None
-    """Number of times that a running request lost its KV cache since warm-up. The engine recomputes that cache."""
+    """Times that a running request lost its KV cache since warm-up. The engine recomputes that cache."""
     prefix_cache_queries: NotNegative | None = None
-    """Tokens of requests that the engine has looked up in its prefix cache since warm-up."""
+    """Tokens looked up in the prefix cache since warm-up."""
     prefix_cache_hits: NotNegative | None = None
-    """Tokens of those requests that the engine found in the cache and did not compute."""
+    """Those of these tokens that the cache had."""
     prefill_tokens_per_s: NotNegativeSeconds | None = None
-    """Computed prompt tokens per second, from the scheduling of a request to its first token. Cached tokens do not
+    """Computed prompt tokens per second, until the first token. Cached tokens do not
     count, and other requests may decode in the same time. Measurements are weighted by tokens, so long prompts
     dominate, and steps with fewer than 64 do not count. n uncached tokens take about n divided by this rate."""
     decode_tokens_per_s: NotNegativeSeconds | None = None
-    """Generated tokens of all requests after their first, per second of the steps that made them. One request gets
+    """Generated tokens per second of all requests, after their first. One request gets
     about this rate divided by `running`; n tokens of all requests take about n divided by this rate."""
     kv_cache_tokens: Positive | None = None
     """Tokens that the KV cache can hold, over all replicas."""
@@ -305,7 +305,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     v: Literal[1] = 1
     """Wire version."""
     worker: str
-    """Id of the worker, unique in the fleet; a subject token."""
+    """Id of the worker, unique in the fleet."""
     incarnation: str
     """Incarnation of the worker; it changes with each start. Frames carry the incarnation that sent them."""
     model: str
@@ -313,17 +313,17 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     state: WorkerState
     """State of the worker."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-    """Version of the weights that the worker samples from now."""
+    """Version of the weights that it samples from."""
     in_flight: NotNegative
-    """Requests that the worker has accepted and not ended."""
+    """Accepted requests that have not ended."""
     free_slots: NotNegative
-    """Requests that the worker would start immediately."""
+    """Requests that it would start immediately."""
     uptime_s: Annotated[float, Meta(ge=0)]
     """Seconds since the worker started."""
     lease_s: Annotated[float, Meta(gt=0)]
     """Seconds for which this message is valid."""
     capabilities: Capabilities | None = None
-    """Capabilities of the engine; None while the engine starts."""
+    """Capabilities; None while the engine starts."""
     held_bytes: NotNegative = 0
     """Buffered bytes for clients: frames without a frame ack, and tokens that wait for credit."""
     last_error: str | None = None
@@ -333,11 +333,11 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode | None = None
     """Mode of the pause; None unless the worker is paused."""
     queued: NotNegative = 0
-    """Requests that the worker has accepted and its engine has not."""
+    """Accepted requests that its engine does not have."""
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Version of the weights that the desired state requires; None until the worker has read the desired state."""
+    """Version of the weights that the desired state requires; None until the worker has read it."""
     epoch: NotNegative = 0
-    """Epoch of the desired state that the worker has applied, or failed to apply."""
+    """Epoch of the desired state that it has applied, or failed to apply."""
     loras: tuple[LoraInfo, ...] = ()
     """Adapters that requests may name."""
     lease_age_s: Annotated[float, Meta(ge=0)] = 0.0
@@ -345,7 +345,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     counters: WorkerCounters | None = None
     """Counters of the worker; None: not announced."""
     start_left_s: Annotated[float, Meta(ge=0)] | None = None
-    """Seconds for which requests may wait for a worker that starts; None: it does not start or announce it. 0 in the
+    """Seconds for which requests may wait for its start; None: it does not start or announce it. 0 in the
     presence of a failed worker: its supervisor does not start it again, so no request waits for it."""
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
     """Name of the worker's machine; None: not announced."""
@@ -364,10 +364,10 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Number that increases whenever the prefix cache may have been emptied. A load of weights, a flush or a sleep
     does that; entries of earlier epochs are gone."""
     oldest_prefix_s: NotNegativeSeconds | None = None
-    """Seconds since the last use of the oldest prefix that may still be cached. Earlier ones are gone, unless a request
+    """Seconds since the last use of the oldest cached prefix. Earlier ones are gone, unless a request
     uses them. None: no prefix has been dropped yet, or the engine does not report it."""
     published: PublishedVersion | None = None
-    """Published version that this incarnation staged last; None: it staged none, or does not announce it."""
+    """Published version that it staged last; None: it staged none, or does not announce it."""
     weight_digest: Digest | None = None
     """Digest of the tensors of the worker's weights; None: unknown or not announced."""
     transfer: OpenTransfer | None = None
@@ -411,7 +411,7 @@ class ClientPresence(msgspec.Struct, frozen=True, kw_only=True):
     v: Literal[1] = 1
     """Wire version."""
     client: str
-    """Name of the client, unique among live clients of the fleet; a subject token."""
+    """Name of the client, unique in the fleet."""
     incarnation: Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
     """Incarnation of the client; it changes with each start. Workers end requests of earlier incarnations."""
     state: ClientState

@@ -114,25 +114,24 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     """True: reject the request if the model has no routed experts. False: do not return them. None: return them if the
     model has them."""
     routed_experts_prompt_start: int = 0
-    """Number of leading prompt positions without routed experts in the result, for example those of earlier turns."""
+    """Number of leading prompt positions without routed experts in the result."""
     cache_salt: str | None = None
     """Salt of the prefix cache: only requests with the same salt share cache entries."""
     priority: int = 0
     """Priority; lower is more urgent, as in vLLM. It selects the lane, and the order in the engine if that supports
     it."""
     session_id: str | None = None
-    """Session of the request, for example a conversation, whose turns a client may place at one worker."""
+    """Session, for example a conversation, whose turns a client may place at one worker."""
     lora: str | None = None
     """Name of a loaded LoRA adapter; None: the base model."""
     timeout_s: float | None = None
     """Seconds from now until the request fails with `timeout`; None: `DEFAULT_TIMEOUT_S`."""
     min_weight_version: int | None = None
-    """Minimum weight version: workers with older weights do not serve the request."""
+    """Workers with older weights do not serve the request."""
     max_weight_lag: int | None = None
-    """Maximum number of versions by which the weights may advance before the request starts; beyond it, the request
-    fails with `too_stale`."""
+    """Number of versions by which the weights may advance before the request starts, else `too_stale`."""
     traceparent: str | None = None
-    """W3C trace context, which every attempt carries to its worker and engine, and its first chunk returns."""
+    """W3C trace context, for worker and engine of every attempt."""
     return_sampling_mask: bool | None = None
     """True: reject the request if the engine makes no sampling masks. False: do not return them. None: return them if
     it makes them."""

@@ -95,13 +95,13 @@ class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     event: Name
     """A `TimelineEventName`. Readers skip names that newer workers have appended."""
     weight_version: Version | None = None
-    """Version of the weights from this event on, with `offered` and `weights`."""
+    """With `offered` and `weights`: version of the weights from here on."""
     tokens: Count | None = None
-    """Tokens generated so far, with `held`, `weights`, `restarted` and `ended`; prompt tokens with `prefilled`."""
+    """With `held`, `weights`, `restarted` and `ended`: tokens generated so far; with `prefilled`: prompt tokens."""
     cached_tokens: Count | None = None
-    """Prompt tokens that the engine had in its cache, with `prefilled`."""
+    """With `prefilled`: prompt tokens that the engine had in its cache."""
     reason: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """With `ended`: the finish reason, the error code, or `returned` if the worker returned the request to the queue.
+    """With `ended`: finish reason, error code, or `returned` (to the queue).
     With `held`: the cause of the pause, which is `pause`, `weights` or `lora`."""
 
 
@@ -145,24 +145,24 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     given_id: Annotated[str, Meta(max_length=limits.MAX_GIVEN_ID_CHARS)] = ""
     """Id that the caller gave the request; empty: the same."""
     client: Name
-    """Name of the client that sent the request."""
+    """Name of the client."""
     attempt: Count = 0
-    """Number of the attempt; 0 for the first. Each later attempt continues where the previous attempt was lost."""
+    """Number of the attempt, from 0. Each later attempt continues where the previous attempt was lost."""
     child: Count = 0
     """Number of the sample, 0 to n - 1."""
     lane: Name | None = None
-    """Lane of the queue; None: a client placed the request at this worker."""
+    """Lane of the queue; None: the request was placed."""
     lora: Name | None = None
     """Name of the adapter; None: no adapter, or the worker runs an earlier release."""
     prompt_tokens: Count = 0
-    """Prompt tokens of the request; for resumed attempts, these include the tokens generated before."""
+    """Prompt tokens; in resumed attempts with the tokens generated before."""
     traceparent: Name | None = None
-    """W3C trace context of the request; None: the client sent none."""
+    """W3C trace context of the request."""
     events: Annotated[tuple[TimelineEvent, ...], Meta(max_length=limits.MAX_TIMELINE_EVENTS)] = ()
     """Events in order. If there are too many, the events in the middle are left out."""
     phase: Literal["prefill", "decode"] | None = None
-    """Phase of the attempt at this worker; None: this worker serves the whole attempt."""
+    """Phase of the attempt; None: this worker serves all of it."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
-    """Attempts of this sample that the client has lost before this one, oldest first."""
+    """Attempts that the client has lost before this one, oldest first."""
     progress: RequestProgress | None = None
     """Progress of a request in flight; None: it has ended, or the worker runs an earlier release."""

@@ -27,7 +27,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Annotated[tuple[float, ...], Meta(max_length=limits.MAX_CANARY_TOKENS)]
     """Log probabilities of these tokens: log-softmax over all logits."""
     routed_experts: str | None = None
-    """Rows of prompt and generated tokens as base64, u1 or <u2 in C order, with sorted experts in each row. None
+    """Rows of prompt and generated tokens as base64, u1 or <u2 in C order, each row sorted. None
     without experts, or in an `expected_canary` whose creator does not know them."""
     shape: tuple[int, int, int] | None = None
     """Shape of `routed_experts`: [num_rows, num_layers, top_k]. The number of bytes gives the dtype."""
@@ -65,9 +65,9 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unprobed: Annotated[
         tuple[Annotated[str, Meta(max_length=limits.MAX_MODULE_CHARS)], ...], Meta(max_length=limits.MAX_UNPROBED)
     ] = ()
-    """First modules with weights that are neither probed nor equal, each with the reason."""
+    """First modules that are neither probed nor equal, each with the reason."""
     num_unprobed: Annotated[int, Meta(ge=0)] = 0
-    """Number of all modules that are neither probed nor equal."""
+    """Number of all such modules."""
     seconds: Seconds = 0.0
     """Seconds of the comparison in the slowest process; part of `loaded_s`. 0: not measured."""
 
@@ -76,9 +76,9 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a worker that brings a source of weights to its machine; it may serve requests meanwhile."""
 
     source: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
-    """Source that the worker stages: a path, or `objects:<bucket>/<prefix>`."""
+    """Source: a path, or `objects:<bucket>/<prefix>`."""
     stage: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
-    """Current step of the worker, as `stage` of an `Ack`."""
+    """Current step, as `stage` of an `Ack`."""
     done_bytes: Bytes = 0
     """Completed bytes of this step."""
     total_bytes: Bytes = 0
@@ -110,15 +110,15 @@ class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
     """Version of the weights."""
     stored_bytes: Bytes = 0
-    """Bytes of the version in the store: of its delta, of its anchor, or of both."""
+    """Bytes of its delta, its anchor, or both in the store."""
     model_bytes: Bytes = 0
-    """Bytes of the version's tensors."""
+    """Bytes of its tensors."""
     chain_length: Count = 0
-    """Versions after the last anchor of the chain, including this one; 0: this version has an anchor."""
+    """Versions since the last anchor, including this one; 0: it has an anchor."""
     used_bytes: Bytes = 0
     """Used bytes of the model's bucket."""
     limit_bytes: Bytes = 0
-    """Maximum bytes of the bucket; 0: it has no limit of its own."""
+    """Maximum bytes of the bucket; 0: no limit of its own."""
 
 
 class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,8 +17,7 @@ class WorkerRequestState(enum.StrEnum):
     """The state of a request that a worker has accepted."""
 
     OFFERED = "offered"
-    """The engine runs the request, and the worker offers it to the client. The queue still holds it for another worker.
-    """
+    """The engine runs the request, and the worker offers it to the client. The queue still holds it."""
     OWNED = "owned"
     """The client has acknowledged the offer, and the worker has acked the queue message. Worker and client own the
     request."""

@@ -75,7 +75,7 @@ def part(name: str) -> str:
     if name == "commands":
         return bullets(command_items())
     if name == "fields":
-        return bullets(f"`{kind.__struct_config__.tag}` {item}" for kind in COMMANDS for item in struct_items(kind))
+        return bullets(field_items())
     if name in ENUMS:
         return bullets(f"`{value}`: {meaning}" for value, meaning in enum_meanings(ENUMS[name]))
     kind = STRUCTS[name]
@@ -129,6 +129,15 @@ def command_items() -> Iterator[str]:
         yield f"`{kind.__struct_config__.tag}` ({register}{timeout:g} s): {meaning}"
 
 
+def field_items() -> Iterator[str]:
+    """Yield each field that only some commands have, once for all commands that have it with the same text."""
+    commands: dict[str, list[str]] = {}
+    for kind in COMMANDS:
+        for item in struct_items(kind):
+            commands.setdefault(item, []).append(f"`{kind.__struct_config__.tag}`")
+    return (f"{', '.join(names)}: {item}" for item, names in commands.items())
+
+
 def enum_meanings(kind: type[enum.StrEnum]) -> Iterator[tuple[str, str]]:
     """Yield each value with its meaning."""
     meanings = docstrings(inspect.getsource(kind))
@@ -168,10 +177,14 @@ def struct_items(kind: type[msgspec.Struct]) -> Iterator[str]:
     if not isinstance(info, wire_types.StructType):
         raise TypeError(f"{kind.__name__} is no struct")
     for field, typed in zip(msgspec.structs.fields(kind), info.fields, strict=True):
-        if field.name not in common:
+        is_known = field.name == "v" and not kind.__struct_config__.array_like  # The page explains `v` of maps once.
+        if field.name not in common and not is_known:
             meaning = meanings[field.name] if kind in _OF_REQUESTS else first_sentence(meanings[field.name])
             if kind.__module__ == presence.__name__:
                 meaning = re.sub("; None: .*", ".", meaning)  # The page says once what nil means in presence.
+            if isinstance(typed.type, wire_types.BoolType):
+                # The page says once that true is meant.
+                meaning = re.sub("^True(?:: | if )(.)", lambda match: match[1].upper(), meaning)
             yield f"`{field.name}` ({type_name(typed.type)}{default(field)}): {meaning}"
 
 

@@ -44,32 +44,30 @@ class RequestState(enum.StrEnum):
     """The state of the current attempt of a child request at its client."""
 
     WAITING = "waiting"
-    """The current attempt is not published. The client publishes it when a worker of the model is present and when the
-    request no longer waits for the worker of its group."""
+    """The current attempt is not published: no worker of the model is present, or the request waits for the worker of
+    its group."""
     AWAITING_PREFILL = "awaiting_prefill"
-    """The request waits for room at a prefill worker. After 2 s at most, a decode worker serves it alone."""
+    """The request waits, for 2 s at most, for room at a prefill worker."""
     READY = "ready"
-    """The whole request, or its decode phase, is about to go to the queue. The client asks no prefill worker any more.
-    """
+    """The whole request, or its decode phase, is about to go to the queue."""
     HELD = "held"
-    """The request may have killed an engine, and the client tries another suspect first. The client releases this
-    request when the other suspect has a token or has ended."""
+    """The request may have killed an engine, and the client first tries another suspect until it has a token or has
+    ended."""
     PREFILL_HANDED_OVER = "prefill_handed_over"
-    """The client has sent the prefill phase to one prefill worker. This worker has one second to send an offer."""
+    """The client has sent the prefill phase to one worker, which has one second to send an offer."""
     HANDED_OVER = "handed_over"
-    """The client has sent the request directly to one worker. This worker has one second to send an offer."""
+    """The client has sent the request to one worker, which has one second to send an offer."""
     PUBLISHING = "publishing"
-    """The client has sent the request to the queue. The client repeats it until the queue confirms."""
+    """The client sends the request to the queue until the queue confirms."""
     QUEUE_MISSING = "queue_missing"
     """The queue does not exist, although workers of the model are present. The client publishes again after 0.5 s."""
     QUEUED = "queued"
-    """The queue stores the request for a worker. The request survives a restart of client, workers and server."""
+    """The queue stores the request for a worker, even if the server restarts."""
     PREFILLING = "prefilling"
     """A prefill worker has the prefill phase: it sent an offer, and the client accepted. The first token ends the
     phase."""
     RUNNING = "running"
-    """A worker sent an offer, and the client accepted. Both own the request, and the worker acks the queue message when
-    the client has acknowledged the offer."""
+    """A worker sent an offer, and the client accepted. Both own the request."""
     ENDED = "ended"
     """The request has its terminal chunk or an error. The client counts later chunks and offers and answers with an
     abort."""

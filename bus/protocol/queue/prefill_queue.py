@@ -28,9 +28,9 @@ class PrefillFallback(enum.StrEnum):
     """The reason why a decode worker serves a request alone, although its fleet has or should have prefill workers."""
 
     NO_WORKER = "no_worker"
-    """No prefill worker of the model serves whose KV a serving decode worker could read."""
+    """No prefill worker serves whose KV a decode worker could read."""
     UNSUITABLE = "unsuitable"
-    """No prefill worker has the weights, the adapter or the context length that the request needs."""
+    """No prefill worker has the weights, the adapter or the context length."""
     BUSY = "busy"
     """No prefill worker had a free slot, or answered, in time."""
     SAMPLING = "sampling"
