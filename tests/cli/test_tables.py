@@ -451,9 +451,15 @@ STATE = FleetState(
 
 
 def test_the_names_of_the_state_are_documented() -> None:
-    """docs/operate/commands.md lists all names that `rollbus status --json` prints, and the states of a worker."""
+    """The page of `rollbus status`, with the messages of wire.md that it links to, has all names of its JSON.
+
+    It also has the states of a worker.
+    """
     page = re.sub(r"```.*?```", "", (ROOT / "docs/operate/commands.md").read_text(), flags=re.DOTALL)
     text = page.partition("## rollbus status")[2].partition("\n## ")[0]
+    wire = (ROOT / "docs/wire.md").read_text()
+    for message in ("WorkerPresence", "Capabilities", "DesiredState"):
+        text += wire.partition(f"<!-- table: {message} -->")[2].partition("<!-- end -->")[0]
     written = state_as_json(STATE)
     [worker], [queue] = written["workers"], written["queues"]
     known = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`[^`]+`", text))))

@@ -301,7 +301,7 @@ def of_model(state: FleetState, model: str | None) -> FleetState:
 
 
 def state_as_json(state: FleetState) -> dict[str, Any]:
-    """Return the output of `rollbus status --json`. docs/operate/commands.md lists its names, which do not change."""
+    """Return the output of `rollbus status --json`. docs/operate/commands.md names its fields, which do not change."""
     return {
         "fleet": state.fleet,
         "workers": [_without(worker, "v") for worker in state.workers],
