@@ -123,6 +123,7 @@ class Client:
         if runtime is None:
             raise BusClosed("this client is not connected")
         self._connected = None
+        del self._fleet
         await runtime.close()
 
     async def generate(

@@ -117,6 +117,7 @@ class BlockingGroups:
         self._source = iter(_check_iterable("prompts", prompts))
         # Running steps. There is more than one only until the sampler has rejected the others.
         self._steps: set[Future[GroupStep]] = set()
+        self._has_left = False
 
     def __repr__(self) -> str:
         """Return one line with counts."""
@@ -125,12 +126,14 @@ class BlockingGroups:
     def __enter__(self) -> Self:
         """Allow steps."""
         self._owner.run_blocking(self._awaited.__aenter__())
+        self._has_left = False
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Abort all requests in flight. Calls of the client after this call run after the abort."""
+        self._has_left = True
         for step in tuple(self._steps):
             self._owner.cancel(step)
         self._owner.finish(self._awaited.__aexit__(None, None, None))
@@ -143,10 +146,14 @@ class BlockingGroups:
     def step(self, *, version: int | None = None) -> GroupStep:
         """Run groups until enough are complete. Arguments, result and errors are those of `GroupSampler.step`."""
         self._owner.check_caller()
+        had_left = self._has_left
         step = self._owner.submit(self._awaited.step(version=version))
-        step.add_done_callback(lambda _: self._owner.post(self._handed.wake))
-        self._steps.add(step)
         try:
+            step.add_done_callback(lambda _: self._owner.post(self._handed.wake))
+            self._steps.add(step)
+            if self._has_left and not had_left:
+                # Another thread has left meanwhile, and may not have seen this step.
+                self._owner.cancel(step)
             while self._owner.run_blocking(self._handed.until_requested(step)):
                 # An error of the source ends the step, as an interrupt does.
                 self._owner.run_blocking(self._handed.bring(list(islice(self._source, 1))))
@@ -324,7 +331,7 @@ class BlockingClient:
         return self
 
     def close(self) -> None:
-        """Abort all open requests and close. Calls of other threads end with `client_closed` or `BusClosed`.
+        """Abort all open requests and close. Calls of other threads end with `BusClosed`, or with `client_closed`.
 
         It has no effect on a closed client.
         """

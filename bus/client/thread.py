@@ -414,15 +414,20 @@ class LoopThread(Generic[T]):
         task.add_done_callback(lambda _: self._end(outcome))
 
     def _end(self, outcome: Future[Any]) -> None:
-        """Set the result of a submitted coroutine, unless it ended because the thread ends: `_run` sets the reason."""
+        """Set the result of a submitted coroutine.
+
+        If it ended because the thread has failed, `_run` sets the reason. If the thread was stopped, the caller gets it
+        at once: leaving may take long.
+        """
         task = self._tasks.pop(outcome)
-        if self._is_leaving and (task.cancelled() or isinstance(task.exception(), BusClosed)):
+        was_stopped = self._is_leaving and (task.cancelled() or isinstance(task.exception(), BusClosed))
+        if was_stopped and (not self._is_stopping or self._callback_error is not None):
             return
         if not outcome.set_running_or_notify_cancel():
             # Nobody waits. asyncio logs the error of the task, if it has one.
             self._submitted.pop(outcome, None)
         elif task.cancelled():
-            outcome.set_exception(BusClosed(CANCELLED))
+            outcome.set_exception(BusClosed(CLOSED if was_stopped else CANCELLED))
         elif (error := task.exception()) is not None:
             outcome.set_exception(error)
         else:
@@ -451,7 +456,8 @@ class LoopThread(Generic[T]):
 
     def _on_callback_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if "handle" not in context or error is None:
+        # Without an owner's loop, callbacks of the caller (`on_end`) run on this thread: their errors are logged.
+        if self._owner is None or "handle" not in context or error is None:
             loop.default_exception_handler(context)
             return
         # The callback of a timer failed. No task awaits it, so the error must end the thread to be reported.

@@ -1,6 +1,7 @@
 """Serves the application on a listening socket until it is stopped."""
 
 import asyncio
+import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +21,9 @@ STOP_TIMEOUT_S = 5
 KEEP_ALIVE_S: Final = 75
 """Seconds, longer than clients keep idle connections. Otherwise a client could send while the service closes."""
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Limit for a request head with h11. uvicorn has none with httptools."""
+"""Limit for a request head."""
+MAX_TIMEOUT_MS: Final = 2**31 - 1
+"""Limit of the socket option: 25 days."""
 WANTED_DESCRIPTORS: Final = 16_384
 
 
@@ -59,13 +62,16 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     app = make_app(rb, settings, parsers)
     # The accepted connections inherit both options. The system closes a connection whose client confirms no data for
     # this time, and keeps little unsent data, so that the service notices a client that does not read.
-    on.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.client_timeout_s * 1000))
+    timeout_ms = min(round(settings.client_timeout_s * 1000), MAX_TIMEOUT_MS)
+    on.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     on.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SEND_BYTES)
     server = _HttpServer(
         uvicorn.Config(
             Edge(app, settings.client_timeout_s),
             ws="none",
             lifespan="off",
+            # httptools has no limit for a head, reads trailers as headers, and answers HTTP/1.0 with chunks.
+            http="h11",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -85,6 +91,14 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
                 app.state.service.live.end()
                 server.should_exit = True
                 await app.state.service.loads.stop()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's error at each answer that the service ends early, as for a client that stalls."""
+    return not str(record.msg).startswith("ASGI callable returned without completing response")
+
+
+logging.getLogger("uvicorn.error").addFilter(_is_news)
 
 
 class _HttpServer(uvicorn.Server):

@@ -136,7 +136,9 @@ class _Waiting:
 
 
 class Turns:
-    """The waiting requests of all models. Users take turns; of one user's requests, the most urgent is first.
+    """The waiting requests of all models. Next is one of the user with the fewest open samples, its most urgent one.
+
+    Users with equal numbers take turns.
 
     Args:
         workers: returns the current workers.
@@ -150,8 +152,8 @@ class Turns:
         self._serials = itertools.count()
         # By model: the heaps of all users with waiting requests, in the order of the users' turns.
         self._waiting: dict[str, dict[str, list[_Waiting]]] = {}
-        # Open samples by model.
-        self._open: Counter[str] = Counter()
+        # Open samples by model and user.
+        self._open: dict[str, Counter[str]] = {}
         self._by_request: dict[int, _Waiting] = {}
 
     @asynccontextmanager
@@ -190,34 +192,41 @@ class Turns:
 
     def _call_up(self, model: str) -> None:
         room = room_of(self._workers(), model) or self._default_room
+        running = self._open.setdefault(model, Counter())
         # The last request may exceed the room.
-        while (users := self._waiting.get(model)) and self._open[model] < room:
-            self._begin(next(iter(users.values()))[0])
+        while (users := self._waiting.get(model)) and running.total() < room:
+            self._begin(users[min(users, key=running.__getitem__)][0])
 
     def _begin(self, waiting: _Waiting) -> None:
         self._leave(waiting)
-        self._open[waiting.model] += waiting.request.sampling.n
+        self._open[waiting.model][waiting.user] += waiting.request.sampling.n
         waiting.due.set_result(None)
+        users = self._waiting.get(waiting.model, {})
+        if waiting.user in users:
+            users[waiting.user] = users.pop(waiting.user)
 
     def _leave(self, waiting: _Waiting) -> None:
-        """Remove a waiting request. All other users have their turns before the next request of its user."""
+        """Remove a waiting request."""
         users = self._waiting[waiting.model]
-        others = users.pop(waiting.user)
+        others = users[waiting.user]
         if others[0] is waiting:
             heapq.heappop(others)
         else:
             others.remove(waiting)
             heapq.heapify(others)
-        if others:
-            users[waiting.user] = others
-        elif not users:
+        if not others:
+            del users[waiting.user]
+        if not users:
             del self._waiting[waiting.model]
 
     def _end(self, waiting: _Waiting) -> None:
         if not waiting.due.done():
             self._leave(waiting)
         else:
-            self._open[waiting.model] -= waiting.request.sampling.n
+            running = self._open[waiting.model]
+            running[waiting.user] -= waiting.request.sampling.n
+            if not running[waiting.user]:
+                del running[waiting.user]
         self._call_up(waiting.model)
         if not self._open[waiting.model]:
             del self._open[waiting.model]

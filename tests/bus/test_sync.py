@@ -259,6 +259,25 @@ async def test_callbacks_may_not_call_the_client(nats_url: str, fleet: str, one_
     assert len(caught) >= 2
 
 
+async def test_an_error_of_a_callback_ends_nothing(
+    nats_url: str, fleet: str, one_worker: StartServed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error of a callback is logged, and the client goes on."""
+
+    def fail() -> None:
+        raise RuntimeError("the callback failed")
+
+    def program() -> None:
+        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
+            rb.fleet.wait_for_workers()
+            for name in ("a", "b"):
+                assert list(rb.generate(short(name), on_end=fail))[-1].end is not None
+
+    async with one_worker():
+        await in_thread(program)
+    assert "the callback failed" in caplog.text
+
+
 async def test_the_blocking_client_works_inside_a_running_loop(nats_url: str, fleet: str) -> None:
     """The blocking client works inside a running loop, as in a notebook, and blocks that loop."""
     with rollbus.sync.connect(nats_url, fleet=fleet) as rb:

@@ -75,6 +75,33 @@ async def test_bytes_that_are_not_http_get_400(nats_url: str, fleet: str) -> Non
         assert (await rest_of(reader)).startswith(b"HTTP/1.1 400 ")
 
 
+async def test_a_head_has_a_maximum_size(nats_url: str, fleet: str) -> None:
+    """The connection of a head without an end is closed."""
+    sent = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 2 * MAX_HEAD_BYTES
+    async with http_service(nats_url, fleet) as http, connected(http.url, sent) as (reader, _):
+        assert b" 200 " not in await rest_of(reader)
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks(nats_url: str, fleet: str) -> None:
+    """An answer to HTTP/1.0 ends with its connection."""
+    sent = b"GET /health HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n"
+    async with http_service(nats_url, fleet) as http, connected(http.url, sent) as (reader, _):
+        answer = (await rest_of(reader)).lower()
+    assert b"connection: close" in answer
+    assert b"chunked" not in answer
+
+
+async def test_trailers_are_no_headers(nats_url: str, fleet: str) -> None:
+    """A token in a trailer gives no access, because a proxy does not check trailers."""
+    sent = (
+        b"POST /v1/rl/pause HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nAuthorization: Bearer admin\r\n\r\n"
+    )
+    settings = Settings(token="data", admin_token="admin")
+    async with http_service(nats_url, fleet, settings) as http, connected(http.url, sent) as (reader, _):
+        assert b" 401 " in (await rest_of(reader)).splitlines()[0]
+
+
 async def test_idle_connections_are_closed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that is idle after its response is closed."""
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)

@@ -68,6 +68,26 @@ async def test_users_take_turns() -> None:
     assert await order_of([(user, sampled()) for user in "aaaaabbc"]) == list("abcabaaa")
 
 
+async def test_a_user_with_many_open_samples_waits_for_the_others() -> None:
+    """Next is a request of the user with the fewest open samples, so that all get the same share."""
+    turns, order = turns_of(4), list[str]()
+    release = asyncio.Event()
+
+    async def take_turn(user: str, n: int) -> None:
+        async with turns.turn(user, sampled(n)):
+            order.append(user)
+            await release.wait()
+
+    async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled(4)) as first:
+        for user, n in [("a", 2), ("a", 2), ("b", 1), ("b", 1)]:
+            tasks.create_task(take_turn(user, n))
+            await asyncio.sleep(0)
+        first.end()
+        await until_true(lambda: len(order) == 3)
+        assert order == ["a", "b", "b"]
+        release.set()
+
+
 async def test_the_most_urgent_request_of_a_user_is_first() -> None:
     """The requests of one user run by priority, then in order of arrival."""
     requests = [sampled(priority=priority) for priority in (0, 5, 0, -1)]
@@ -107,9 +127,11 @@ async def test_a_request_that_leaves_the_line_takes_no_place() -> None:
     """Nothing is kept of requests that are cancelled while they wait, and later requests have their turns."""
     turns = turns_of(1)
 
-    async def take_turn(user: str) -> str:
+    order: list[str] = []
+
+    async def take_turn(user: str) -> None:
         async with turns.turn(user, sampled()):
-            return user
+            order.append(user)
 
     async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled()):
         waiting = [tasks.create_task(take_turn(user)) for user in "aabbc"]
@@ -117,6 +139,8 @@ async def test_a_request_that_leaves_the_line_takes_no_place() -> None:
         for leaving in (waiting[1], waiting[2], waiting[4]):
             leaving.cancel()
     assert [task.cancelled() for task in waiting] == [False, True, True, False, True]
+    # The turn of user a did not pass with its second request.
+    assert order == ["a", "b"]
     assert not any(vars(turns)[name] for name in ("_waiting", "_open", "_by_request"))
 
 
