@@ -11,7 +11,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from ...schemas.checks import check_int, check_name
 from ...schemas.control import LoadLora
-from ...schemas.errors import BusClosed, InvalidRequest
+from ...schemas.errors import BusBroken, BusClosed, InvalidRequest
 from ..client.client import Client, connect, runtime_of
 from ..client.runtime import Runtime
 from ..client.sync import BlockingClient
@@ -171,7 +171,8 @@ class WeightPublisher:
         stack, self._exits = self._exits, None
         if not isinstance(stack, contextlib.ExitStack):
             raise BusClosed("this publisher was entered with `async with`; leave it with `async with`")
-        with stack, contextlib.suppress(BusClosed):
+        # The error of the block says more than that the client has failed.
+        with stack, contextlib.suppress(BusClosed, *(() if exc is None else (BusBroken,))):
             thread.submit(self._publisher.close()).result()
 
     async def publish(
