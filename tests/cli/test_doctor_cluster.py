@@ -8,7 +8,7 @@ import pytest
 
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
-from rollbus.bus.nats.jetstream import ask, list_streams
+from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
 from rollbus.frontend.cli.doctor.host import Finding, Status
 from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
@@ -42,19 +42,6 @@ async def streams_without_share(server: Server) -> None:
         await ask(nats, f"STREAM.UPDATE.rb~f~{MODEL}", config)
 
 
-async def replicate(server: Server) -> None:
-    """Give each stream three replicas, as `nats stream edit` does, and wait until they are current."""
-    async with connected(server, name="test") as nats:
-        for stream in (await list_streams(nats))[0]:
-            await ask(nats, f"STREAM.UPDATE.{stream.name}", stream.config | {"num_replicas": 3})
-
-        async def are_current() -> bool:
-            streams = (await list_streams(nats))[0]
-            return all(stream.others == 2 and not stream.behind for stream in streams)
-
-        await until(are_current, expected=True)
-
-
 @asynccontextmanager
 async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
     """Run three servers and a worker. Its queue has one replica, and no limit for each client."""
@@ -78,7 +65,7 @@ async def test_doctor_reports_missing_replicas_limits_and_servers() -> None:
         assert "nats stream edit NAME --replicas 3" in few
         assert f"make-queue {MODEL} --max-per-client 1024" in about(found, f"queue of {MODEL}", Status.WARN)
 
-        await replicate(Server(urls))
+        await cluster.replicate()
         assert about(await findings(urls), "replicas", Status.WARN) == ""
 
         await cluster.servers[0].kill()
