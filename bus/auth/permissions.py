@@ -62,7 +62,6 @@ _OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
 _WILDCARD: Final = re.compile(r"<\w+>|[*>]")
 _STREAMED: Final = (".CONSUMER.MSG.NEXT.", ".DIRECT.GET.")
 """Services of JetStream that answer with several messages."""
-_CLIENTS: Final = CLIENT_ROLES - {Role.ADMIN}
 
 
 @dataclass(frozen=True, slots=True)

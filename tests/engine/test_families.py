@@ -239,7 +239,7 @@ def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
     """
     import torch
 
-    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, expect_experts
+    from rollbus.workers.engines.vllm.probes import ACTIVATIONS, expect_experts, route_experts
 
     kind, act = getattr(torch, dtype), ACTIVATIONS[activation]
     generator = torch.Generator().manual_seed(1)
@@ -247,7 +247,7 @@ def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
     w2 = (torch.randn(5, 128, 32, generator=generator) * 0.1).to(kind)
 
     def probe(w2: torch.Tensor) -> Any:
-        return expect_experts({"w13_weight": w13, "w2_weight": w2}, act.join, 2)
+        return expect_experts({"w13_weight": w13, "w2_weight": w2}, act.join, route_experts(5, 2)[0])
 
     for large in (1, 100, float("nan")):
         right = w2.clone()
@@ -261,6 +261,18 @@ def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
         other = w2.clone()
         other[expert, int(expected.output[expert].abs().argmax())] = 0
         assert expected.difference(run_experts(w13, other, activation)) != ""
+
+
+def test_parameters_of_any_dtype_are_compared() -> None:
+    """Parameters are compared in their own dtype, also in one without arithmetic."""
+    import torch
+
+    from rollbus.workers.engines.vllm.probes import difference
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.bool):
+        loaded = torch.tensor([1, 1, 0]).to(dtype)
+        assert difference(loaded.clone(), loaded) == ""
+        assert difference(torch.tensor([1, 0, 0]).to(dtype), loaded) == "differs in 1 of 3 numbers"
 
 
 def test_copies_of_a_projection_are_compared_exactly() -> None:

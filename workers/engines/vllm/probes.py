@@ -50,16 +50,16 @@ def difference(actual: Tensor, expected: Tensor, tolerance: Tensor | None = None
         is_right = actual == expected
         if actual.is_floating_point():
             is_right |= actual.isnan() & expected.isnan()
+        size = ""
     else:
         actual = actual.detach().to(expected.device, expected.dtype)
         # Weights that are not finite give outputs that are not finite. Then only their positions are compared.
         is_right = ((actual - expected).abs() <= tolerance) | (~actual.isfinite() & ~expected.isfinite())
+        # A difference by rounding is small beside the numbers.
+        worst, largest = (float(x.abs().nan_to_num(nan=math.inf).max()) for x in (actual - expected, expected))
+        size = f", by up to {worst:.2g} of {largest:.2g}"
     num_wrong = is_right.numel() - int(is_right.sum())
-    if not num_wrong:
-        return ""
-    # A difference by rounding is small beside the numbers.
-    worst, largest = (float(x.abs().double().nan_to_num(nan=math.inf).max()) for x in (actual - expected, expected))
-    return f"differs in {num_wrong} of {is_right.numel()} numbers, by up to {worst:.2g} of {largest:.2g}"
+    return f"differs in {num_wrong} of {is_right.numel()} numbers{size}" if num_wrong else ""
 
 
 def linear_inputs(weight: Tensor) -> Tensor:
@@ -139,15 +139,15 @@ def route_experts(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def expect_experts(
-    weights: dict[str, Tensor], activate: Callable[[Tensor], Tensor], top_k: int, *, step: float = 0.0
+    weights: dict[str, Tensor], activate: Callable[[Tensor], Tensor], ids: Tensor, *, step: float = 0.0
 ) -> Expectation:
-    """Return what gated experts must compute for `expert_inputs`, routed by `route_experts`.
+    """Return what gated experts must compute for `expert_inputs`, each row with the weight 1 for its first expert.
 
     Args:
         weights: `w13_weight` `[expert, 2 * inner, hidden]`, `w2_weight` `[expert, hidden, inner]`, and their biases
             `w13_bias` and `w2_bias`, if there are any.
         activate: operation between the two products.
-        top_k: number of experts of each row.
+        ids: ids of the experts of each row, from `route_experts`.
         step: relative error of each product in addition to the rounding of the dtype.
     """
     w13, w2 = weights["w13_weight"], weights["w2_weight"]
@@ -171,8 +171,8 @@ def expect_experts(
     outputs, scales = torch.stack([output for output, _ in found]), torch.stack([scale for _, scale in found])
     # A kernel multiplies the outputs of the other experts of a row by 0, which is not 0 if they are not finite.
     if not bool(outputs.isfinite().all()):
-        for row, ids in enumerate(route_experts(len(w13), top_k)[0].tolist()):
-            outputs[row] += sum(0 * compute(other, inputs[row])[0] for other in ids[1:])
+        for row, (_, *others) in enumerate(ids.tolist()):
+            outputs[row] += sum(0 * compute(other, inputs[row])[0] for other in others)
     return Expectation(outputs, EXPERT_SIGMAS * unit * scales + w2.shape[2] * SMALLEST)
 
 

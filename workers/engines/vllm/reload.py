@@ -216,7 +216,6 @@ class _CpuExperts:
     """
 
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
         self._method = layer.quant_method
         self._kernel = self._method.moe_kernel.fused_experts
         self._is_packed = False

@@ -296,8 +296,8 @@ def _check_experts(module: Any, raw: dict[str, Tensor]) -> Check:
         raise Unknown("some of its weights were not loaded")
     w13 = raw["w13_weight"]
     top_k = 1 if module.apply_router_weight_on_input else min(module.top_k, len(w13))
-    inputs, expected = expert_inputs(w13), expect_experts(raw, activation.join, top_k, step=_step(w13))
     ids, weights = route_experts(len(w13), top_k)
+    inputs, expected = expert_inputs(w13), expect_experts(raw, activation.join, ids, step=_step(w13))
 
     def run() -> str:
         local = torch.arange(len(ids)) if module.expert_map is None else _expert_ids(module.expert_map)
