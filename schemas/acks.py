@@ -9,11 +9,9 @@ from msgspec import Meta
 from . import limits
 from .checks import check_int, check_request_id, check_subject_token
 from .errors import ControlCode
+from .limits import Count, ErrorText, Name, Version
 from .telemetry import ExpertLoad, RequestTimeline
 from .weights import Canary, Digest, Staging, UpdateTiming, Verified
-
-Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 
 
 class AckStatus(enum.StrEnum):
@@ -53,7 +51,7 @@ class AckError(msgspec.Struct, frozen=True, kw_only=True):
 
     code: ControlCode
     """Error code for programs."""
-    message: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
+    message: ErrorText
     """Error text for people."""
 
 
@@ -88,7 +86,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds from `accepted` to this ack."""
     canary: Canary | None = None
     """After an update: result of the canary."""
-    signature: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
+    signature: ErrorText | None = None
     """Signature of the engine. Canaries are comparable only between workers with equal signatures."""
     frames: Annotated[dict[str, int], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
     """After a pause or an update: the number of frames sent on each link, by `<client>/<incarnation>`. Later frames may
@@ -109,12 +107,12 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routed experts."""
     timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=limits.MAX_TIMELINES)] | None = None
     """After `read_request`: timelines in order of arrival. Empty: the worker knows none."""
-    timelines_left_out: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
+    timelines_left_out: Count = 0
     """Number of earlier timelines that did not fit into the ack."""
 
     digest: Digest | None = None
     """After a check: digest of the content at the source. None: the worker computes none."""
-    path: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
+    path: ErrorText | None = None
     """After the check of a path: its real path, without symlinks."""
 
     def __post_init__(self) -> None:

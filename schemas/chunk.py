@@ -16,6 +16,7 @@ from msgspec.structs import force_setattr
 
 from . import limits
 from .errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError, request_error
+from .limits import ErrorText, Name, Version
 from .rows import DTYPES, RowDtype, Rows, dtype_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ else:
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_CHARS)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Number of an attempt, child request or chunk."""
-Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 Position = Annotated[int, Meta(ge=0, le=limits.MAX_POSITION)]
 """Absolute position, or a count of positions."""
 
@@ -195,9 +195,6 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return np.frombuffer(self.logprobs_data, _F4)
 
 
-ErrorText = Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
-
-
 class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The reason why a request failed."""
 
@@ -277,7 +274,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     """Number of the sample, 0 to n - 1."""
     chunk_index: Index
     """Number of the chunk, contiguous from 0 in this attempt and child."""
-    weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    weight_version: Version
     """Version of the weights that sampled these tokens, never two."""
     token_ids_data: bytes = b""
     """<i4[k], k >= 0: new token ids."""
@@ -291,7 +288,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
     """Log probabilities of prompt tokens, if `sampling.prompt_logprobs` is set; None after the last prompt position."""
     end: End | None = None
     """Finish reason and totals; set only in the terminal chunk."""
-    lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    lora_version: Version | None = None
     """Version of the adapter that sampled these tokens, never two; None: no adapter."""
     worker_id: Name | None = None
     """Id of the worker that made the chunk. None on the wire, where the subject names it, and in terminal chunks that

@@ -20,6 +20,7 @@ from msgspec import Meta
 from . import limits
 from .checks import check_float, check_int, check_matches, check_name, check_request_id, check_subject_token
 from .errors import InvalidRequest
+from .limits import Count, Epoch, Name, NonEmptyName, Seconds, Version
 from .telemetry import RequestKind
 from .weights import Canary, Digest, WeightSource
 
@@ -34,13 +35,8 @@ READ_TIMEOUT_S = 5.0
 """Seconds for a command that only reads the worker's memory."""
 LORA_REGISTER = "lora:"
 """Prefix of the name of an adapter's register. The other registers are pause, weights, flush and sleep."""
-Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
-TransferId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 HTTP_USER = re.compile(r"http:[A-Za-z0-9_.-]{1,64}")
 """Identity of a user of the HTTP service."""
-Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
-Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -189,7 +185,7 @@ class UpdateWeights(_OneModelCommand, frozen=True, kw_only=True, tag_field="comm
     """Canary result of the trainer's own copy of the weights; None: no comparison."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to load the weights."""
-    label: Label | None = None
+    label: NonEmptyName | None = None
     """Name of this version, for example `step-42`."""
     digest: Digest | None = None
     """Digest of the tensors of this version. A worker that finds other content at the source serves nothing. None: the
@@ -259,7 +255,7 @@ class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="
     Only workers with `Capabilities.telemetry_reads` support this command.
     """
 
-    since: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
+    since: Count = 0
     """Number of the first interval to return, for `window` `recent`. An interval number is Unix time / 5 s. 0: all kept
     intervals, which cover two minutes."""
     window: Literal["recent", "versions"] = "recent"
@@ -277,7 +273,7 @@ class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="
     """Id of the request; None: the requests of the list `show`."""
     show: RequestKind | None = None
     """List of requests instead of one. Only workers with `Capabilities.request_lists` decode the last three fields."""
-    client: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    client: Name | None = None
     """Only requests of this client; None: of all clients. Without a control subject, the sender itself."""
     limit: Annotated[int, Meta(ge=1, le=limits.MAX_TIMELINES)] = limits.MAX_TIMELINES
     """Maximum number of requests in the list."""
@@ -319,7 +315,7 @@ class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag_field="
 
     info: dict[str, Any]
     """Arguments in the format of the engine's transfer backend."""
-    transfer: TransferId | None = None
+    transfer: NonEmptyName | None = None
     """Id of the transfer that must be open; None: any of the same owner."""
 
 
@@ -337,9 +333,9 @@ class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field=
     """True: the version may be older than the present one, or equal to it with another source."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to load the weights."""
-    label: Label | None = None
+    label: NonEmptyName | None = None
     """Name of this version, for example `step-42`."""
-    transfer: TransferId | None = None
+    transfer: NonEmptyName | None = None
     """Id of the transfer that must be open; None: any of the same owner."""
 
 
@@ -350,7 +346,7 @@ class CancelWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command"
     `transfer_expired`.
     """
 
-    transfer: TransferId | None = None
+    transfer: NonEmptyName | None = None
     """Id of the transfer to end; None: whichever is open."""
 
 
@@ -423,9 +419,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Epoch that recorded the command."""
     command: AnyCommand
     """Command that set the register."""
-    by: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    by: Name = ""
     """Who set it, as its controller says: a client, or `http:` and a user of the HTTP service. Empty: not announced."""
-    at: Annotated[float, Meta(ge=0)] = 0.0
+    at: Seconds = 0.0
     """Unix time of the recording, by the clock of the author. 0: not announced."""
 
 
@@ -454,7 +450,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     counts."""
     seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
     """Last recorded commands. A repeated command is not recorded again."""
-    bucket: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    bucket: Name = ""
     """Random id that all states of a bucket have. A state with this id and an older
     epoch is a stale read. Empty: the program that wrote the state does not know this field."""
 

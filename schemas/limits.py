@@ -1,6 +1,11 @@
-"""Every limit of the wire format, with its reason. The error at a limit names the limit."""
+"""Every limit of the wire format, with its reason. The error at a limit names the limit.
 
-from typing import Final
+The types of fields that many messages have stand at the end.
+"""
+
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 MAX_PROMPT_TOKENS: Final = 4_194_304
 """Prompt tokens of one request: 16 MiB as `<i4`. This is above every context window in use and far below NATS's hard
@@ -134,3 +139,12 @@ MAX_MODULE_CHARS: Final = 256
 """Characters of a module's name together with the reason why it was not probed."""
 MAX_ERROR_CHARS: Final = 4096
 """Characters of an error text for people. The sender cuts longer text."""
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Epoch = Annotated[int, Meta(ge=0, le=2**53)]
+"""Number of a recorded command, or of a publisher's lease."""
+ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Seconds = Annotated[float, Meta(ge=0)]
+Version = Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)]
+"""Version of weights or of an adapter."""

@@ -26,6 +26,7 @@ from msgspec import Meta
 from . import limits
 from .checks import check_name
 from .decoding import decode_document
+from .limits import Epoch, Name, NonEmptyName, Version
 
 MANIFEST: Final = "rollbus-manifest.json"
 """Name of the object that makes a folder a published version. Older workers ignore it."""
@@ -50,7 +51,6 @@ Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 NumBytes = Annotated[int, Meta(ge=0, le=2**62)]
 Objects = Annotated[str, Meta(min_length=1, max_length=1300)]
 """A folder of the object store, `<bucket>/<prefix>`."""
-Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 _FILE_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$"
 FileName = Annotated[str, Meta(pattern=_FILE_NAME)]
 """Name of a file directly in the folder. No such name can lead out of the folder."""
@@ -65,8 +65,6 @@ MAX_NOTED: Final = 2 * (limits.MAX_LORAS + 1)
 """Maximum number of noted folders: the recorded version and its predecessor, for the weights and for each adapter."""
 MAX_REASON_CHARS: Final = 500
 """Maximum length of the reason for a withdrawn publication, so that the record stays small."""
-Epoch = Annotated[int, Meta(ge=0, le=2**53)]
-Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 
 
 class TensorDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -150,9 +148,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     digest: Sha256
     """`content_digest` of `tensors` and `files`."""
-    epoch: Annotated[int, Meta(ge=0, le=2**53)]
+    epoch: Epoch
     """Epoch of the publisher's lease; it only increases."""
-    publisher: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    publisher: Name
     """Name of the client that published the version."""
     tensors: Annotated[tuple[TensorEntry, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     """All tensors, each once, file by file in the order of the file names."""
@@ -249,9 +247,9 @@ def decode_manifest(data: bytes) -> Manifest:
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The publisher that holds the lease."""
 
-    publisher: Name
+    publisher: NonEmptyName
     """Name of the publisher's client."""
-    incarnation: Name
+    incarnation: NonEmptyName
     """Incarnation of the publisher; it distinguishes two processes with the same name."""
 
 

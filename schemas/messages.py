@@ -18,13 +18,12 @@ from .chunk import Chunk, Index, RequestId
 from .control import AnyCommand, DesiredState
 from .decoding import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed, wrong_command
 from .errors import InvalidRequest, RemoteProtocolError
+from .limits import Name, NonEmptyName, Version
 from .presence import ClientPresence, WorkerPresence
 from .request import GenerateRequest, check_given_id
 from .request_fields import build_request, decode_token_ids
 from .telemetry import LostAttempt
 
-Incarnation = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
-OptionalIncarnation = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
 ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
 _untyped_decoder = msgspec.msgpack.Decoder()
@@ -60,11 +59,11 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] = b""
     """`End.kv_params` of the prefill phase: a msgpack map in the connector's format."""
-    connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    connector: Name | None = None
     """`Capabilities.kv_connector` of the prefill worker; others cannot use `params`."""
-    weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    weight_version: Version | None = None
     """Version of the weights that computed the KV cache; workers with another one cannot use it."""
-    lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    lora_version: Version | None = None
     """Version of the request's adapter, with the same effect; None: no adapter."""
 
     @property
@@ -89,7 +88,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Wire version."""
     client: str
     """Name of the client, to whose subject frames go."""
-    incarnation: OptionalIncarnation = ""
+    incarnation: Name = ""
     """Incarnation of the client; empty if `reply_to` is set."""
     reply_to: Annotated[str, Meta(max_length=limits.MAX_SUBJECT_CHARS)] | None = None
     """Plain mode: subject for frames, below `plain.<client>.`."""
@@ -97,7 +96,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of earlier publications of the request."""
     child: Index = 0
     """Number of the sample, 0 to n - 1; `request.sampling.n` is 1."""
-    target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    target_version: Version | None = None
     """Target version at submission, from which `max_weight_lag` counts; None without it and in later attempts."""
     kv: KvTransfer | None = None
     """KV transfer of a prefill or decode phase; None: one worker serves the whole request."""
@@ -110,7 +109,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     may_wait: bool = False
     """True: the requests may wait at the worker behind one of their group (`group_id`, else `request_id`) that it has
     accepted; only in direct messages to workers with `group_backlog`."""
-    placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    placed_for: Name = ""
     """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
     """Attempts that the client has lost before, oldest first."""
@@ -143,7 +142,7 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     v: Literal[1]
     """Wire version."""
-    incarnation: Incarnation
+    incarnation: NonEmptyName
     """Incarnation of the worker."""
     number: FrameNumber
     """Number of the frame on its link, contiguous from 0. A heartbeat (without content) has that of the next one."""
@@ -154,7 +153,7 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Chunks; those of one request are in order."""
     link: FrameNumber = 0
     """Number of the link within this incarnation."""
-    client_incarnation: OptionalIncarnation = ""
+    client_incarnation: Name = ""
     """Incarnation of the receiving client; others of its name drop the frame. Empty in plain mode."""
 
     @property
@@ -170,9 +169,9 @@ class LinkMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Wire version."""
     abort: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Requests to abort; the worker ignores unknown requests."""
-    client_incarnation: OptionalIncarnation = ""
+    client_incarnation: Name = ""
     """Incarnation of the client; the worker ends requests of earlier ones."""
-    incarnation: OptionalIncarnation = ""
+    incarnation: Name = ""
     """Incarnation of the worker that owns the link; empty: only `abort` counts."""
     link: FrameNumber = 0
     """`Frame.link` of the link that the following fields describe."""
@@ -394,12 +393,12 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     """A `Frame` with its content left undecoded."""
 
     v: Literal[1]
-    incarnation: Incarnation
+    incarnation: NonEmptyName
     number: FrameNumber
     admitted: msgspec.Raw
     chunks: msgspec.Raw
     link: FrameNumber = 0
-    client_incarnation: OptionalIncarnation = ""
+    client_incarnation: Name = ""
 
 
 class _ChunkKey(msgspec.Struct, array_like=True, frozen=True):

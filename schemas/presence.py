@@ -9,11 +9,10 @@ from msgspec import Meta
 from . import limits
 from .checks import check_name, check_subject_token
 from .control import PauseMode
+from .limits import Count, Name, NonEmptyName, Seconds, Version
 from .rows import DTYPES
 from .weights import Digest, OpenTransfer, PublishedVersion, Staging
 
-NotNegative = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
-NotNegativeSeconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1, le=limits.MAX_COUNT)]
 Role = Literal["both", "prefill", "decode"]
 """Phases of requests that a worker serves."""
@@ -25,83 +24,83 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     A counter never decreases until another process uses the worker's name.
     """
 
-    requests: NotNegative = 0
+    requests: Count = 0
     """Requests that the worker has offered to clients; each attempt of each sample counts once."""
-    rejected: NotNegative = 0
+    rejected: Count = 0
     """Requests that the worker has rejected, for example because its engine does not support them."""
-    ended: NotNegative = 0
+    ended: Count = 0
     """Requests that the engine has ended."""
-    failed: NotNegative = 0
+    failed: Count = 0
     """Requests that the worker ended with an error, including those over budget and those of lost clients."""
-    aborted: NotNegative = 0
+    aborted: Count = 0
     """Requests that clients have aborted."""
-    over_budget: NotNegative = 0
+    over_budget: Count = 0
     """Requests that the worker has ended because it buffered too many unread results."""
-    returned: NotNegative = 0
+    returned: Count = 0
     """Requests that the worker has returned to the queue, for other workers or for a later time."""
-    given_up: NotNegative = 0
+    given_up: Count = 0
     """Requests that the worker has ended because its own lease expired."""
-    prompt_tokens: NotNegative = 0
+    prompt_tokens: Count = 0
     """Prompt tokens of the offered requests, including earlier generated tokens in resumed attempts."""
-    generated_tokens: NotNegative = 0
+    generated_tokens: Count = 0
     """Tokens that the engine has generated for the offered requests, whether or not clients received them."""
-    routing_bytes: NotNegative = 0
+    routing_bytes: Count = 0
     """Bytes of routed experts that the engine has computed for the offered requests."""
-    first_tokens: NotNegative = 0
+    first_tokens: Count = 0
     """Requests for which the engine has generated at least one token."""
-    first_tokens_s: NotNegativeSeconds = 0.0
+    first_tokens_s: Seconds = 0.0
     """Sum of the seconds from offer to first token. Divide by `first_tokens` for the mean."""
-    next_tokens: NotNegative = 0
+    next_tokens: Count = 0
     """Tokens of all steps except each request's first step with tokens."""
-    next_tokens_s: NotNegativeSeconds = 0.0
+    next_tokens_s: Seconds = 0.0
     """Sum of the seconds between those steps and the steps before them. Divide by `next_tokens` for the time of one
     token."""
-    credit_stalls: NotNegative = 0
+    credit_stalls: Count = 0
     """Number of times that chunks for a client had to wait and were merged because its credit was used up."""
-    frames: NotNegative = 0
+    frames: Count = 0
     """Published frames, including frames that were sent again."""
-    frames_resent: NotNegative = 0
+    frames_resent: Count = 0
     """Frames that the worker has sent again because a client did not receive them."""
-    frames_lost: NotNegative = 0
+    frames_lost: Count = 0
     """Frames that the worker could not publish. On a link, the worker sends them again."""
-    links_broken: NotNegative = 0
+    links_broken: Count = 0
     """Links that the worker has replaced by new links because the client could not continue the old link."""
-    clients_lost: NotNegative = 0
+    clients_lost: Count = 0
     """Client incarnations that ended: closed, lease expired, or replaced by a newer incarnation."""
-    requests_of_lost_clients: NotNegative = 0
+    requests_of_lost_clients: Count = 0
     """Requests of lost clients; also counted as `failed` if an error was sent in case the client returns."""
-    fences: NotNegative = 0
+    fences: Count = 0
     """Number of times that the worker has fenced itself."""
-    dropped_msgs: NotNegative = 0
+    dropped_msgs: Count = 0
     """Messages that the worker's connection has dropped unread."""
-    weights_fetched_bytes: NotNegative = 0
+    weights_fetched_bytes: Count = 0
     """Bytes of weights and adapters that the worker has fetched from the object store."""
-    weights_staged: NotNegative = 0
+    weights_staged: Count = 0
     """Completed stagings of weights and adapters."""
-    weights_stagings_failed: NotNegative = 0
+    weights_stagings_failed: Count = 0
     """Failed stagings."""
-    weights_stagings_cancelled: NotNegative = 0
+    weights_stagings_cancelled: Count = 0
     """Cancelled stagings: the source was no longer needed, or another source had priority."""
-    weights_staging_s: NotNegativeSeconds = 0.0
+    weights_staging_s: Seconds = 0.0
     """Seconds of all stagings, including failed and cancelled stagings."""
-    weights_paused_s: NotNegativeSeconds = 0.0
+    weights_paused_s: Seconds = 0.0
     """Seconds in which the engine ran no step for requests because of a replacement of weights."""
-    placed: NotNegative = 0
+    placed: Count = 0
     """Offered requests that clients have placed directly at this worker instead of the queue."""
-    placements_refused: NotNegative = 0
+    placements_refused: Count = 0
     """Placed requests rejected because the worker had no room. Their clients publish them to the queue."""
-    cached_prompt_tokens: NotNegative = 0
+    cached_prompt_tokens: Count = 0
     """Prompt tokens, of requests with a first token, that the engine took from its prefix cache or fetched."""
-    recomputed_prompt_tokens: NotNegative = 0
+    recomputed_prompt_tokens: Count = 0
     """All other prompt tokens of requests with a first token: the engine computed them. Other workers may have had
     them."""
-    placed_prefix: NotNegative = 0
+    placed_prefix: Count = 0
     """Placed requests, because the worker has a prefix of their prompt."""
-    placed_group: NotNegative = 0
+    placed_group: Count = 0
     """Placed requests, because the worker computes the prompt of their group."""
-    placed_session: NotNegative = 0
+    placed_session: Count = 0
     """Placed requests, because of their session."""
-    placed_able: NotNegative = 0
+    placed_able: Count = 0
     """Placed requests, because the worker can serve them and other workers cannot."""
 
 
@@ -126,15 +125,15 @@ class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum lengths in the sampling parameters of one request that an engine's sampler can hold."""
 
-    allowed_token_ids: NotNegative
+    allowed_token_ids: Count
     """Entries of `sampling.allowed_token_ids`."""
-    logit_bias: NotNegative
+    logit_bias: Count
     """Entries of `sampling.logit_bias`."""
-    min_tokens_stop_ids: NotNegative
+    min_tokens_stop_ids: Count
     """Entries of `sampling.stop_token_ids` of a request with `min_tokens`."""
-    bad_words: NotNegative
+    bad_words: Count
     """Entries of `sampling.bad_words_token_ids`."""
-    bad_words_tokens: NotNegative
+    bad_words_tokens: Count
     """Tokens of all entries of `sampling.bad_words_token_ids` together."""
 
 
@@ -170,7 +169,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     start."""
     weight_transfer: bool = False
     """True if the engine's transfer engine can receive weights."""
-    max_loras: NotNegative = 0
+    max_loras: Count = 0
     """Maximum number of loaded LoRA adapters."""
     sleep: bool = False
     """True if the command `sleep` frees memory."""
@@ -179,7 +178,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "both"
     """Phases that the worker serves. `prefill`: only prefill phases, sent directly by clients. `decode`: decode phases
     with the KV of a prefill worker, and requests without a prefill phase. `both`: whole requests."""
-    kv_connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    kv_connector: Name | None = None
     """KV connector, with all that both workers of a transfer must share; None: no KV transfer."""
     routing_refusal: str | None = None
     """Reason why an engine with experts returns no routed experts; None: it returns them, or has no experts."""
@@ -200,7 +199,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if the worker honours `may_wait` in direct messages. Requests of a group wait there for free slots."""
     telemetry_reads: bool = False
     """True if the worker answers `read_experts` and `read_request`. Workers of earlier releases reject both."""
-    grammar_backend: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    grammar_backend: Name | None = None
     """Backend of the engine's structured outputs. A request that needs another backend
     is rejected. None: no structured outputs, or not announced."""
     sampling_limits: SamplingLimits | None = None
@@ -264,7 +263,7 @@ class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Name of the adapter in requests."""
-    version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    version: Version
     """Version of the adapter's weights."""
 
 
@@ -278,21 +277,21 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     kv_cache_use: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Share of the KV cache that requests use. Cached prefixes that no request uses count as free."""
-    running: NotNegative | None = None
+    running: Count | None = None
     """Requests that the engine runs."""
-    waiting: NotNegative | None = None
+    waiting: Count | None = None
     """Requests inside the engine that it has not started or has preempted."""
-    preemptions: NotNegative | None = None
+    preemptions: Count | None = None
     """Times that a running request lost its KV cache since warm-up. The engine recomputes that cache."""
-    prefix_cache_queries: NotNegative | None = None
+    prefix_cache_queries: Count | None = None
     """Tokens looked up in the prefix cache since warm-up."""
-    prefix_cache_hits: NotNegative | None = None
+    prefix_cache_hits: Count | None = None
     """Those of these tokens that the cache had."""
-    prefill_tokens_per_s: NotNegativeSeconds | None = None
+    prefill_tokens_per_s: Seconds | None = None
     """Computed prompt tokens per second, until the first token. Cached tokens do not
     count, and other requests may decode in the same time. Measurements are weighted by tokens, so long prompts
     dominate, and steps with fewer than 64 do not count. n uncached tokens take about n divided by this rate."""
-    decode_tokens_per_s: NotNegativeSeconds | None = None
+    decode_tokens_per_s: Seconds | None = None
     """Generated tokens per second of all requests, after their first. One request gets
     about this rate divided by `running`; n tokens of all requests take about n divided by this rate."""
     kv_cache_tokens: Positive | None = None
@@ -312,19 +311,19 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Served model name."""
     state: WorkerState
     """State of the worker."""
-    weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    weight_version: Version
     """Version of the weights that it samples from."""
-    in_flight: NotNegative
+    in_flight: Count
     """Accepted requests that have not ended."""
-    free_slots: NotNegative
+    free_slots: Count
     """Requests that it would start immediately."""
-    uptime_s: Annotated[float, Meta(ge=0)]
+    uptime_s: Seconds
     """Seconds since the worker started."""
     lease_s: Annotated[float, Meta(gt=0)]
     """Seconds for which this message is valid."""
     capabilities: Capabilities | None = None
     """Capabilities; None while the engine starts."""
-    held_bytes: NotNegative = 0
+    held_bytes: Count = 0
     """Buffered bytes for clients: frames without a frame ack, and tokens that wait for credit."""
     last_error: str | None = None
     """Reason of the last failure, for people; None: no failure."""
@@ -332,38 +331,38 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the model on the worker's machine. Programs on that machine find the tokenizer there."""
     pause_mode: PauseMode | None = None
     """Mode of the pause; None unless the worker is paused."""
-    queued: NotNegative = 0
+    queued: Count = 0
     """Accepted requests that its engine does not have."""
-    target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
+    target_version: Version | None = None
     """Version of the weights that the desired state requires; None until the worker has read it."""
-    epoch: NotNegative = 0
+    epoch: Count = 0
     """Epoch of the desired state that it has applied, or failed to apply."""
     loras: tuple[LoraInfo, ...] = ()
     """Adapters that requests may name."""
-    lease_age_s: Annotated[float, Meta(ge=0)] = 0.0
+    lease_age_s: Seconds = 0.0
     """Seconds since the server last confirmed a presence of the worker."""
     counters: WorkerCounters | None = None
     """Counters of the worker; None: not announced."""
-    start_left_s: Annotated[float, Meta(ge=0)] | None = None
+    start_left_s: Seconds | None = None
     """Seconds for which requests may wait for its start; None: it does not start or announce it. 0 in the
     presence of a failed worker: its supervisor does not start it again, so no request waits for it."""
-    host: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    host: Name | None = None
     """Name of the worker's machine; None: not announced."""
-    pid: NotNegative | None = None
+    pid: Count | None = None
     """Process id on that machine; None: not announced."""
-    log: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
+    log: Name | None = None
     """Name of its log on that machine, a file or `journal`; None: unknown or not announced."""
-    held_s: NotNegativeSeconds | None = None
+    held_s: Seconds | None = None
     """Seconds since the server first confirmed a presence of this incarnation. Of two workers with one id, the worker
     with the larger value keeps the id. None: not announced."""
     engine_stats: EngineStats | None = None
     """Load of the engine; None while the engine starts, or not announced."""
     staging: Staging | None = None
     """Weights that the worker stages now; None: it stages none, or does not announce it."""
-    cache_epoch: NotNegative = 0
+    cache_epoch: Count = 0
     """Number that increases whenever the prefix cache may have been emptied. A load of weights, a flush or a sleep
     does that; entries of earlier epochs are gone."""
-    oldest_prefix_s: NotNegativeSeconds | None = None
+    oldest_prefix_s: Seconds | None = None
     """Seconds since the last use of the oldest cached prefix. Earlier ones are gone, unless a request
     uses them. None: no prefix has been dropped yet, or the engine does not report it."""
     published: PublishedVersion | None = None
@@ -412,13 +411,13 @@ class ClientPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Wire version."""
     client: str
     """Name of the client, unique in the fleet."""
-    incarnation: Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+    incarnation: NonEmptyName
     """Incarnation of the client; it changes with each start. Workers end requests of earlier incarnations."""
     state: ClientState
     """State of the client."""
     lease_s: Annotated[float, Meta(gt=0)]
     """Seconds for which this message is valid."""
-    uptime_s: Annotated[float, Meta(ge=0)] = 0.0
+    uptime_s: Seconds = 0.0
     """Seconds since this incarnation started. If two clients use one name, the younger client keeps the name."""
 
     def __post_init__(self) -> None:

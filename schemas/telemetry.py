@@ -10,13 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from . import limits
+from .limits import Count, ErrorText, Name, Seconds, Version
 
 COUNT_DTYPE: Final = "<u8"
 """Dtype of each expert's count."""
-Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
-Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
-Seconds = Annotated[float, Meta(ge=0)]
 
 
 class TokenTally(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,7 +97,7 @@ class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """With `held`, `weights`, `restarted` and `ended`: tokens generated so far; with `prefilled`: prompt tokens."""
     cached_tokens: Count | None = None
     """With `prefilled`: prompt tokens that the engine had in its cache."""
-    reason: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
+    reason: ErrorText | None = None
     """With `ended`: finish reason, error code, or `returned` (to the queue).
     With `held`: the cause of the pause, which is `pause`, `weights` or `lora`."""
 

@@ -7,11 +7,9 @@ from msgspec import Meta
 
 from . import limits
 from .errors import InvalidRequest
+from .limits import Count, ErrorText, Name, Seconds, Version
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
-Bytes = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
-Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
-Seconds = Annotated[float, Meta(ge=0)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 """Digest of weights or of an adapter, as `tensors_digest` of the manifest computes it."""
 
@@ -75,22 +73,22 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Staging(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a worker that brings a source of weights to its machine; it may serve requests meanwhile."""
 
-    source: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
+    source: ErrorText
     """Source: a path, or `objects:<bucket>/<prefix>`."""
-    stage: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    stage: Name
     """Current step, as `stage` of an `Ack`."""
-    done_bytes: Bytes = 0
+    done_bytes: Count = 0
     """Completed bytes of this step."""
-    total_bytes: Bytes = 0
+    total_bytes: Count = 0
     """Total bytes of this step; 0: unknown."""
 
 
 class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """A transfer of weights into a worker's engine that has started and not ended. The worker serves nothing."""
 
-    id: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    id: Name
     """Id of the transfer: the id of its `start_weight_update`."""
-    by: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    by: Name
     """Its owner: a client of the bus, or `http:` and a user of the HTTP service."""
     age_s: Seconds = 0.0
     """Seconds since its start."""
@@ -107,24 +105,24 @@ class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A published version of the weights, as of the last manifest that the worker read."""
 
-    version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
+    version: Version
     """Version of the weights."""
-    stored_bytes: Bytes = 0
+    stored_bytes: Count = 0
     """Bytes of its delta, its anchor, or both in the store."""
-    model_bytes: Bytes = 0
+    model_bytes: Count = 0
     """Bytes of its tensors."""
     chain_length: Count = 0
     """Versions since the last anchor, including this one; 0: it has an anchor."""
-    used_bytes: Bytes = 0
+    used_bytes: Count = 0
     """Used bytes of the model's bucket."""
-    limit_bytes: Bytes = 0
+    limit_bytes: Count = 0
     """Maximum bytes of the bucket; 0: no limit of its own."""
 
 
 class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The durations of a check or an update in one worker."""
 
-    fetched_bytes: Bytes = 0
+    fetched_bytes: Count = 0
     """Bytes fetched from the object store, including earlier checks. 0: the source was already on the machine."""
     staged_s: Seconds = 0.0
     """Seconds to fetch, build and check the source, including earlier checks. The worker may serve requests
