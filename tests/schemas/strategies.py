@@ -1,14 +1,17 @@
 """Hypothesis strategies for all messages of the wire format, and a comparison of requests with arrays."""
 
 import string
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from msgspec import inspect as wire_types
 
 from rollbus.schemas import limits
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import (
     Chunk,
     ChunkError,
@@ -19,23 +22,13 @@ from rollbus.schemas.chunk import (
     SamplingMask,
     TopLogprobs,
 )
-from rollbus.schemas.errors import ErrorCode
+from rollbus.schemas.control import AnyCommand, Command, DesiredState, ReadRequest
 from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, Sibling, encode
-from rollbus.schemas.presence import (
-    Capabilities,
-    ClientPresence,
-    ClientState,
-    EngineStats,
-    LoraInfo,
-    RoutedExpertsInfo,
-    WorkerCounters,
-    WorkerPresence,
-    WorkerState,
-)
+from rollbus.schemas.presence import ClientPresence, WorkerPresence
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, RowDtype
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
+from rollbus.schemas.weights import WeightSource
 from tests.support.scenarios import little_endian
 
 WORD = string.ascii_letters + string.digits + "_-"
@@ -129,15 +122,6 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
     )
 
 
-handovers = st.builds(
-    KvTransfer,
-    params=st.binary(max_size=8),
-    connector=maybe(names),
-    weight_version=maybe(VERSION),
-    lora_version=maybe(VERSION),
-)
-
-
 @st.composite
 def request_messages(draw: st.DrawFn) -> RequestMessage:
     """Draw any valid `RequestMessage`, in plain mode or not, with siblings if they are allowed."""
@@ -204,9 +188,6 @@ def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
     return PromptLogprobs(draw(st.integers(1, limits.MAX_POSITION)), draw(floats(count)), top)
 
 
-chunk_errors = st.builds(ChunkError, st.sampled_from(ErrorCode), texts, texts, texts, texts)
-
-
 @st.composite
 def ends(draw: st.DrawFn) -> End:
     """Draw any `End`."""
@@ -247,141 +228,85 @@ def chunks(draw: st.DrawFn) -> Chunk:
     )
 
 
-keys = st.builds(RequestKey, request_ids, INDEX, INDEX)
-FRAME_NUMBER = st.integers(0, 2**53)
-frames = st.builds(
-    Frame,
-    st.just(1),
-    names,
-    FRAME_NUMBER,
-    st.lists(keys, max_size=3),
-    st.lists(chunks(), max_size=3),
-    FRAME_NUMBER,
-    st.just("") | names,
-)
-link_messages = st.builds(
-    LinkMessage,
-    st.just(1),
-    st.lists(keys, max_size=3),
-    st.just("") | names,
-    st.just("") | names,
-    FRAME_NUMBER,
-    FRAME_NUMBER,
-    st.integers(0, 2**62),
-    st.booleans(),
-)
+# All other messages: each field has any value of its type, within the bounds that the decoder checks.
 
-capabilities = st.builds(
-    Capabilities,
-    engine=names,
-    engine_version=names,
-    max_model_len=st.integers(1, 2**31),
-    vocab_size=st.integers(1, 2**31),
-    max_num_seqs=st.integers(1, 2**31),
-    max_logprobs=st.integers(0, limits.MAX_LOGPROBS),
-    dtype=names,
-    routed_experts=maybe(
-        st.builds(
-            RoutedExpertsInfo,
-            num_layers=st.integers(1, limits.MAX_LAYERS),
-            top_k=st.integers(1, limits.MAX_TOP_K_EXPERTS),
-            num_experts=st.integers(1, limits.MAX_EXPERTS),
-            dtype=st.sampled_from(["u1", "<u2"]),
-        )
-    ),
-    priority=st.booleans(),
-    extra=st.lists(names, max_size=3).map(tuple),
-    signature=texts,
-    weight_updates=st.booleans(),
-    weight_transfer=st.booleans(),
-    max_loras=st.integers(0, 2**31),
-    sleep=st.booleans(),
-    data_parallel_size=st.integers(1, 2**31),
-    max_lora_rank=st.none() | st.integers(1, 2**31),
-    world_size=maybe(st.integers(1, 2**31)),
-    version_labels=st.booleans(),
-    role=st.sampled_from(["both", "prefill", "decode"]),
-    kv_connector=maybe(names),
-    sampling_mask=st.booleans(),
-    weight_deltas=st.booleans(),
-    request_groups=st.booleans(),
-    group_backlog=st.booleans(),
-    transfer_leases=st.booleans(),
-    base_adapters=st.booleans(),
-    request_lists=st.booleans(),
-)
-transfers = st.builds(
-    OpenTransfer,
-    id=names,
-    by=names,
-    age_s=st.floats(0, 1e9),
-    left_s=st.floats(0, 1e9),
-    chunks=st.integers(0, 2**53),
-)
-stagings = st.builds(
-    Staging,
-    source=texts,
-    stage=names,
-    done_bytes=st.integers(0, 2**53),
-    total_bytes=st.integers(0, 2**53),
-)
-published = st.builds(
-    PublishedVersion,
-    version=VERSION,
-    **{name: st.integers(0, 2**53) for name in PublishedVersion.__struct_fields__ if name != "version"},
-)
-counters = st.builds(
-    WorkerCounters,
-    **{
-        name: st.floats(0, 1e9) if name.endswith("_s") else st.integers(0, 2**53)
-        for name in WorkerCounters.__struct_fields__
-    },
-)
-engine_stats = st.builds(
-    EngineStats,
-    kv_cache_use=maybe(st.floats(0, 1)),
-    kv_cache_tokens=maybe(st.integers(1, 2**53)),
-    **{
-        name: maybe(st.floats(0, 1e9) if name.endswith("_per_s") else st.integers(0, 2**53))
-        for name in EngineStats.__struct_fields__
-        if not name.startswith("kv_cache_")
-    },
-)
-presences = st.builds(
-    WorkerPresence,
-    worker=subject_tokens,
-    incarnation=names,
-    model=names,
-    state=st.sampled_from(WorkerState),
-    weight_version=VERSION,
-    in_flight=st.integers(0, 2**31),
-    free_slots=st.integers(0, 2**31),
-    uptime_s=st.floats(0, 1e9),
-    lease_s=st.floats(1e-3, 1e6),
-    capabilities=maybe(capabilities),
-    held_bytes=st.integers(0, 2**40),
-    last_error=maybe(texts),
-    pause_mode=maybe(st.sampled_from(["abort", "wait", "keep"])),
-    queued=st.integers(0, 2**31),
-    target_version=maybe(VERSION),
-    epoch=st.integers(0, 2**53),
-    loras=st.lists(st.builds(LoraInfo, name=names, version=VERSION), max_size=3).map(tuple),
-    lease_age_s=st.floats(0, 1e6),
-    counters=maybe(counters),
-    engine_stats=maybe(engine_stats),
-    staging=maybe(stagings),
-    published=maybe(published),
-    transfer=maybe(transfers),
-    cache_epoch=st.integers(0, 2**53),
-    oldest_prefix_s=maybe(st.floats(0, 1e9)),
-)
-client_presences = st.builds(
-    ClientPresence,
-    client=subject_tokens,
-    incarnation=names,
-    state=st.sampled_from(ClientState),
-    lease_s=st.floats(1e-3, 1e6),
-)
+
+def instances(kind: type[msgspec.Struct], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw any value of a struct. Fields that are not given have any value of their type."""
+    if kind in SPECIAL and not given:
+        return SPECIAL[kind]
+    named = NAMED | (OF_COMMANDS if issubclass(kind, Command) else {})
+    info = wire_types.type_info(kind)
+    assert isinstance(info, wire_types.StructType)
+    drawn = {}
+    for field in info.fields:
+        is_nullable = isinstance(field.type, wire_types.UnionType) and field.type.includes_none
+        inner = named[field.name] if field.name in named else of_type(field.type)
+        drawn[field.name] = maybe(inner) if is_nullable else inner
+    return st.builds(kind, **drawn | given)
+
+
+def of_type(kind: Any) -> st.SearchStrategy[Any]:
+    """Draw any value of a type, within its bounds."""
+    match kind:
+        case wire_types.UnionType():
+            return st.one_of([of_type(each) for each in kind.types if not isinstance(each, wire_types.NoneType)])
+        case wire_types.ListType() | wire_types.VarTupleType():
+            items = st.lists(of_type(kind.item_type), min_size=kind.min_length or 0, max_size=3)
+            return items if isinstance(kind, wire_types.ListType) else items.map(tuple)
+        case wire_types.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern, fullmatch=True)
+        case wire_types.FloatType():
+            low = -1e6 if kind.ge is None and kind.gt is None else 0
+            return st.floats(low, kind.le or 1e9, exclude_min=kind.gt is not None)
+    return DRAWN[type(kind)](kind)
+
+
+DRAWN: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
+    wire_types.LiteralType: lambda kind: st.sampled_from(kind.values),
+    wire_types.EnumType: lambda kind: st.sampled_from(kind.cls),
+    wire_types.StructType: lambda kind: st.deferred(lambda: instances(kind.cls)),
+    wire_types.TupleType: lambda kind: st.tuples(*map(of_type, kind.item_types)),
+    wire_types.DictType: lambda kind: st.dictionaries(names, of_type(kind.value_type), max_size=3),
+    wire_types.IntType: lambda kind: st.integers(kind.ge or 0, 2**53 if kind.le is None else kind.le),
+    wire_types.StrType: lambda kind: st.text(st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=50),
+    wire_types.BytesType: lambda kind: st.binary(max_size=8),
+    wire_types.BoolType: lambda kind: st.booleans(),
+    wire_types.AnyType: lambda kind: json_values,
+}
+"""Strategies of the other types."""
+EPOCH = st.integers(0, 2**53)
+NAMED: dict[str, st.SearchStrategy[Any]] = {
+    "worker": subject_tokens,
+    "client": subject_tokens,
+    "id": request_ids,
+    "model": names,
+    "name": names,
+    "epoch": EPOCH,
+}
+"""Fields whose values have another check besides that of their type."""
+OF_COMMANDS: dict[str, st.SearchStrategy[Any]] = {
+    "workers": st.lists(subject_tokens, min_size=1, max_size=3).map(tuple),
+    "timeout_s": st.floats(0, limits.MAX_TIMEOUT_S, exclude_min=True),
+    "by": st.just("http:admin"),
+    "request_id": request_ids,
+}
+SPECIAL: dict[type[msgspec.Struct], st.SearchStrategy[Any]] = {
+    Chunk: chunks(),
+    WeightSource: st.builds(WeightSource, path=names) | st.builds(WeightSource, objects=names),
+}
+"""Structs whose fields depend on each other."""
+SPECIAL[ReadRequest] = instances(ReadRequest, request_id=request_ids) | instances(ReadRequest, show=st.just("failed"))
+chunk_errors = instances(ChunkError)
+keys = instances(RequestKey)
+handovers = instances(KvTransfer)
+frames = instances(Frame)
+link_messages = instances(LinkMessage)
+presences = instances(WorkerPresence)
+client_presences = instances(ClientPresence)
+commands = st.one_of([instances(kind) for kind in get_args(AnyCommand)])
+acks = instances(Ack)
+desired_states = instances(DesiredState)
 
 
 def plain(request: GenerateRequest) -> dict[str, Any]:

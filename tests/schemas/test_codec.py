@@ -49,7 +49,6 @@ from rollbus.schemas.request import GenerateRequest, request_id_of
 from rollbus.schemas.request_fields import request_from_json
 from rollbus.schemas.rows import DTYPES, RowDtype, dtype_for, expected_rows, rows_as_wire
 from rollbus.schemas.weights import PublishedVersion
-from tests.schemas import control_strategies as control
 from tests.schemas import strategies as wire
 from tests.schemas.test_hostile_control import manifest
 from tests.support.scenarios import little_endian
@@ -63,9 +62,9 @@ MESSAGES: dict[str, tuple[Decode, Callable[[Any], bytes], st.SearchStrategy[Any]
     "link_message": (decode_link_message, encode, wire.link_messages),
     "presence": (decode_presence, encode_json, wire.presences),
     "client_presence": (decode_client_presence, encode_json, wire.client_presences),
-    "command": (decode_command, encode_json, control.commands),
-    "ack": (decode_ack, encode_json, control.acks),
-    "desired_state": (decode_desired, encode_json, control.desired_states),
+    "command": (decode_command, encode_json, wire.commands),
+    "ack": (decode_ack, encode_json, wire.acks),
+    "desired_state": (decode_desired, encode_json, wire.desired_states),
 }
 DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
     **{name: (decode, values.map(encoder)) for name, (decode, encoder, values) in MESSAGES.items()},
@@ -73,7 +72,7 @@ DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
     "request_message": (decode_request_message, wire.request_messages().map(encode)),
     "request_id": (request_id_of, wire.requests().map(encode)),
     "frame_header": (decode_frame_header, wire.frames.map(encode)),
-    "command_id": (command_id_of, control.commands.map(encode_json)),
+    "command_id": (command_id_of, wire.commands.map(encode_json)),
     "manifest": (decode_manifest, st.just(msgspec.json.encode(manifest()))),
 }
 AS_JSON = ("presence", "client_presence", "command", "command_id", "ack", "desired_state", "manifest")
