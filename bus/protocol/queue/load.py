@@ -1,4 +1,7 @@
-"""What a client knows of each worker's load: the prompts in its prefix cache, and the work that it has."""
+"""What a client knows of each worker's load: the prompts in its prefix cache, and the work that it has.
+
+The presence table limits the number of workers.
+"""
 
 import math
 import statistics
@@ -11,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ....schemas.presence import EngineStats, WorkerPresence
-from ..fleet.presence import MAX_WORKERS
 
 PIECE_TOKENS: Final = 256
 """Tokens of a piece. Engines cache blocks of 16 to 128 tokens, but pieces of 16 take six times as long to hash."""
@@ -146,8 +148,6 @@ class PrefixIndex:
             oldest_prefix_s: age of the oldest prefix that the cache still holds; None: not known.
         """
         cache = self._caches.get(cache_id.worker)
-        if cache is None and len(self._caches) >= MAX_WORKERS:
-            return
         if cache is None or cache.id != cache_id:
             cache = self._caches[cache_id.worker] = _Cache(cache_id, now)
         if oldest_prefix_s is not None:
@@ -310,8 +310,6 @@ class LoadTable:
     def update(self, presence: WorkerPresence, now: float) -> None:
         """Handle presence. Its counts replace the counts since the previous presence."""
         load = self._loads.get(presence.worker)
-        if load is None and len(self._loads) >= MAX_WORKERS:
-            return
         if load is None or load.incarnation != presence.incarnation:
             # A new incarnation counts as no better than the previous one until it has admitted a request.
             closed_until, refusals = (0.0, 0) if load is None else (load.closed_until, load.refusals)
@@ -348,10 +346,13 @@ class LoadTable:
         """Remove a lost worker."""
         self._loads.pop(worker, None)
 
+    def _find(self, worker: str) -> WorkerLoad:
+        """Return the load of a worker. What is counted for a worker that is not known has no effect."""
+        return self._loads.get(worker) or WorkerLoad(worker, "")
+
     def free_slots(self, worker: str, now: float) -> int:
         """Return how many more requests may be placed at a worker; 0 if the worker is not known."""
-        load = self._loads.get(worker)
-        return 0 if load is None else load.room(now)
+        return self._find(worker).room(now)
 
     def placed(self, worker: str, prompt_tokens: int, now: float) -> None:
         """Count a request that was sent to a worker directly, or that a worker has admitted from the queue.
@@ -359,31 +360,25 @@ class LoadTable:
         Args:
             prompt_tokens: those that the worker must compute, as far as is known.
         """
-        load = self._loads.get(worker)
-        if load is not None:
-            load.free_slots -= 1
-            load.running += 1
-            load.add_backlog(prompt_tokens, now)
+        load = self._find(worker)
+        load.free_slots -= 1
+        load.running += 1
+        load.add_backlog(prompt_tokens, now)
 
     def ended(self, worker: str) -> None:
         """Count a request that has ended at a worker."""
-        load = self._loads.get(worker)
-        if load is not None:
-            # Presence may have arrived before the end that it includes.
-            load.free_slots = min(load.free_slots + 1, load.slots)
-            load.running = max(load.running - 1, 0)
+        load = self._find(worker)
+        # Presence may have arrived before the end that it includes.
+        load.free_slots = min(load.free_slots + 1, load.slots)
+        load.running = max(load.running - 1, 0)
 
     def admitted(self, worker: str) -> None:
         """Count a placed request that its worker has admitted."""
-        load = self._loads.get(worker)
-        if load is not None:
-            load.refusals = 0
+        self._find(worker).refusals = 0
 
     def refused(self, worker: str, now: float) -> None:
         """Count a rejected request. The worker has no room for a while, and until its presence has free slots."""
-        load = self._loads.get(worker)
-        if load is None:
-            return
+        load = self._find(worker)
         load.free_slots = min(load.free_slots, 0)
         load.running = max(load.running - 1, 0)
         # Requests that were in flight together are rejected together, which counts once.
@@ -393,10 +388,9 @@ class LoadTable:
 
     def silent(self, worker: str, now: float) -> None:
         """Count a request that a worker did not answer in time. It gets no placed requests for `SILENT_S`."""
-        load = self._loads.get(worker)
-        if load is not None:
-            load.closed_until = now + SILENT_S
-            load.running = max(load.running - 1, 0)
+        load = self._find(worker)
+        load.closed_until = now + SILENT_S
+        load.running = max(load.running - 1, 0)
 
 
 def _median(rates: list[float | None]) -> float | None:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ....schemas.presence import WorkerPresence
-from ..fleet.presence import MAX_WORKERS
 
 WINDOW_S: Final = 10.0
 """Seconds that rates cover: ten presence messages of a worker."""
@@ -23,7 +22,8 @@ STEP_S: Final = 5
 NUM_POINTS: Final = 720
 """The number of points in an hour."""
 MAX_SERIES: Final = 2000
-"""Workers with points. Further workers have none, but count in the fleet and in their model."""
+"""Workers with points. Further workers have none, but count in the fleet and in their model. All points take at most
+36 MB: 17 KB for each worker, each model and the fleet."""
 MAX_MODELS: Final = 64
 """Models with points. Further models have none, but count in the fleet."""
 Series: TypeAlias = dict[str, list[float | None]]
@@ -120,7 +120,7 @@ class _FollowedWorker:
 class FleetRates:
     """The rates of each worker of a fleet over the last `WINDOW_S` seconds. The caller passes in the time.
 
-    At most `MAX_WORKERS` workers are followed, as in the `PresenceTable`. Other workers have no rates.
+    The `PresenceTable` limits the number of workers.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class FleetRates:
             now: the time of arrival, by a clock that never goes back.
         """
         known = self._workers.get(worker.worker)
-        if worker.counters is None or (known is None and len(self._workers) >= MAX_WORKERS):
+        if worker.counters is None:
             return
         if known is None or known.incarnation != worker.incarnation or known.model != worker.model:
             known = self._workers[worker.worker] = _FollowedWorker(worker.incarnation, worker.model)
@@ -207,10 +207,6 @@ class Point(NamedTuple):
 FIELDS: Final = Point._fields
 
 
-SERIES_BYTES: Final = len(FIELDS) * NUM_POINTS * 4
-"""Bytes of one worker, model or fleet: 17 KB. All series together have at most 36 MB."""
-
-
 class _Rings:
     """Series by name, all with the same point numbers."""
 
@@ -250,12 +246,6 @@ class History:
     def __init__(self) -> None:
         self.number = 0
         self._fleet, self._models, self._workers = _Rings(1), _Rings(MAX_MODELS), _Rings(MAX_SERIES)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all points."""
-        everything = (self._fleet, self._models, self._workers)
-        return sum(ring.nbytes for each in everything for ring in each.rings.values())
 
     def add(self, number: int, fleet: Point, models: Mapping[str, Point], workers: Mapping[str, Point]) -> None:
         """Add one point of each series. Steps between the last point and this one have no known values.

@@ -331,19 +331,6 @@ def test_after_a_refused_first_request_the_next_request_computes_the_prompt(is_s
         (policy.silent if is_silent else policy.refused)(request, "a", now)
 
 
-def test_an_accepted_request_ends_a_series_of_refusals() -> None:
-    """If a worker accepts a placed request, its next refusal closes it only for the shortest time."""
-    policy, able = idle_fleet("a")
-    request = placement_needs(prompt(1), group="g")
-    for now in range(6):
-        policy.refused(request, "a", now)
-    policy.admitted(request, "a", 10, was_placed=True)
-    policy.refused(request, "a", 11)
-    policy.update(presence("a"), 11.5)
-
-    assert able[0].room(11.5) == 8
-
-
 def test_a_worker_with_an_unknown_cache_may_accept_a_request() -> None:
     """A worker may accept a request before its first presence, or after it was marked lost."""
     policy, able = idle_fleet("a")

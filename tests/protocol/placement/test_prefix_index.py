@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rollbus.bus.protocol.fleet.presence import MAX_WORKERS
 from rollbus.bus.protocol.queue.load import (
     MAX_AGE_S,
     PIECE_TOKENS,
@@ -137,16 +136,6 @@ def test_the_last_piece_of_the_least_recently_used_prompt_is_removed_first() -> 
     assert index.longest(chain([1, 2]), 5) == {"a": 2 * PIECE_TOKENS}
     assert index.longest(chain([3, 4]), 5) == {"a": PIECE_TOKENS}
     assert len(index) == 4
-
-
-def test_the_number_of_known_workers_is_bounded() -> None:
-    """A worker beyond the limit is not known until another worker is removed."""
-    index = index_of(*map(str, range(MAX_WORKERS + 1)))
-
-    assert index.cache_of(str(MAX_WORKERS)) is None
-    index.remove("0")
-    index.update(CacheId("new", "1", 0), None, 1)
-    assert index.cache_of("new") is not None
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):

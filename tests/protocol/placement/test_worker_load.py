@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbus.bus.protocol.fleet.presence import MAX_WORKERS
 from rollbus.bus.protocol.queue.load import FULL_KV, FULL_S, SILENT_S, SLOW, SLOWEST, LoadTable, WorkerLoad
 from rollbus.schemas.presence import EngineStats
 from tests.protocol.placement.worlds import presence
@@ -243,17 +242,3 @@ def test_slowness_and_backlog_are_finite_for_any_announced_rates(
         assert load.slowness == 1 or SLOW <= load.slowness <= SLOWEST
         assert math.isfinite(load.backlog(now))
         assert load.backlog(now + 10**7 * len(announced)) == 0
-
-
-def test_the_number_of_known_workers_is_bounded() -> None:
-    """A worker beyond the limit is not known until another worker is removed."""
-    table = LoadTable()
-    for i in range(MAX_WORKERS):
-        table.update(presence(str(i)), 0)
-    table.update(presence("new"), 0)
-    assert table.get("new") is None
-    table.remove("0")
-    table.update(presence("new"), 0)
-
-    assert table.get("new") is not None
-    assert len(table) == MAX_WORKERS
