@@ -220,18 +220,12 @@ _frame_decoder = msgspec.msgpack.Decoder(Frame)
 _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 
 
-class _OnlyCommandId(msgspec.Struct):
-    id: str
-
-
-class _OnlyCommandName(msgspec.Struct):
+class _CommandHead(msgspec.Struct):
+    id: object = None
     command: object = None
 
 
-_only_command_name_decoder = msgspec.json.Decoder(_OnlyCommandName)
-
-
-_only_command_id_decoder = msgspec.json.Decoder(_OnlyCommandId)
+_command_head_decoder = msgspec.json.Decoder(_CommandHead)
 
 
 class _OnlyPriority(msgspec.Struct):
@@ -324,7 +318,7 @@ def decode_command(data: bytes) -> AnyCommand:
             raise exc.__cause__ from None
         if (version := other_version(data, "json")) is not None:
             raise InvalidRequest(field="v", problem=f"is {version}", allowed=str(WIRE_VERSION)) from None
-        raise wrong_command(str(exc), _commands, _command_name_of(data)) from None
+        raise wrong_command(str(exc), _commands, _decode_head(data).command) from None
     except MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
@@ -335,18 +329,18 @@ def decode_command(data: bytes) -> AnyCommand:
     return command
 
 
-def _command_name_of(data: bytes) -> object:
+def _decode_head(data: bytes) -> _CommandHead:
     try:
-        return _only_command_name_decoder.decode(data).command
+        return _command_head_decoder.decode(data)
     except MALFORMED:
-        return None
+        return _CommandHead()
 
 
 def command_id_of(data: bytes) -> str | None:
     """Return the id of a command, even if other fields are wrong; None without a valid id."""
     try:
-        return check_request_id("id", _only_command_id_decoder.decode(data).id)
-    except (*MALFORMED, InvalidRequest):
+        return check_request_id("id", _decode_head(data).id)
+    except InvalidRequest:
         return None
 
 

@@ -167,20 +167,22 @@ def effective(state: DesiredState, worker: str) -> dict[str, Recorded]:
     return found
 
 
+def _recorded_weights(state: DesiredState | None, worker: str) -> UpdateWeights | FinishWeightUpdate | None:
+    recorded = None if state is None else effective(state, worker).get(WEIGHTS)
+    command = None if recorded is None else recorded.command
+    return command if isinstance(command, UpdateWeights | FinishWeightUpdate) else None
+
+
 def target_version(state: DesiredState | None, worker: str) -> int | None:
     """Return the version of the weights that a worker should have; None: no version is recorded."""
-    recorded = None if state is None else effective(state, worker).get(WEIGHTS)
-    if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
-        return None
-    return recorded.command.version
+    command = _recorded_weights(state, worker)
+    return None if command is None else command.version
 
 
 def version_label(state: DesiredState | None, worker: str, version: int) -> str | None:
     """Return the trainer's label of a worker's version; None: it has no label, or is not the recorded version."""
-    recorded = None if state is None else effective(state, worker).get(WEIGHTS)
-    if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
-        return None
-    return recorded.command.label if recorded.command.version == version else None
+    command = _recorded_weights(state, worker)
+    return command.label if command is not None and command.version == version else None
 
 
 def base_adapter(registers: Mapping[str, Recorded], model: str) -> LoadLora | None:
@@ -314,11 +316,8 @@ def _source_of(command: Served) -> WeightSource | None:
 
 def _is_same_content(one: Served, other: Served) -> bool:
     """Return True if both commands name the same weights: by their digests, or without digests by their sources."""
-    if isinstance(one, FinishWeightUpdate) or isinstance(other, FinishWeightUpdate):
-        return _source_of(one) == _source_of(other)
-    if one.digest and other.digest:
-        return one.digest == other.digest
-    return _source_of(one) == _source_of(other)
+    digests = {None if isinstance(each, FinishWeightUpdate) else each.digest for each in (one, other)}
+    return len(digests) == 1 if None not in digests else _source_of(one) == _source_of(other)
 
 
 def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], register: str, epoch: int) -> None:
