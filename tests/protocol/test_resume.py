@@ -1,4 +1,4 @@
-"""A response stream whose worker is lost at any points ends with the same result as an undisturbed one."""
+"""A response stream whose workers are lost, or that has two phases, has the same result as one of a single worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import split
@@ -28,18 +27,41 @@ from tests.support.scenarios import drain
 pytestmark = pytest.mark.slow
 
 
-CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
-MASKING = replace(CONFIG, sampling_mask=True)
-"""Configuration for requests with a `top_k`."""
-MODEL = SyntheticModel(MASKING, None)
+WIDE, NARROW = 300, 16
+"""Numbers of experts whose ids take two bytes and one byte."""
 
 
-async def attempt_chunks(
-    request: GenerateRequest, attempt: int, segment_bytes: int, gather: int
+@dataclass(frozen=True)
+class Attempt:
+    """The course of one attempt."""
+
+    is_cut: bool = False
+    """True if the attempt begins with a prefill phase."""
+    lost_after: int | None = None
+    """Number of chunks of both phases after which the attempt is lost; None if it is not lost."""
+    keeps_kv: bool = True
+    """True if the prefill phase leaves its KV."""
+
+
+def config(num_experts: int = WIDE, role: str = "both", *, has_masks: bool = False) -> SyntheticConfig:
+    """Return the configuration of engines that generate the same tokens in each role."""
+    shape = {"vocab_size": 50, "num_layers": 2, "top_k": 2, "num_experts": num_experts}
+    return SyntheticConfig.from_args(shape | {"role": role, "sampling_mask": has_masks})
+
+
+MODEL = SyntheticModel(config(has_masks=True), None)
+
+
+async def phase_chunks(
+    request: GenerateRequest,
+    attempt: int,
+    engine: SyntheticEngine,
+    kv: KvTransfer | None,
+    segment_bytes: int,
+    gather: int = 1,
 ) -> AsyncIterator[Chunk]:
-    """Yield the chunks of one attempt on its own engine, after every `gather` steps."""
-    engine = SyntheticEngine(MASKING if request.sampling.top_k else CONFIG)
-    await engine.add("k", request)
+    """Yield the chunks that one message causes, after every `gather` steps."""
+    await engine.add("k", request, kv)
     writer = ChunkWriter(
         RequestKey(request.request_id, attempt, 0),
         prompt_len=request.prompt_len,
@@ -50,6 +72,7 @@ async def attempt_chunks(
     count = 0
     async for steps in engine.steps():
         for step in split(steps):
+            assert step.error is None
             writer.add_step(step, attempt)
             count += 1
             if count % gather and step.finish_reason is None:
@@ -60,26 +83,43 @@ async def attempt_chunks(
                 return
 
 
-async def run(
-    request: GenerateRequest, losses: list[int], *, keep: bool, segment_bytes: int = 64, gather: int = 1
+async def serve(
+    request: GenerateRequest,
+    attempts: list[Attempt],
+    *,
+    num_experts: int = WIDE,
+    keep: bool = True,
+    segment_bytes: int = 64,
+    gather: int = 1,
 ) -> tuple[ResponseStream, list[Chunk]]:
-    """Run a request until it ends, and lose the i-th attempt after `losses[i]` chunks."""
+    """Run a request until it ends: by `attempts`, and then by one whole attempt."""
     stream = ResponseStream(request, child=0, attempt=0, keep=keep)
     delivered: list[Chunk] = []
-    remaining = [*losses]
-    current: GenerateRequest | Chunk = request
-    while stream.end is None and isinstance(current, GenerateRequest):
-        limit = remaining.pop(0) if remaining else None
-        count = 0
-        async for chunk in attempt_chunks(current, stream.attempt, segment_bytes, gather):
-            if count == limit:
-                break
-            delivered += stream.add(chunk)
-            count += 1
+    plans = iter(attempts)
+    asked: GenerateRequest | Chunk = request
+    while stream.end is None and isinstance(asked, GenerateRequest):
+        plan = next(plans, Attempt())
+        left = plan.lost_after
+
+        async def run_phase(asked: GenerateRequest, role: str, kv: KvTransfer | None) -> None:
+            nonlocal left
+            engine = SyntheticEngine(config(num_experts, role, has_masks=bool(request.sampling.top_k)))
+            async for chunk in phase_chunks(asked, stream.attempt, engine, kv, segment_bytes, gather):
+                if left == 0:
+                    return
+                delivered.extend(stream.add(chunk))
+                left = None if left is None else left - 1
+
+        if plan.is_cut:
+            await run_phase(stream.cut_to_prefill("synthetic"), "prefill", KvTransfer() if plan.keeps_kv else None)
+        if stream.is_prefilled:
+            await run_phase(stream.next_phase(), "decode", stream.handover)
+        elif not plan.is_cut:
+            await run_phase(asked, "both", None)
         if stream.end is None:
-            current = stream.next_attempt()
-            if isinstance(current, Chunk):
-                delivered.append(current)
+            asked = stream.next_attempt()
+            if isinstance(asked, Chunk):
+                delivered.append(asked)
     return stream, delivered
 
 
@@ -110,7 +150,7 @@ def requests(draw: st.DrawFn, *, continuable: bool) -> GenerateRequest:
     )
 
 
-losses = st.lists(st.integers(0, 14), max_size=5)
+losses = st.lists(st.integers(0, 14).map(lambda count: Attempt(lost_after=count)), max_size=5)
 gathers = st.integers(1, 4)
 
 
@@ -136,14 +176,14 @@ def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
 @given(requests(continuable=True), losses, gathers)
 @settings(max_examples=300)
 def test_after_losses_a_greedy_request_has_the_result_of_an_undisturbed_run(
-    request: GenerateRequest, losses: list[int], gather: int
+    request: GenerateRequest, losses: list[Attempt], gather: int
 ) -> None:
     """After losses, a greedy request has the same result as an undisturbed run.
 
     Delivered tokens are not generated again.
     """
-    expected, _ = asyncio.run(run(request, [], keep=True))
-    stream, delivered = asyncio.run(run(request, losses, keep=True, gather=gather))
+    expected, _ = asyncio.run(serve(request, []))
+    stream, delivered = asyncio.run(serve(request, losses, gather=gather))
 
     assert_same(stream, expected)
     assert stream.is_exact
@@ -155,11 +195,11 @@ def test_after_losses_a_greedy_request_has_the_result_of_an_undisturbed_run(
 @given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
 def test_a_seeded_request_without_delivered_chunks_starts_again(
-    request: GenerateRequest, losses: list[int], gather: int
+    request: GenerateRequest, losses: list[Attempt], gather: int
 ) -> None:
     """A seeded request whose chunks the caller has not received starts again, and equals the undisturbed run."""
-    expected, _ = asyncio.run(run(request, [], keep=True))
-    stream, _ = asyncio.run(run(request, losses, keep=True, gather=gather))
+    expected, _ = asyncio.run(serve(request, []))
+    stream, _ = asyncio.run(serve(request, losses, gather=gather))
 
     assert_same(stream, expected)
     assert stream.is_exact
@@ -168,13 +208,13 @@ def test_a_seeded_request_without_delivered_chunks_starts_again(
 @given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
 def test_a_resumed_stream_keeps_delivered_chunks_and_is_marked_as_not_exact(
-    request: GenerateRequest, losses: list[int], gather: int
+    request: GenerateRequest, losses: list[Attempt], gather: int
 ) -> None:
     """Delivered chunks stay valid, and the resumed request is marked as not exact.
 
     Totals and the row rule hold for the whole request.
     """
-    stream, delivered = asyncio.run(run(request, losses, keep=False, gather=gather))
+    stream, delivered = asyncio.run(serve(request, losses, keep=False, gather=gather))
     num_tokens = sum(chunk.num_tokens for chunk in delivered)
     num_rows = sum(0 if chunk.routed_experts is None else chunk.routed_experts.shape[0] for chunk in delivered)
 
@@ -217,99 +257,12 @@ def test_the_client_creates_the_terminal_chunk_if_only_that_chunk_is_lost() -> N
 async def test_prompt_rows_of_a_lost_attempt_are_not_delivered_without_their_tokens(lost_after: int) -> None:
     """If an attempt is lost between several chunks of prompt rows, it leaves no rows behind."""
     request = GenerateRequest(prompt_token_ids=range(20), sampling=SamplingParams(max_tokens=2, temperature=0))
-    stream, delivered = await run(request, [lost_after], keep=False, segment_bytes=50)
-    expected, _ = await run(request, [], keep=True)
+    stream, delivered = await serve(request, [Attempt(lost_after=lost_after)], keep=False, segment_bytes=50)
+    expected, _ = await serve(request, [])
 
     rows = [chunk.routed_experts.numpy() for chunk in delivered if chunk.routed_experts is not None]
     np.testing.assert_array_equal(np.concatenate(rows), expected.arrays()["routed_experts"])
     assert stream.num_attempts == 2
-
-
-# A response stream of a prefill and a decode phase equals one of a single worker, with any segmentation and losses.
-
-
-WIDE, NARROW = 300, 16
-"""Numbers of experts whose ids take two bytes and one byte."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The course of one attempt."""
-
-    is_cut: bool = False
-    """True if the attempt begins with a prefill phase."""
-    lost_after: int | None = None
-    """Number of chunks of both phases after which the attempt is lost; None if it is not lost."""
-    keeps_kv: bool = True
-    """True if the prefill phase leaves its KV."""
-
-
-def config(num_experts: int, role: str = "both") -> SyntheticConfig:
-    """Return the configuration of engines that generate the same tokens in each role."""
-    return SyntheticConfig.from_args(
-        {"vocab_size": 50, "num_layers": 2, "top_k": 2, "num_experts": num_experts, "role": role}
-    )
-
-
-async def phase_chunks(
-    request: GenerateRequest, attempt: int, engine: SyntheticEngine, kv: KvTransfer | None, segment_bytes: int
-) -> AsyncIterator[Chunk]:
-    """Yield the chunks that one message causes."""
-    await engine.add("k", request, kv)
-    writer = ChunkWriter(
-        RequestKey(request.request_id, attempt, 0),
-        prompt_len=request.prompt_len,
-        routing=engine.capabilities.routed_experts,
-        start=request.routed_experts_prompt_start,
-        segment_bytes=segment_bytes,
-    )
-    async for steps in engine.steps():
-        for step in split(steps):
-            assert step.error is None
-            writer.add_step(step, 0)
-            for chunk in drain(writer):
-                yield chunk
-            if step.finish_reason is not None:
-                return
-
-
-async def serve(
-    request: GenerateRequest,
-    attempts: list[Attempt],
-    *,
-    num_experts: int = WIDE,
-    keep: bool = True,
-    segment_bytes: int = 64,
-) -> tuple[ResponseStream, list[Chunk]]:
-    """Run a request until it ends: by `attempts`, and then by one whole attempt."""
-    stream = ResponseStream(request, child=0, attempt=0, keep=keep)
-    delivered: list[Chunk] = []
-    plans = iter(attempts)
-    asked: GenerateRequest | Chunk = request
-    while stream.end is None and isinstance(asked, GenerateRequest):
-        plan = next(plans, Attempt())
-        left = plan.lost_after
-
-        async def run_phase(asked: GenerateRequest, role: str, kv: KvTransfer | None) -> None:
-            nonlocal left
-            engine = SyntheticEngine(config(num_experts, role))
-            async for chunk in phase_chunks(asked, stream.attempt, engine, kv, segment_bytes):
-                if left == 0:
-                    return
-                delivered.extend(stream.add(chunk))
-                left = None if left is None else left - 1
-
-        if plan.is_cut:
-            await run_phase(stream.cut_to_prefill("synthetic"), "prefill", KvTransfer() if plan.keeps_kv else None)
-        if stream.is_prefilled:
-            await run_phase(stream.next_phase(), "decode", stream.handover)
-        elif not plan.is_cut:
-            await run_phase(asked, "both", None)
-        if stream.end is None:
-            asked = stream.next_attempt()
-            if isinstance(asked, Chunk):
-                delivered.append(asked)
-    return stream, delivered
 
 
 attempts = st.lists(
