@@ -1,5 +1,7 @@
 """How engine steps become chunks: chunks fit, buffered steps merge, and no chunk has rows ahead of its tokens."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,16 +48,20 @@ def test_a_chunk_is_no_larger_than_segment_bytes(scenario: Scenario, segment_byt
         assert len(encode(Frame(WIRE_VERSION, "i", 0, [], [chunk]))) <= size
 
 
-@given(scenarios(), st.integers(1, 200), st.integers(1, 5))
+@given(scenarios() | scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
 def test_sent_rows_belong_to_sent_tokens_and_no_chunk_mixes_versions(
     scenario: Scenario, segment_bytes: int, gather: int
 ) -> None:
-    """After a chunk with tokens, the sent rows belong to the sent tokens. No chunk mixes weight versions."""
+    """After a chunk with tokens, the sent rows belong to the sent tokens.
+
+    No chunk mixes versions of the weights or of an adapter.
+    """
     tokens = rows = 0
     lp, start = scenario.request.prompt_len, scenario.request.routed_experts_prompt_start
     for chunk in scenario.chunks(segment_bytes, gather):
-        versions = scenario.arrays["weight_versions"]
-        assert set(versions[tokens : tokens + chunk.num_tokens]) <= {chunk.weight_version}
+        for name, version in (("weight_versions", chunk.weight_version), ("lora_versions", chunk.lora_version)):
+            versions = scenario.arrays[name]
+            assert versions is None or set(versions[tokens : tokens + chunk.num_tokens]) <= {version}
         tokens += chunk.num_tokens
         rows += num_rows(chunk)
         # A chunk without tokens may contain rows of the next token.
@@ -86,47 +92,32 @@ def test_next_bytes_is_the_size_bound_of_the_next_chunk(
     assert writer.has_left
 
 
-@given(scenarios(), st.integers(1, 200), st.data())
-def test_a_failure_discards_unsent_data(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
-    """At any point, the chunk after a failure is terminal, and its totals are those of the sent chunks."""
+@pytest.mark.parametrize("error", [STOPPED, None])
+@given(scenario=scenarios(), segment_bytes=st.integers(1, 200), data=st.data())
+def test_a_failure_or_an_abort_discards_unsent_data(
+    error: ChunkError | None, scenario: Scenario, segment_bytes: int, data: st.DataObject
+) -> None:
+    """At any point, the chunk after a failure or an abort is terminal, and its totals are those of the sent chunks."""
     writer = scenario.writer(segment_bytes)
-    assembly = ChunkVerifier(scenario.request)
-    fails_after = data.draw(st.integers(0, len(scenario.steps)))
-    for step, version in zip(scenario.steps[:fails_after], scenario.versions, strict=False):
+    chunks = []
+    ends_after = data.draw(st.integers(0, len(scenario.steps)))
+    for step, version in zip(scenario.steps[:ends_after], scenario.versions, strict=False):
         writer.add_step(step, version)
-        for _ in range(data.draw(st.integers(0, 3))):
-            chunk = writer.next_chunk()
-            if chunk is not None:
-                assembly.add(chunk)
-    if writer.has_left:
-        with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
-            writer.fail(STOPPED, 1)
-        return
-    assembly.add(writer.fail(STOPPED, 1))
+        chunks += [chunk for _ in range(data.draw(st.integers(0, 3))) if (chunk := writer.next_chunk()) is not None]
 
-    assert assembly.end.error == STOPPED
-    assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
-    assert writer.next_chunk() is None
+    def end() -> Chunk:
+        return writer.abort(1) if error is None else writer.fail(error, 1)
 
-
-@given(scenarios(), st.integers(1, 200), st.integers(0, 20))
-def test_an_abort_discards_unsent_data(scenario: Scenario, segment_bytes: int, leave: int) -> None:
-    """The chunk after an abort is terminal, and its totals are those of the sent chunks."""
-    writer = scenario.writer(segment_bytes)
-    for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        writer.add_step(step, version)
-    chunks = [chunk for _ in range(leave) if (chunk := writer.next_chunk()) is not None]
-    if writer.has_left:
-        with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
-            writer.abort(1)
-        return
-    last = writer.abort(1)
-
-    assert last.chunk_index == len(chunks)
-    assert (last.finish_reason, last.error, last.num_tokens) == (FinishReason.ABORT, None, 0)
-    assert last.end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
-    assert last.end.num_rows == sum(map(num_rows, chunks))
-    assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
+    if not writer.has_left:
+        last = end()
+        assert (last.chunk_index, last.error, last.num_tokens) == (len(chunks), error, 0)
+        assert last.finish_reason is (FinishReason.ABORT if error is None else FinishReason.ERROR)
+        assert last.end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
+        assert last.end.num_rows == sum(map(num_rows, chunks))
+        assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
+        assert writer.next_chunk() is None
+    with pytest.raises(LocalProtocolError, match="after its terminal chunk"):
+        end()
 
 
 @pytest.mark.proves("P16")
@@ -141,22 +132,6 @@ def test_steps_that_wait_for_credit_leave_as_one_chunk() -> None:
     assert (first.weight_version, first.num_tokens, num_rows(first)) == (1, 5, 3 + 5 - 1)
     assert (second.weight_version, second.num_tokens, num_rows(second)) == (2, 2, 2)
     assert second.is_terminal
-
-
-@given(scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
-def test_no_chunk_mixes_versions_of_an_adapter(scenario: Scenario, segment_bytes: int, gather: int) -> None:
-    """No chunk mixes versions of an adapter, however steps are merged and split.
-
-    The result has the version of each token.
-    """
-    chunks = scenario.chunks(segment_bytes, gather)
-    at = 0
-    for chunk in chunks:
-        versions = scenario.arrays["lora_versions"]
-        assert set(versions[at : at + chunk.num_tokens]) <= {chunk.lora_version}
-        at += chunk.num_tokens
-
-    assert_complete(scenario, chunks)
 
 
 def test_a_changed_adapter_starts_another_chunk() -> None:
@@ -254,33 +229,6 @@ def test_later_changes_of_the_engines_arrays_do_not_change_chunks() -> None:
     assert_complete(scenario, chunks)
 
 
-def test_engine_rows_that_skip_a_position_are_refused() -> None:
-    """Rows that do not continue the previous rows are an error of the engine and are never sent."""
-    scenario = simple()
-    scenario.steps[1].routed_experts_start += 1
-    with pytest.raises(LocalProtocolError, match="rows from position 3, expected 2"):
-        scenario.chunks()
-
-
-def test_engine_rows_of_future_positions_are_refused() -> None:
-    """Rows of more positions than prompt and tokens are an error of the engine and are never sent."""
-    scenario = simple()
-    scenario.steps[0].routed_experts = np.zeros((4, 1, 1), np.uint8)
-    with pytest.raises(LocalProtocolError, match="4 rows for at most 3 positions"):
-        scenario.chunks()
-
-
-def test_engine_rows_that_are_missing_at_the_end_are_refused() -> None:
-    """A finished request with fewer rows than the row rule requires is an error of the engine.
-
-    It is never sent as finished.
-    """
-    scenario = simple()
-    scenario.steps[1].routed_experts = None
-    with pytest.raises(LocalProtocolError, match="2 rows for 2 tokens"):
-        scenario.chunks()
-
-
 def test_a_request_that_fails_before_all_rows_ends_with_the_engine_error() -> None:
     """A request that the engine fails before all rows ends with the engine's error, not with an error about rows."""
     scenario = simple()
@@ -330,23 +278,26 @@ def test_a_step_without_content_makes_no_chunk() -> None:
     assert not writer.has_unsent
 
 
-def broken_steps() -> dict[str, RequestStep]:
-    """Return invalid second steps of `simple` by their fault."""
+def broken_steps() -> list[tuple[RequestStep, str]]:
+    """Return invalid second steps of `simple`, each with the error."""
     good = simple().steps[1]
     top = make_scenario(np.random.default_rng(0), prompt_len=2, cuts=[3], widths=(2, None)).steps[0].top_logprobs
-    return {
-        "no rows": replace(good, routed_experts=None),
-        "rows elsewhere": replace(good, routed_experts_start=1),
-        "rows of another shape": replace(good, routed_experts=np.zeros((1, 2, 1), np.uint8)),
-        "rows of another dtype": replace(good, routed_experts=np.zeros((1, 1, 1), np.uint16)),
-        "too few logprobs": replace(good, logprobs=np.zeros(0, np.float32)),
-        "too many top logprobs": replace(good, top_logprobs=top),
-        "an error and no word of it": replace(good, finish_reason=FinishReason.ERROR),
-    }
+    return [
+        (replace(good, routed_experts=None), "2 rows for 2 tokens"),
+        (replace(good, routed_experts_start=1), "rows from position 1, expected 2"),
+        (replace(good, routed_experts=np.zeros((3, 1, 1), np.uint8)), "5 rows for at most 4 positions"),
+        (replace(good, routed_experts=np.zeros((1, 2, 1), np.uint8)), "rows of (2, 1) uint8"),
+        (replace(good, routed_experts=np.zeros((1, 1, 1), np.uint16)), "rows of (1, 1) uint16"),
+        (replace(good, logprobs=np.zeros(0, np.float32)), "1 tokens but 0 logprobs"),
+        (replace(good, top_logprobs=top), "another number of top logprobs"),
+        (replace(good, finish_reason=FinishReason.ERROR), "finish reason error and error None"),
+    ]
 
 
-@pytest.mark.parametrize("name", broken_steps())
-def test_after_an_invalid_step_the_next_chunk_is_the_error_with_correct_totals(name: str) -> None:
+@pytest.mark.parametrize(("broken", "problem"), broken_steps(), ids=[problem for _, problem in broken_steps()])
+def test_after_an_invalid_step_the_next_chunk_is_the_error_with_correct_totals(
+    broken: RequestStep, problem: str
+) -> None:
     """A rejected step has no effect: the next chunk is the error, with correct totals."""
     scenario = simple()
     writer = scenario.writer()
@@ -354,12 +305,12 @@ def test_after_an_invalid_step_the_next_chunk_is_the_error_with_correct_totals(n
     writer.add_step(scenario.steps[0], 1)
     for chunk in drain(writer):
         assembly.add(chunk)
-    with pytest.raises(LocalProtocolError):
-        writer.add_step(broken_steps()[name], 1)
+    with pytest.raises(LocalProtocolError, match=re.escape(problem)):
+        writer.add_step(broken, 1)
     assert not writer.has_unsent
-    assembly.add(writer.fail(ChunkError(ErrorCode.PROTOCOL_ERROR, name), 1))
+    assembly.add(writer.fail(STOPPED, 1))
 
-    assert assembly.end.error.message == name
+    assert assembly.end.error == STOPPED
 
 
 def test_a_step_after_the_last_step_is_refused() -> None:

@@ -497,13 +497,6 @@ def under_the_name(version: int, **fields: Any) -> LoadLora:
     return LoadLora(name="m", source=SOURCE, version=version, for_base=True, **fields)
 
 
-def recorded_of_desired_adapters(*commands: AnyCommand, state: DesiredState = STATE) -> DesiredState:
-    """Return the state after these commands."""
-    for command in commands:
-        state, _ = record(state, command)
-    return state
-
-
 def test_an_adapter_for_the_base_has_the_name_of_its_model() -> None:
     """An adapter for the base with another name is rejected."""
     with pytest.raises(ControlError, match="name is 'x'; allowed: 'm'"):
@@ -512,7 +505,7 @@ def test_an_adapter_for_the_base_has_the_name_of_its_model() -> None:
 
 def test_versions_under_a_models_name_do_not_go_back() -> None:
     """Weights and adapters under the model's name share one order of versions, which only a rollback breaks."""
-    state = recorded_of_desired_adapters(UpdateWeights(version=4, source=SOURCE), under_the_name(5), under_the_name(7))
+    state = recorded(UpdateWeights(version=4, source=SOURCE), under_the_name(5), under_the_name(7), state=STATE)
     assert served_version(state, "a") == 7
     assert target_version(state, "a") == 4
     for command in (
@@ -524,13 +517,9 @@ def test_versions_under_a_models_name_do_not_go_back() -> None:
         with pytest.raises(ControlError) as error:
             record(state, command)
         assert error.value.code is ControlCode.OLD_VERSION
-    assert served_version(recorded_of_desired_adapters(under_the_name(7), state=state), "a") == 7
-    assert (
-        served_version(
-            recorded_of_desired_adapters(UpdateWeights(version=1, source=SOURCE, allow_rollback=True), state=state), "a"
-        )
-        == 1
-    )
+    assert served_version(recorded(under_the_name(7), state=state), "a") == 7
+    back = recorded(UpdateWeights(version=1, source=SOURCE, allow_rollback=True), state=state)
+    assert served_version(back, "a") == 1
 
 
 @pytest.mark.parametrize(
@@ -541,13 +530,13 @@ def test_new_weights_or_an_unload_end_the_adapter_of_the_base(command: AnyComman
 
     Weights for one worker end it on this worker. An undo restores it with the weights.
     """
-    state = recorded_of_desired_adapters(under_the_name(5))
+    state = recorded(under_the_name(5), state=STATE)
     after, epoch = record(state, command)
     assert desired_loras(after) == {"x"}
     assert base_adapter(effective(after, "a"), "m") is None
     undone = set_back(after, state, command.register or "", epoch)
     assert served_version(undone, "a") == 5
     assert effective(undone, "a").keys() == effective(state, "a").keys()
-    one = recorded_of_desired_adapters(replace(command, workers=("a",), id="other"), state=state)
+    one = recorded(replace(command, workers=("a",), id="other"), state=state)
     assert base_adapter(effective(one, "a"), "m") is None
     assert served_version(one, "b") == 5

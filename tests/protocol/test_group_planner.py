@@ -127,28 +127,6 @@ class GroupPlannerMachine(RuleBasedStateMachine):
 TestGroupPlanner = GroupPlannerMachine.TestCase
 
 
-def test_a_completed_group_beyond_the_need_of_a_step_is_first_in_the_next_step() -> None:
-    """If three groups complete and a step needs two, the third group is the first of the next step."""
-    planner = GroupPlanner(need=2, limit=5, max_lag=None)
-    planner.begin_step({})
-    for group in range(planner.num_to_start):
-        planner.start(group)
-    for group in (3, 1, 4):
-        planner.complete(group)
-    assert planner.is_over
-    assert planner.stop() == (0, 2)
-    assert planner.pop_step() == (3, 1)
-    # Group 0 completed before its abort arrived.
-    planner.complete(0)
-    planner.interrupt(2)
-
-    start = planner.begin_step({})
-    assert start.dropped == start.continued == ()
-    assert planner.is_over
-    assert planner.stop() == ()
-    assert planner.pop_step() == (4, 0)
-
-
 def test_without_further_prompts_a_step_waits_for_all_running_groups() -> None:
     """Without further prompts, a step waits for all running groups, and the next step is empty."""
     planner = GroupPlanner(need=3, limit=4, max_lag=None)

@@ -223,36 +223,31 @@ def test_each_frame_is_delivered_once_and_in_order_after_any_order_of_arrival(or
     assert not [data for data, _ in sender._unacked]
 
 
-def first_frame(incarnation: str, *, link: int = 0, client: str = "c") -> Frame:
-    """Return frame 0 of a link."""
-    return Frame(WIRE_VERSION, incarnation, 0, [RequestKey("r")], [], link, client)
-
-
 def test_a_new_incarnation_ends_the_earlier_link() -> None:
     """A new incarnation ends the earlier link.
 
     Late frames of the earlier incarnation are stale, also if it announced last.
     """
     links = FollowedLinks("c")
-    first, ended = links.receiver_of(first_frame("a"), {"a"})
+    first, ended = links.receiver_of(frame(0, incarnation="a"), {"a"})
     assert first is not None
     assert ended == []
-    second, ended = links.receiver_of(first_frame("b"), {"a"})
+    second, ended = links.receiver_of(frame(0, incarnation="b"), {"a"})
     assert second is not first
     assert ended == ["a"]
-    assert links.receiver_of(first_frame("a"), {"a"}) == (None, [])
+    assert links.receiver_of(frame(0, incarnation="a"), {"a"}) == (None, [])
     assert list(links.receivers) == [second]
 
 
 def test_the_links_of_two_workers_with_one_id_are_both_followed() -> None:
     """While two workers with one id publish presence, the links of both are followed."""
     links, live = FollowedLinks("c"), {"a", "b"}
-    first, _ = links.receiver_of(first_frame("a"), {"a"})
-    second, ended = links.receiver_of(first_frame("b"), live)
+    first, _ = links.receiver_of(frame(0, incarnation="a"), {"a"})
+    second, ended = links.receiver_of(frame(0, incarnation="b"), live)
 
     assert ended == []
-    assert links.receiver_of(first_frame("a"), live) == (first, [])
-    assert links.receiver_of(first_frame("b"), live) == (second, [])
+    assert links.receiver_of(frame(0, incarnation="a"), live) == (first, [])
+    assert links.receiver_of(frame(0, incarnation="b"), live) == (second, [])
 
 
 def test_a_worker_that_proves_to_be_alive_is_followed_again() -> None:
@@ -261,9 +256,9 @@ def test_a_worker_that_proves_to_be_alive_is_followed_again() -> None:
     Until then its frames are stale.
     """
     links = FollowedLinks("c")
-    first, _ = links.receiver_of(first_frame("a"), {"a"})
-    links.receiver_of(first_frame("b"), {"a"})
-    again, ended = links.receiver_of(first_frame("a"), {"a", "b"})
+    first, _ = links.receiver_of(frame(0, incarnation="a"), {"a"})
+    links.receiver_of(frame(0, incarnation="b"), {"a"})
+    again, ended = links.receiver_of(frame(0, incarnation="a"), {"a", "b"})
 
     assert ended == []
     assert again not in (None, first)
@@ -272,23 +267,22 @@ def test_a_worker_that_proves_to_be_alive_is_followed_again() -> None:
 def test_of_two_workers_with_one_id_only_frames_of_the_ended_worker_are_stale() -> None:
     """The frames of the worker that ended are stale."""
     links = FollowedLinks("c")
-    links.receiver_of(first_frame("a"), {"a", "b"})
-    links.receiver_of(first_frame("b"), {"a", "b"})
+    links.receiver_of(frame(0, incarnation="a"), {"a", "b"})
+    links.receiver_of(frame(0, incarnation="b"), {"a", "b"})
     links.prune({"b"})
 
     assert [receiver.incarnation for receiver in links.receivers] == [None]
-    assert links.receiver_of(first_frame("a"), {"b"}) == (None, [])
+    assert links.receiver_of(frame(0, incarnation="a"), {"b"}) == (None, [])
 
 
 def test_a_frame_for_another_client_is_stale() -> None:
     """A frame for another client opens no link."""
     links = FollowedLinks("c")
 
-    assert links.receiver_of(first_frame("a", client="d"), {"a"}) == (None, [])
+    assert links.receiver_of(frame(0, incarnation="a", client="d"), {"a"}) == (None, [])
     assert list(links.receivers) == []
 
 
-WINDOW = 2**20
 ONE, TWO = frozenset({RequestKey("r")}), frozenset({RequestKey("r"), RequestKey("s")})
 
 

@@ -384,14 +384,6 @@ def test_after_its_waiting_time_a_request_is_served_without_a_prefill_worker() -
     assert queue.next_decision_at() == 3.0
 
 
-def test_if_the_last_prefill_worker_is_lost_all_requests_continue_immediately() -> None:
-    """If the last prefill worker is lost, all waiting requests continue without one immediately."""
-    queue = queue_of("a", "b")
-    queue.decide([prefill_worker("w", 1)], 0)
-
-    assert queue.decide([], 0.1) == [Decision("b", None, PrefillFallback.NO_WORKER)]
-
-
 @pytest.mark.parametrize(
     ("needed", "fitting"),
     [

@@ -34,7 +34,7 @@ from tests.support.scenarios import (
 
 
 @pytest.mark.proves("P33")
-@given(scenarios(), st.integers(1, 200), st.integers(1, 5))
+@given(scenarios() | scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
 def test_the_client_restores_all_arrays_and_versions_of_the_engine(
     scenario: Scenario, segment_bytes: int, gather: int
 ) -> None:

@@ -3,8 +3,6 @@
 import collections
 import enum
 import json
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,6 @@ from rollbus.schemas.request import GenerateRequest, check_given_id, expand_chil
 from rollbus.schemas.request_fields import check_model_limits, check_sampling, request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.schemas import strategies as wire
-from tests.support.patience import SOON_S
 from tests.support.presences import capabilities
 
 
@@ -269,46 +266,6 @@ def test_digits_in_the_json_keys_of_logit_bias_are_token_ids() -> None:
         fields["sampling"]["logit_bias"] = {name: 0}
         with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias \(a key\) is '.*', not an integer"):
             request_from_json(fields)
-
-
-def test_checks_hold_without_assertions() -> None:
-    """The checks are the same under `python -O`, because none of them is an assertion."""
-    program = """
-import msgspec
-from rollbus.schemas.chunk import RoutedExperts
-from rollbus.schemas.errors import InvalidRequest, RemoteProtocolError
-from rollbus.schemas.messages import decode_frame, decode_request
-from rollbus.schemas.request_fields import request_from_json
-from rollbus.schemas.request import GenerateRequest
-from rollbus.schemas.sampling import SamplingParams
-if __debug__:
-    raise SystemExit("assertions are on")
-bad = {"prompt_token_ids": [1], "sampling": {"top_p": 0}}
-for make in (
-    lambda: SamplingParams(temperature=float("nan")),
-    lambda: GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(n=0)),
-    lambda: decode_request(msgspec.msgpack.encode(bad)),
-    lambda: request_from_json(bad),
-    lambda: decode_frame(msgspec.msgpack.encode([1, "i", 0, [], [["r", 0, 0, 0, 0, b"abc"]]])),
-    lambda: RoutedExperts(0, (1, 1, 1), "u1", b""),
-):
-    try:
-        make()
-    except (InvalidRequest, RemoteProtocolError, ValueError) as exc:
-        print(exc)
-"""
-    result = subprocess.run(
-        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True, timeout=SOON_S
-    )
-
-    assert result.stdout.splitlines() == [
-        "invalid_request: sampling.temperature is nan; allowed: a number from 0 to 2",
-        "invalid_request: sampling.n is 0; allowed: an integer from 1 to 256",
-        "invalid_request: sampling.top_p is 0.0; allowed: a number above 0 up to 1",
-        "invalid_request: sampling.top_p is 0; allowed: a number above 0 up to 1",
-        "frame: token ids of 3 bytes are not an <i4 array of up to 4194304 ids - at `$[4][0]`",
-        "routed experts of shape (1, 1, 1) and dtype u1 take 1 bytes, not 0",
-    ]
 
 
 # Checks of a request that depend on the model's limits.

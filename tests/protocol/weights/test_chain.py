@@ -339,17 +339,12 @@ def test_an_outage_counts_as_one_period_of_silence(outage_s: float) -> None:
     assert silence.record(7, outage_s) == SIGN_S
 
 
-def chain_link(number: int, *, delta: int | None = 1, anchor: int | None = None) -> Link:
-    """Return a version of a chain whose digest is its number."""
-    return Link(objects=f"b/{number}", version=number, digest=f"{number:064d}", delta_bytes=delta, anchor_bytes=anchor)
-
-
 def digests(*numbers: int) -> set[str]:
     """Return the digests of folders in the worker's cache."""
-    return {f"{number:064d}" for number in numbers}
+    return {f"{number:064x}" for number in numbers}
 
 
-CHAIN = [chain_link(0, delta=None, anchor=100), chain_link(1), chain_link(2, anchor=100), chain_link(3)]
+CHAIN = [link(0, delta=None, anchor=100), link(1), link(2, anchor=100), link(3)]
 
 
 def test_plans_are_in_the_order_of_their_bytes() -> None:
@@ -370,20 +365,20 @@ def test_if_the_newest_version_is_cached_the_first_plan_fetches_nothing() -> Non
 
 def test_an_anchor_is_fetched_before_deltas_that_are_larger() -> None:
     """If the deltas are larger than an anchor, as after large training steps, the anchor is fetched instead."""
-    chain = [chain_link(0, delta=None, anchor=100), chain_link(1, delta=80), chain_link(2, delta=80, anchor=100)]
+    chain = [link(0, delta=None, anchor=100), link(1, delta=80), link(2, delta=80, anchor=100)]
 
     assert fetch_plans(chain, digests(0))[0] == FetchPlan(None, chain[2], ())
 
 
 def test_a_chain_without_an_anchor_and_a_cached_version_has_no_plan() -> None:
     """A chain without an anchor and without a cached version has no plan."""
-    assert fetch_plans([chain_link(1), chain_link(2)], set()) == []
+    assert fetch_plans([link(1), link(2)], set()) == []
     assert fetch_plans([], digests(1)) == []
 
 
 def test_no_plan_crosses_a_version_without_a_delta() -> None:
     """No plan crosses a version without a delta, because earlier versions belong to another chain."""
-    chain = [chain_link(0, delta=None, anchor=10), chain_link(1, delta=None, anchor=100), chain_link(2)]
+    chain = [link(0, delta=None, anchor=10), link(1, delta=None, anchor=100), link(2)]
 
     assert [plan.anchor for plan in fetch_plans(chain, digests(0))] == [chain[1]]
 
@@ -394,7 +389,7 @@ def test_no_plan_crosses_a_version_without_a_delta() -> None:
 )
 def test_every_plan_leads_to_the_newest_version(sizes: list[tuple[int | None, int | None]], at_hand: set[int]) -> None:
     """Each plan starts from a cached folder or an anchor, and applies each later delta once and in order."""
-    chain = [chain_link(number, delta=delta, anchor=anchor) for number, (delta, anchor) in enumerate(sizes)]
+    chain = [link(number, delta=delta, anchor=anchor) for number, (delta, anchor) in enumerate(sizes)]
     plans = fetch_plans(chain, digests(*at_hand))
 
     for plan in plans:
