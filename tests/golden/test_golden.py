@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.control import AnyCommand, DesiredState
@@ -158,27 +159,16 @@ def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
 
 
 def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
-    """Assert that a response stream is complete: contiguous chunks, one terminal chunk, and correct totals and rows."""
-    assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
-    assert [chunk.is_terminal for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    end = chunks[-1].end
-    assert end.error is None
-    assert end.num_tokens == sum(chunk.num_tokens for chunk in chunks)
-    start = request.routed_experts_prompt_start
-    assert end.routed_experts_start == start
-    parts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
-    rows = np.concatenate([part.numpy() for part in parts])
-    assert len(rows) == end.num_rows == expected_rows(request.prompt_len, start, end.num_tokens)
-    assert [part.start for part in parts] == [
-        start + sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))
-    ]
-    assert len({(part.dtype, part.shape[1:]) for part in parts}) == 1
-    # The top-k experts of one token and layer differ from each other.
-    assert all(len(set(row)) == len(row) for row in rows.reshape(-1, rows.shape[2]).tolist())
+    """Assert that a stream is complete, that the experts of a row differ, and that no logprob is above 0."""
+    stream = ResponseStream(request, child=0, attempt=0, keep=True)
     for chunk in chunks:
-        if chunk.num_tokens:
-            assert chunk.logprobs is not None
-            assert np.all(chunk.logprobs <= 0)
+        stream.add(chunk)
+    assert stream.end.error is None
+    arrays = stream.arrays()
+    rows = arrays["routed_experts"]
+    assert len(rows) == expected_rows(request.prompt_len, stream.start, len(arrays["token_ids"]))
+    assert all(len(set(row)) == len(row) for row in rows.reshape(-1, rows.shape[2]).tolist())
+    assert np.all(arrays["logprobs"] <= 0)
 
 
 def test_there_is_a_golden_command_of_every_kind() -> None:

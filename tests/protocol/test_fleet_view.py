@@ -185,23 +185,14 @@ def test_the_error_for_an_unserved_model_lists_its_workers_and_their_states() ->
         view.snapshot.resolve_model("m")
 
 
-@pytest.mark.parametrize("state", [WorkerState.PAUSED, WorkerState.UPDATING])
-def test_requests_wait_for_a_paused_or_updating_worker(state: WorkerState) -> None:
-    """Requests may wait for a paused or updating worker, which does not count as serving."""
+@pytest.mark.parametrize("state", WorkerState)
+def test_requests_wait_only_for_workers_that_serve_now_or_soon(state: WorkerState) -> None:
+    """Requests wait for a serving, paused or updating worker, and only the first of them counts as serving."""
     view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
 
-    assert view.snapshot.resolve_model(None) == "m"
-    assert view.serving("m") == ()
-
-
-@pytest.mark.parametrize("state", [s for s in WorkerState if s.value not in {"serving", "paused", "updating"}])
-def test_requests_do_not_wait_for_workers_in_other_states(state: WorkerState) -> None:
-    """Requests do not wait for a worker that is draining, asleep, outdated, poisoned or in another such state."""
-    view = PresenceTable()
-    view.update(replace(HERE, state=state), 0.0)
-
-    assert "m" not in view.snapshot.served
+    assert view.snapshot.served == (("m",) if state.value in {"serving", "paused", "updating"} else ())
+    assert bool(view.serving("m")) == (state is WorkerState.SERVING)
 
 
 def test_the_target_version_of_a_model_is_the_newest_announced_version() -> None:

@@ -189,16 +189,6 @@ def test_frames_for_an_earlier_incarnation_of_the_client_are_stale() -> None:
     assert not is_new
 
 
-@pytest.mark.parametrize("number", [0, 5])
-def test_frames_are_accepted_from_number_zero_whichever_arrives_first(number: int) -> None:
-    """Frames are accepted from number 0, whichever number arrives first. The client requests the missing frames."""
-    receiver = LinkReceiver("c")
-    verdicts = receive(receiver, frame(number))
-
-    assert verdicts == [FrameVerdict.ACCEPTED if number == 0 else FrameVerdict.GAP]
-    assert receiver.message(window=WINDOW, now=0).resend == (number > 0)
-
-
 @pytest.mark.proves("P57")
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_each_frame_is_delivered_once_and_in_order_after_any_order_of_arrival(order: list[int]) -> None:

@@ -64,12 +64,16 @@ def long_prompt(num_kib: int) -> Scenario:
     return make_scenario(np.random.default_rng(0), prompt_len=num_kib, cuts=[1], routing=WIDE)
 
 
-def use_up_credit(sender: LinkSender) -> int:
-    """Send data until the credit is used up, and return the number of frames."""
-    (key,) = make_keys(1)
-    scenario = long_prompt(2 * INITIAL_CREDIT_BYTES // 1024)
+def open_request(sender: LinkSender, key: RequestKey, num_kib: int) -> None:
+    """Accept a request with this many KiB to send."""
+    scenario = long_prompt(num_kib)
     sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     add_steps(sender, key, scenario)
+
+
+def use_up_credit(sender: LinkSender) -> int:
+    """Send data until the credit is used up, and return the number of frames."""
+    open_request(sender, make_keys(1)[0], 2 * INITIAL_CREDIT_BYTES // 1024)
     return len(seal_all(sender))
 
 
@@ -140,10 +144,8 @@ def test_credit_is_exceeded_by_one_frame_at_most() -> None:
     """A frame starts below the granted offset and exceeds it by at most one segment, however much is buffered."""
     sender = make_sender(2**20)
     use_up_credit(sender)
-    scenario = make_scenario(np.random.default_rng(0), prompt_len=8, cuts=[1], routing=WIDE)
     for key in make_keys(200)[1:]:
-        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        add_steps(sender, key, scenario)
+        open_request(sender, key, 8)
     seal_all(sender)
     sizes = []
     receive_message(sender, credit=2 * INITIAL_CREDIT_BYTES)
@@ -206,9 +208,7 @@ def test_a_failed_request_does_not_delay_other_requests() -> None:
     sender = make_sender()
     first, second = RequestKey("first"), RequestKey("second")
     for key in (first, second):
-        scenario = long_prompt(100)
-        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        add_steps(sender, key, scenario)
+        open_request(sender, key, 100)
     sent = [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
     sent += [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
     sender.fail(first, ERROR, 1)
@@ -241,10 +241,8 @@ def test_requests_with_large_segments_take_turns_after_all_small_chunks() -> Non
     sender = make_sender()
     receive_message(sender, credit=2**30)
     first, second, small = (RequestKey(name) for name in ("first", "second", "small"))
-    prompts = {first: long_prompt(100), second: long_prompt(70)}
-    for key, scenario in prompts.items():
-        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        add_steps(sender, key, scenario)
+    open_request(sender, first, 100)
+    open_request(sender, second, 70)
     tokens = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 11))
     sender.open(small, tokens.writer(SEGMENT_BYTES, small))
     order = []
@@ -395,13 +393,6 @@ def test_a_plain_request_that_fails_before_its_first_frame_is_rejected() -> None
     assert (had_left, sender.has_left) == (False, True)
     with pytest.raises(LocalProtocolError):
         sender.fail(RequestKey("r"), ERROR, 1)
-
-
-def open_request(sender: LinkSender, key: RequestKey, num_kib: int) -> None:
-    """Accept a request with this many KiB to send."""
-    scenario = long_prompt(num_kib)
-    sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-    add_steps(sender, key, scenario)
 
 
 def test_a_stall_lasts_until_there_is_credit() -> None:

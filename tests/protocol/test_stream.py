@@ -391,14 +391,6 @@ def test_spans_and_mask_equal_a_simulation_token_by_token(steps: list[tuple[int,
     assert arrays["kv_lora_version_spans"] is None
 
 
-def test_after_an_update_the_kv_of_the_last_old_token_has_the_new_version() -> None:
-    """The KV of the last old token is computed when the first new token is sampled, so it has the new version."""
-    arrays = kv_arrays([chunk_of_kv_versions([1, 1, 1]), chunk_of_kv_versions([2, 2])], PROMPT_LEN)
-
-    assert arrays["kv_version_spans"] == ((0, 1), (PROMPT_LEN + 2, 2))
-    assert arrays["kv_mixed"].tolist() == [False, False, False, True, True]
-
-
 def test_adapters_have_their_own_spans() -> None:
     """A new version of the adapter has its own span and mixes KV as new weights do."""
     arrays = kv_arrays([chunk_of_kv_versions([1, 1], lora=3), chunk_of_kv_versions([1], lora=4)], PROMPT_LEN)

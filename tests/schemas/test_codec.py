@@ -124,16 +124,6 @@ def test_a_message_decodes_to_itself(name: str, data: st.DataObject) -> None:
     assert encoder(again) == encoder(message)
 
 
-@every_decoder
-@given(data=st.data())
-def test_every_truncated_message_decodes_or_raises_a_protocol_error(name: str, data: st.DataObject) -> None:
-    """Each proper prefix of a message raises a protocol error, or decodes if the missing fields have defaults."""
-    decode, encoded = DECODERS[name]
-    whole = data.draw(encoded)
-    for end in range(len(whole)):
-        check_survives(decode, whole[:end])
-
-
 msgpack_values = st.recursive(
     wire.json_values
     | st.binary(max_size=8)
