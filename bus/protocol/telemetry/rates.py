@@ -22,8 +22,7 @@ STEP_S: Final = 5
 NUM_POINTS: Final = 720
 """The number of points in an hour."""
 MAX_SERIES: Final = 2000
-"""Workers with points. Further workers have none, but count in the fleet and in their model. All points take at most
-36 MB: 17 KB for each worker, each model and the fleet."""
+"""Workers with points. Further workers have none, but count in the fleet and in their model."""
 MAX_MODELS: Final = 64
 """Models with points. Further models have none, but count in the fleet."""
 Series: TypeAlias = dict[str, list[float | None]]
@@ -147,7 +146,7 @@ class FleetRates:
             return
         if known is None or known.incarnation != worker.incarnation or known.model != worker.model:
             known = self._workers[worker.worker] = _FollowedWorker(worker.incarnation, worker.model)
-        known.add(_WorkerCounts(now, _counts(worker)))
+        known.add(_WorkerCounts(now, _read_counts(worker)))
 
     def forget(self, worker: str) -> None:
         """Remove a lost worker."""
@@ -170,7 +169,7 @@ class FleetRates:
         return Rates.sum(known.rates for known in self._workers.values())
 
 
-def _counts(worker: WorkerPresence) -> tuple[float, ...]:
+def _read_counts(worker: WorkerPresence) -> tuple[float, ...]:
     counters, stats = worker.counters, worker.engine_stats
     if counters is None:
         return ()
@@ -205,6 +204,8 @@ class Point(NamedTuple):
 
 
 FIELDS: Final = Point._fields
+SERIES_BYTES: Final = len(FIELDS) * NUM_POINTS * 4
+"""Bytes of one worker, model or fleet: 17 KB. All series together have at most 36 MB."""
 
 
 class _Rings:
@@ -247,6 +248,12 @@ class History:
         self.number = 0
         self._fleet, self._models, self._workers = _Rings(1), _Rings(MAX_MODELS), _Rings(MAX_SERIES)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all points."""
+        everything = (self._fleet, self._models, self._workers)
+        return sum(ring.nbytes for each in everything for ring in each.rings.values())
+
     def add(self, number: int, fleet: Point, models: Mapping[str, Point], workers: Mapping[str, Point]) -> None:
         """Add one point of each series. Steps between the last point and this one have no known values.
 
@@ -266,26 +273,26 @@ class History:
 
     def fleet(self, since: int = 0) -> Series:
         """Return the points of the fleet after number `since`, of the last hour."""
-        return self._series(self._fleet.rings.get(""), since)
+        return self._read_series(self._fleet.rings.get(""), since)
 
     def models(self, since: int = 0) -> dict[str, Series]:
         """Return the points of each model after number `since`, by name."""
-        return {name: self._series(ring, since) for name, ring in sorted(self._models.rings.items())}
+        return {name: self._read_series(ring, since) for name, ring in sorted(self._models.rings.items())}
 
     def worker(self, name: str, since: int = 0) -> Series | None:
         """Return the points of a worker after number `since`; None: it has none."""
         ring = self._workers.rings.get(name)
-        return None if ring is None else self._series(ring, since)
+        return None if ring is None else self._read_series(ring, since)
 
-    def _series(self, ring: Ring | None, since: int) -> Series:
+    def _read_series(self, ring: Ring | None, since: int) -> Series:
         # A number above the last one comes from an earlier run of the program.
         first = max(since + 1 if since <= self.number else 1, self.number - NUM_POINTS + 1, 1)
         if ring is None:
             return {field: [] for field in FIELDS}
         points = ring[:, np.arange(first, self.number + 1) % NUM_POINTS]
-        return {field: _values(row) for field, row in zip(FIELDS, points, strict=True)}
+        return {field: _read_values(row) for field, row in zip(FIELDS, points, strict=True)}
 
 
-def _values(row: Ring) -> list[float | None]:
+def _read_values(row: Ring) -> list[float | None]:
     # float32 has only seven digits. Four decimals are a tenth of a millisecond.
     return [value if value == value else None for value in np.round(row.astype(np.float64), 4).tolist()]  # noqa: PLR0124

@@ -12,6 +12,7 @@ from rollbus.bus.protocol.telemetry.rates import (
     MAX_SERIES,
     NUM_POINTS,
     RATE_STEP_S,
+    SERIES_BYTES,
     WINDOW_S,
     FleetRates,
     History,
@@ -272,8 +273,10 @@ def test_points_of_a_lost_worker_are_removed_after_an_hour() -> None:
     history.add(NUM_POINTS, point(1), {}, {})
     gone = history.worker("w")
     assert gone["waiting"][0] == 1.0
+    before = history.num_bytes
     history.add(NUM_POINTS + 1, point(1), {}, {"v": point(1)})
     assert (history.worker("w"), history.models()) == (None, {})
+    assert history.num_bytes == before - SERIES_BYTES
 
 
 def test_memory_is_bounded_for_any_names() -> None:
@@ -282,6 +285,6 @@ def test_memory_is_bounded_for_any_names() -> None:
     for number in range(1, 4):
         names = [f"{number}-{index}" for index in range(MAX_SERIES)]
         history.add(number, point(1), dict.fromkeys(names, point(1)), dict.fromkeys(names, point(1)))
-    assert len(history.models()) == MAX_MODELS
+    assert history.num_bytes == (1 + MAX_MODELS + MAX_SERIES) * SERIES_BYTES
     assert history.worker("2-0") is None
     assert history.worker("1-0") is not None
