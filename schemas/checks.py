@@ -148,7 +148,7 @@ def check_token_ids(field: str, value: object, *, min_length: int, max_length: i
     model's vocabulary; `check_prompt` and `check_sampling` do.
     """
     allowed = f"a flat list of {min_length} to {max_length} token ids from 0 to {limits.MAX_TOKEN_ID}"
-    array = _as_array(field, value, max_length, allowed)
+    array = _make_array(field, value, max_length, allowed)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(field=field, problem=f"is {describe(array)}", allowed=allowed)
     if not min_length <= len(array) <= max_length:
@@ -163,11 +163,11 @@ def check_token_ids(field: str, value: object, *, min_length: int, max_length: i
     return ids
 
 
-def _as_array(field: str, value: object, max_length: int, allowed: str) -> npt.NDArray[Any]:
+def _make_array(field: str, value: object, max_length: int, allowed: str) -> npt.NDArray[Any]:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
         if len(value) > max_length:
             raise InvalidRequest(field=field, problem=f"has {len(value)} entries", allowed=allowed)
-        return _as_int64(field, value)
+        return _make_int64(field, value)
     if not hasattr(value, "__array__"):
         raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
     try:
@@ -179,7 +179,7 @@ def _as_array(field: str, value: object, max_length: int, allowed: str) -> npt.N
         ) from exc
 
 
-def _as_int64(field: str, value: Sequence[object]) -> npt.NDArray[np.int64]:
+def _make_int64(field: str, value: Sequence[object]) -> npt.NDArray[np.int64]:
     # numpy would convert True to 1 and make a float array for 2.0. A check of each entry names the wrong entry.
     if set(map(type, value)) != {int}:
         value = [check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)]
@@ -235,14 +235,14 @@ def check_tracestate(field: str, value: object) -> str:
     text = check_matches(field, value, re.compile(r"[\x20-\x7e]+"), _ALLOWED)
     if len(text) > MAX_TRACESTATE_CHARS:
         raise InvalidRequest(field=field, problem=f"has {len(text)} characters", allowed=_ALLOWED)
-    if _members(text) is None:
+    if _split_members(text) is None:
         raise InvalidRequest(field=field, problem="is malformed", allowed=_ALLOWED)
     return text
 
 
 def kept_tracestate(text: str) -> str | None:
     """Return the first members of `text`, as many as fit; None if the text is malformed or has no members."""
-    members = _members(text)
+    members = _split_members(text)
     if members is None:
         return None
     kept = ",".join(members)
@@ -251,7 +251,7 @@ def kept_tracestate(text: str) -> str | None:
     return kept or None
 
 
-def _members(text: str) -> list[str] | None:
+def _split_members(text: str) -> list[str] | None:
     """Return the members of a `tracestate`, at least one; None if it is malformed."""
     members = [stripped for member in text.split(",") if (stripped := member.strip(" \t"))]
     found = [_MEMBER.fullmatch(member) for member in members]

@@ -52,16 +52,16 @@ def enum_values(kind: object, path: str) -> list[str]:
 
     The list is empty for a field that has no fixed values.
     """
-    literals = [part for part in _parts(_kinds_at(kind, path)) if get_origin(part) is Literal]
+    literals = [part for part in _parts(_find_kinds(kind, path)) if get_origin(part) is Literal]
     return [str(value) for part in literals for value in get_args(part)]
 
 
 def field_names(kind: object, path: str) -> list[str]:
     """Return the names of the fields that an object at this path may have."""
-    return [each.encode_name for part in _parts(_kinds_at(kind, path)) if _is_struct(part) for each in fields(part)]
+    return [each.encode_name for part in _parts(_find_kinds(kind, path)) if _is_struct(part) for each in fields(part)]
 
 
-def _kinds_at(kind: object, path: str) -> list[object]:
+def _find_kinds(kind: object, path: str) -> list[object]:
     kinds = [kind]
     for name in FIELD_NAME.findall(path):
         # The index of a list item needs no step of its own: `_parts` already yields the types of list items.

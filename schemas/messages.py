@@ -418,7 +418,7 @@ def decode_frame_header(data: bytes) -> FrameHeader | None:
         header = _header_decoder.decode(data)
     except MALFORMED:
         return None
-    keys, bad_keys = _requests_in(header)
+    keys, bad_keys = _find_requests(header)
     return FrameHeader(
         incarnation=header.incarnation,
         number=header.number,
@@ -429,7 +429,7 @@ def decode_frame_header(data: bytes) -> FrameHeader | None:
     )
 
 
-def _requests_in(header: _Header) -> tuple[frozenset[RequestKey], frozenset[RequestKey]]:
+def _find_requests(header: _Header) -> tuple[frozenset[RequestKey], frozenset[RequestKey]]:
     """Return all requests that a frame names, and the requests whose chunks do not decode.
 
     Return two empty sets if any name does not decode.

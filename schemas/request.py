@@ -145,7 +145,7 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
 
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
-        for name, value in _checked(self).items():
+        for name, value in _check_fields(self).items():
             if value is not getattr(self, name):
                 force_setattr(self, name, value)
 
@@ -209,7 +209,7 @@ _OPTIONAL: Final[Mapping[str, Callable[[str, object], object]]] = {
 """The checks of fields that may be None, in their order."""
 
 
-def _checked(request: GenerateRequest) -> dict[str, object]:
+def _check_fields(request: GenerateRequest) -> dict[str, object]:
     token_ids = check_token_ids(
         "prompt_token_ids", request.prompt_token_ids, min_length=1, max_length=limits.MAX_PROMPT_TOKENS
     )
@@ -304,7 +304,7 @@ def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_ro
             min_tokens=max(sampling.min_tokens - num_tokens, 0),
             prompt_logprobs=None,
             # The state of the seeded generator is lost. The same seed would repeat the noise of the first tokens.
-            seed=None if sampling.seed is None else _derived_seed(sampling.seed, num_tokens),
+            seed=None if sampling.seed is None else _derive_seed(sampling.seed, num_tokens),
         ),
     )
 
@@ -373,7 +373,7 @@ def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> Fin
     return FinishReason.LENGTH if num_tokens == sampling.max_tokens else None
 
 
-def _derived_seed(seed: int, num_tokens: int) -> int:
+def _derive_seed(seed: int, num_tokens: int) -> int:
     """Return another seed for the tokens after the first `num_tokens`.
 
     The same arguments always give the same seed. Seeds of different arguments are unrelated.

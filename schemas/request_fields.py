@@ -98,7 +98,7 @@ def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
     if len(unknown):
         at = int(unknown[0])
         raise InvalidRequest(
-            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_token_range(capabilities)
+            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_show_range(capabilities)
         )
 
 
@@ -128,10 +128,10 @@ def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None
             )
     if capabilities.sampling_limits is not None:
         _check_lengths(sampling, capabilities.sampling_limits)
-    for field, token_ids in _token_id_fields(sampling):
+    for field, token_ids in _walk_token_ids(sampling):
         for token_id in token_ids:
             if token_id >= capabilities.vocab_size:
-                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_token_range(capabilities))
+                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_show_range(capabilities))
     for name in sampling.extra or ():
         if name not in capabilities.extra:
             raise InvalidRequest(
@@ -163,7 +163,7 @@ def _check_lengths(sampling: SamplingParams, most: SamplingLimits) -> None:
             )
 
 
-def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
+def _walk_token_ids(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
     yield "sampling.stop_token_ids", sampling.stop_token_ids
     yield "sampling.allowed_token_ids", sampling.allowed_token_ids or ()
     yield "sampling.logit_bias", sampling.logit_bias or ()
@@ -171,5 +171,5 @@ def _token_id_fields(sampling: SamplingParams) -> Iterator[tuple[str, Iterable[i
         yield f"sampling.bad_words_token_ids[{index}]", word
 
 
-def _token_range(capabilities: Capabilities) -> str:
+def _show_range(capabilities: Capabilities) -> str:
     return f"token ids from 0 to {capabilities.vocab_size - 1}"

@@ -77,11 +77,11 @@ def check_names(where: str, given: Collection[Any], known: Collection[str]) -> N
     for name in given:
         if name not in known:
             shown = name if isinstance(name, str) and len(name) <= limits.MAX_NAME_CHARS else describe(name)
-            problem = f"is unknown{_advice(shown, known)}"
+            problem = f"is unknown{_advise(shown, known)}"
             raise InvalidRequest(field=f"{where}{shown}", problem=problem, allowed=", ".join(known))
 
 
-def _advice(name: str, known: Collection[str]) -> str:
+def _advise(name: str, known: Collection[str]) -> str:
     owner = next((kind.__name__ for kind in _kinds if name in kind.__struct_fields__), None)
     if owner is not None:
         return f" (it is a field of {owner})"
@@ -141,7 +141,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
 
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
-        for name, value in _checked(self).items():
+        for name, value in _check_fields(self).items():
             if value is not getattr(self, name):
                 force_setattr(self, name, value)
 
@@ -169,14 +169,14 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
         return tuple(name for name, value in is_set.items() if value)
 
 
-def _checked(params: SamplingParams) -> dict[str, object]:
+def _check_fields(params: SamplingParams) -> dict[str, object]:
     checked: dict[str, object] = {
         "min_tokens": check_int("sampling.min_tokens", params.min_tokens, 0, limits.MAX_TOKENS),
         "temperature": check_float("sampling.temperature", params.temperature, 0, 2),
         "top_p": check_float("sampling.top_p", params.top_p, 0, 1, above=True),
         "top_k": check_int("sampling.top_k", params.top_k, -1, limits.MAX_TOKEN_ID),
         "min_p": check_float("sampling.min_p", params.min_p, 0, 1),
-        "stop_token_ids": _token_ids("sampling.stop_token_ids", params.stop_token_ids, 0, limits.MAX_STOP_TOKEN_IDS),
+        "stop_token_ids": _check_ids("sampling.stop_token_ids", params.stop_token_ids, 0, limits.MAX_STOP_TOKEN_IDS),
         "ignore_eos": check_bool("sampling.ignore_eos", params.ignore_eos),
         "n": check_int("sampling.n", params.n, 1, limits.MAX_N),
         "repetition_penalty": check_float("sampling.repetition_penalty", params.repetition_penalty, 0, 100, above=True),
@@ -193,16 +193,16 @@ def _checked(params: SamplingParams) -> dict[str, object]:
         checked[name] = None if value is None else check_int(f"sampling.{name}", value, low, high)
     _check_together(checked)
     if params.logit_bias is not None:
-        checked["logit_bias"] = _checked_logit_bias(params.logit_bias)
+        checked["logit_bias"] = _check_logit_bias(params.logit_bias)
     if params.allowed_token_ids is not None:
-        checked["allowed_token_ids"] = _token_ids(
+        checked["allowed_token_ids"] = _check_ids(
             "sampling.allowed_token_ids", params.allowed_token_ids, 1, limits.MAX_ALLOWED_TOKEN_IDS
         )
     if params.bad_words_token_ids is not None:
-        checked["bad_words_token_ids"] = _checked_bad_words(params.bad_words_token_ids)
+        checked["bad_words_token_ids"] = _check_bad_words(params.bad_words_token_ids)
     _check_allowed(checked)
     if params.extra is not None:
-        checked["extra"] = _checked_extra(params.extra)
+        checked["extra"] = _check_extra(params.extra)
     return checked
 
 
@@ -240,13 +240,13 @@ def _check_together(checked: Mapping[str, Any]) -> None:
         )
 
 
-def _token_ids(field: str, value: object, min_length: int, max_length: int) -> tuple[int, ...]:
+def _check_ids(field: str, value: object, min_length: int, max_length: int) -> tuple[int, ...]:
     if type(value) is tuple and not value and not min_length:
         return ()
     return tuple(check_token_ids(field, value, min_length=min_length, max_length=max_length).tolist())
 
 
-def _checked_logit_bias(value: object) -> dict[int, float]:
+def _check_logit_bias(value: object) -> dict[int, float]:
     allowed = f"up to {limits.MAX_LOGIT_BIAS} token ids, each with a bias from -100 to 100"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_LOGIT_BIAS:
         raise InvalidRequest(field="sampling.logit_bias", problem=f"is {describe(value)}", allowed=allowed)
@@ -258,16 +258,16 @@ def _checked_logit_bias(value: object) -> dict[int, float]:
     }
 
 
-def _checked_bad_words(value: object) -> tuple[tuple[int, ...], ...]:
+def _check_bad_words(value: object) -> tuple[tuple[int, ...], ...]:
     allowed = f"up to {limits.MAX_BAD_WORDS} lists of 1 to {limits.MAX_BAD_WORDS} token ids"
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) > limits.MAX_BAD_WORDS:
         raise InvalidRequest(field="sampling.bad_words_token_ids", problem=f"is {describe(value)}", allowed=allowed)
     return tuple(
-        _token_ids(f"sampling.bad_words_token_ids[{i}]", word, 1, limits.MAX_BAD_WORDS) for i, word in enumerate(value)
+        _check_ids(f"sampling.bad_words_token_ids[{i}]", word, 1, limits.MAX_BAD_WORDS) for i, word in enumerate(value)
     )
 
 
-def _checked_extra(value: object) -> dict[str, object]:
+def _check_extra(value: object) -> dict[str, object]:
     allowed = f"up to {limits.MAX_EXTRA_FIELDS} named values of JSON's types, {limits.MAX_EXTRA_BYTES} bytes as JSON"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_EXTRA_FIELDS:
         raise InvalidRequest(field="sampling.extra", problem=f"is {describe(value)}", allowed=allowed)

@@ -244,7 +244,7 @@ class AttemptMachine:
 
     def awaits_prefill(self, possible: on.PublishingPossible) -> bool:
         """Return True if the request would wait for a prefill worker under these conditions."""
-        return self._is_for_prefill(possible) and self._prefill_fallback(possible) is None
+        return self._is_for_prefill(possible) and self._find_fallback(possible) is None
 
     @property
     def was_published(self) -> bool:
@@ -282,7 +282,7 @@ class AttemptMachine:
             The chunks for the caller, and the instructions to execute after their delivery.
         """
         if chunk.error is not None:
-            return (), self._rejected(chunk.error.exception(chunk.request_id), now)
+            return (), self._handle_rejection(chunk.error.exception(chunk.request_id), now)
         # A worker may write any id into a chunk. Permissions bind only the subject, which names the worker.
         force_setattr(chunk, "worker_id", self.worker)
         stream, self.heard_at = self.stream, now
@@ -290,7 +290,7 @@ class AttemptMachine:
             delivered = stream.add(chunk)
         except RemoteProtocolError as exc:
             message = f"worker {self.worker}: {exc}"
-            return (), self._fail(self._failure(ErrorCode.PROTOCOL_ERROR, message), now)
+            return (), self._fail(self._make_error(ErrorCode.PROTOCOL_ERROR, message), now)
         is_first_token = not self.has_token and bool(chunk.token_ids_data)
         self.has_token |= is_first_token
         if chunk.end is None:
@@ -319,7 +319,7 @@ class AttemptMachine:
             return (on.Schedule(),)
         fallback: Sequence[Instruction] = NOTHING
         if self._is_for_prefill(possible):
-            reason = self._prefill_fallback(possible)
+            reason = self._find_fallback(possible)
             if reason is None:
                 return self._join_prefill_queue(now)
             fallback = (on.CountFallback(reason),)
@@ -327,7 +327,7 @@ class AttemptMachine:
             return *fallback, *self._hand_to(RequestEvent.HANDED_OVER, possible.direct_to, None, now)
         self.is_placed = False
         self._move(RequestEvent.PUBLISHED, now)
-        return *fallback, self._published(None, self.stream.handover if self.stream.phase == "decode" else None, now)
+        return *fallback, self._make_publish(None, self.stream.handover if self.stream.phase == "decode" else None, now)
 
     def _is_for_prefill(self, possible: on.PublishingPossible) -> bool:
         if self.state is not RequestState.WAITING:
@@ -336,7 +336,7 @@ class AttemptMachine:
         is_long = asked.prompt_len >= possible.prefill_min_tokens and asked.sampling.max_tokens != 1
         return self._has_failed_handover or (possible.num_prefill_workers is not None and is_long)
 
-    def _prefill_fallback(self, possible: on.PublishingPossible) -> PrefillFallback | None:
+    def _find_fallback(self, possible: on.PublishingPossible) -> PrefillFallback | None:
         """Return the reason why a decode worker serves the request alone; None: a prefill worker may serve it first."""
         if self._has_failed_handover:
             return PrefillFallback.FAILED
@@ -361,9 +361,9 @@ class AttemptMachine:
     def _hand_to(self, event: RequestEvent, worker: str, kv: KvTransfer | None, now: float) -> Sequence[Instruction]:
         self._move(event, now, until=now + HAND_OVER_S)
         self.handed_to, self.is_placed = worker, True
-        return on.WakeAt(self._state_deadline), self._published(worker, kv, now)
+        return on.WakeAt(self._state_deadline), self._make_publish(worker, kv, now)
 
-    def _published(self, worker: str | None, kv: KvTransfer | None, now: float) -> Instruction:
+    def _make_publish(self, worker: str | None, kv: KvTransfer | None, now: float) -> Instruction:
         if self._unadmitted_since is None:
             self._unadmitted_since = now
         return on.Publish(worker, kv)
@@ -377,24 +377,24 @@ class AttemptMachine:
         message = f"the request has {oversized.num_bytes} bytes; the server's max_payload allows {oversized.max_bytes}"
         return self._fail(request_error(ErrorCode.TOO_LARGE, message, request_id=self.stream.request_id), now)
 
-    def _publish_failed(self, _: on.PublishFailed, now: float) -> Sequence[Instruction]:
+    def _unpublish(self, _: on.PublishFailed, now: float) -> Sequence[Instruction]:
         self._move(RequestEvent.UNPUBLISHED, now)
         return (on.Schedule(),)
 
-    def _stored(self, _: on.Stored, now: float) -> Sequence[Instruction]:
+    def _enter_queue(self, _: on.Stored, now: float) -> Sequence[Instruction]:
         self._move(RequestEvent.STORED, now)
         return NOTHING
 
-    def _not_stored(self, refused: on.NotStored, now: float) -> Sequence[Instruction]:
+    def _handle_not_stored(self, refused: on.NotStored, now: float) -> Sequence[Instruction]:
         error = refused.error
         if error.code is ErrorCode.NO_WORKERS and (refused.may_come or not self.is_first_attempt):
             # The queue does not exist. Workers that are present, or start within the grace time, create it.
             self._last_error = error
             self._move(RequestEvent.UNSTORED, now, until=now + QUEUE_MISSING_S)
             return (on.WakeAt(self._state_deadline),)
-        return self._rejected(error, now)
+        return self._handle_rejection(error, now)
 
-    def _offered(self, offer: on.Offered, now: float) -> Sequence[Instruction]:
+    def _accept_offer(self, offer: on.Offered, now: float) -> Sequence[Instruction]:
         if self.is_open and self.worker == offer.worker:
             # An abort would also reach another worker of the same id, which may have this attempt.
             return NOTHING
@@ -407,7 +407,7 @@ class AttemptMachine:
         self._unadmitted_since = None
         return (on.RecordAdmission(waited_s),)
 
-    def _rejected(self, error: RequestError, now: float) -> Sequence[Instruction]:
+    def _handle_rejection(self, error: RequestError, now: float) -> Sequence[Instruction]:
         if self.state not in OUT:
             return NOTHING
         # A decode worker may support a request that a prefill worker does not support.
@@ -419,10 +419,10 @@ class AttemptMachine:
             self.workers.pop()
             return self._withdraw(error, now)
         if error.code.facts.resumed or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
-            return self._lost(on.Lost(error, is_over=True), now)
+            return self._lose(on.Lost(error, is_over=True), now)
         return self._fail(error, now, is_over=True)
 
-    def _worker_silent(self, silent: on.WorkerSilent, now: float) -> Sequence[Instruction]:
+    def _leave_silent_worker(self, silent: on.WorkerSilent, now: float) -> Sequence[Instruction]:
         return self._withdraw(silent.error, now)
 
     def _withdraw(self, error: RequestError, now: float) -> Sequence[Instruction]:
@@ -432,22 +432,22 @@ class AttemptMachine:
         self._request = self.stream.withdraw()
         return on.Retract(error), on.Schedule()
 
-    def _time_passed(self, _: on.TimePassed, now: float) -> Sequence[Instruction]:
+    def _end_wait(self, _: on.TimePassed, now: float) -> Sequence[Instruction]:
         if now < self._state_deadline:
             return (on.WakeAt(self._state_deadline),)
         if self.state is RequestState.QUEUE_MISSING and self._last_error is not None:
             return self._withdraw(self._last_error, now)
         message = f"worker {self.handed_to} did not answer a direct request within {HAND_OVER_S:g} s"
-        return self._withdraw(self._failure(ErrorCode.WORKER_LOST, message), now)
+        return self._withdraw(self._make_error(ErrorCode.WORKER_LOST, message), now)
 
-    def _lost(self, lost: on.Lost, now: float) -> Sequence[Instruction]:
+    def _lose(self, lost: on.Lost, now: float) -> Sequence[Instruction]:
         if lost.unreadable_at is not None:
             self._unreadable_at.add(lost.unreadable_at)
             if len(self._unreadable_at) >= MAX_UNREADABLE_WORKERS:
                 return self._fail(lost.error, now)
         if self.stream.num_attempts >= MAX_ATTEMPTS:
             return on.CountLoss(is_retried=False), *self._fail(lost.error, now, is_over=lost.is_over)
-        aborts = NOTHING if lost.is_over else self._aborts()
+        aborts = NOTHING if lost.is_over else self._abort_attempt()
         self._move(RequestEvent.SUSPECTED if lost.is_suspect else RequestEvent.LOST, now)
         self._last_error = lost.error
         self._has_failed_handover |= lost.error.code is ErrorCode.KV_TRANSFER_FAILED
@@ -462,7 +462,7 @@ class AttemptMachine:
         following = NOTHING if lost.is_suspect else (on.Schedule(),)
         return on.Retract(), *aborts, on.CountLoss(is_retried=True), *following
 
-    def _released(self, _: on.SuspectReleased, now: float) -> Sequence[Instruction]:
+    def _release(self, _: on.SuspectReleased, now: float) -> Sequence[Instruction]:
         self._move(RequestEvent.RELEASED, now)
         return (on.Schedule(),)
 
@@ -471,21 +471,21 @@ class AttemptMachine:
         self.worker = self.incarnation = self._payload = None
         self.has_token = False
 
-    def _failed(self, failed: on.Failed, now: float) -> Sequence[Instruction]:
+    def _handle_failure(self, failed: on.Failed, now: float) -> Sequence[Instruction]:
         return self._fail(failed.error, now, is_over=failed.is_over)
 
     def _fail(self, error: RequestError, now: float, *, is_over: bool = False) -> Sequence[Instruction]:
-        aborts = NOTHING if is_over else self._aborts()
+        aborts = NOTHING if is_over else self._abort_attempt()
         self._move(RequestEvent.FINISHED, now)
         return on.Retract(), *aborts, on.Fail(error)
 
-    def _stopped(self, event: on.Stopped | on.Aborted, now: float) -> Sequence[Instruction]:
-        aborts = self._aborts()
+    def _stop(self, event: on.Stopped | on.Aborted, now: float) -> Sequence[Instruction]:
+        aborts = self._abort_attempt()
         self._move(RequestEvent.FINISHED, now)
         delivered = (on.Deliver([self.stream.abort()]),) if isinstance(event, on.Aborted) else NOTHING
         return on.Retract(), *aborts, *delivered
 
-    def _aborts(self) -> Sequence[Instruction]:
+    def _abort_attempt(self) -> Sequence[Instruction]:
         return NOTHING if self.worker is None else (on.AbortAttempt(self.worker, self.key),)
 
     def _move(self, event: RequestEvent, now: float, *, until: float = math.inf) -> None:
@@ -493,7 +493,7 @@ class AttemptMachine:
         self.since, self._state_deadline = now, until
         self.handed_to = None
 
-    def _failure(self, code: ErrorCode, message: str) -> RequestFailed:
+    def _make_error(self, code: ErrorCode, message: str) -> RequestFailed:
         return RequestFailed(code=code, message=message, request_id=self.stream.request_id)
 
 
@@ -505,16 +505,16 @@ _HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = 
     on.PrefillDecided: (frozenset({RequestState.AWAITING_PREFILL}), AttemptMachine._leave_prefill_queue),
     on.Oversized: (OUT, AttemptMachine._send_less),
     # A message to a prefill worker is never sent twice: the worker counts as silent when its time is up.
-    on.PublishFailed: (frozenset({RequestState.PUBLISHING, RequestState.HANDED_OVER}), AttemptMachine._publish_failed),
-    on.Stored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._stored),
-    on.NotStored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._not_stored),
-    on.Offered: (frozenset(RequestState), AttemptMachine._offered),
-    on.WorkerSilent: (HANDED_TO_ONE | UNADMITTED, AttemptMachine._worker_silent),
-    on.Lost: (OUT, AttemptMachine._lost),
-    on.SuspectReleased: (frozenset({RequestState.HELD}), AttemptMachine._released),
-    on.TimePassed: (TIMED, AttemptMachine._time_passed),
-    on.Failed: (OPEN, AttemptMachine._failed),
-    on.Stopped: (OPEN, AttemptMachine._stopped),
-    on.Aborted: (OPEN, AttemptMachine._stopped),
+    on.PublishFailed: (frozenset({RequestState.PUBLISHING, RequestState.HANDED_OVER}), AttemptMachine._unpublish),
+    on.Stored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._enter_queue),
+    on.NotStored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._handle_not_stored),
+    on.Offered: (frozenset(RequestState), AttemptMachine._accept_offer),
+    on.WorkerSilent: (HANDED_TO_ONE | UNADMITTED, AttemptMachine._leave_silent_worker),
+    on.Lost: (OUT, AttemptMachine._lose),
+    on.SuspectReleased: (frozenset({RequestState.HELD}), AttemptMachine._release),
+    on.TimePassed: (TIMED, AttemptMachine._end_wait),
+    on.Failed: (OPEN, AttemptMachine._handle_failure),
+    on.Stopped: (OPEN, AttemptMachine._stop),
+    on.Aborted: (OPEN, AttemptMachine._stop),
 }
 """The states in which each event has an effect, and its handler."""

@@ -106,7 +106,7 @@ def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState
     if base.bucket not in {"", state.bucket}:
         raise RemoteProtocolError(f"{who} wrote the id of another bucket")
     own = frozenset(register for command, register in _REGISTERS.items() if by.covers_command(command))
-    if _without(state, own) != _without(base, own):
+    if _omit(state, own) != _omit(base, own):
         raise RemoteProtocolError(f"{who} has changed more than {', '.join(sorted(own))}")
     for registers in state.everywhere:
         for name in own & registers.keys():
@@ -114,7 +114,7 @@ def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState
                 raise RemoteProtocolError(f"{who} may not record {registers[name].command.command} in {name}")
 
 
-def _without(state: DesiredState, own: frozenset[str]) -> tuple[dict[str, Recorded], dict[str, dict[str, Recorded]]]:
+def _omit(state: DesiredState, own: frozenset[str]) -> tuple[dict[str, Recorded], dict[str, dict[str, Recorded]]]:
     """Return all other registers, for all workers and for single workers."""
     registers = {name: recorded for name, recorded in state.registers.items() if name not in own}
     workers = {

@@ -103,7 +103,7 @@ def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
     if len(a.token_ids) != len(b.token_ids):
         return f"the canaries have {len(a.token_ids)} and {len(b.token_ids)} tokens"
     is_exact = dtype == "float32"
-    num_same = _num_same(a.token_ids, b.token_ids)
+    num_same = _count_same(a.token_ids, b.token_ids)
     if is_exact and num_same < len(a.token_ids):
         return f"the tokens differ from number {num_same} on"
     # If two tokens are nearly tied, so are their logprobs. So the logprobs of the first different token must agree.
@@ -113,15 +113,15 @@ def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
     # This form rejects NaN.
     if not difference <= allowed:
         return f"logprobs differ by {difference:.3g}, allowed: {allowed:g}"
-    return _rows_agree(a, b, num_same, 1.0 if is_exact else LOOSE_CHOICES)
+    return _compare_rows(a, b, num_same, 1.0 if is_exact else LOOSE_CHOICES)
 
 
-def _num_same(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def _count_same(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     differing = np.flatnonzero(np.not_equal(a, b))
     return int(differing[0]) if len(differing) else len(a)
 
 
-def _rows_agree(a: Canary, b: Canary, num_same: int, needed: float) -> str | None:
+def _compare_rows(a: Canary, b: Canary, num_same: int, needed: float) -> str | None:
     try:
         rows_a, rows_b = canary_rows(a), canary_rows(b)
     except RemoteProtocolError as exc:
@@ -133,13 +133,13 @@ def _rows_agree(a: Canary, b: Canary, num_same: int, needed: float) -> str | Non
     # The last generated token has no row. Rows after a different token belong to another text.
     prompt_len = len(rows_a) - len(a.token_ids) + 1
     comparable = prompt_len + num_same
-    share = _shared_choices(rows_a[:comparable], rows_b[:comparable])
+    share = _measure_agreement(rows_a[:comparable], rows_b[:comparable])
     if share < needed:
         return f"{share:.1%} of the expert choices agree, needed: {needed:.0%}"
     return None
 
 
-def _shared_choices(a: Rows, b: Rows) -> float:
+def _measure_agreement(a: Rows, b: Rows) -> float:
     """Return the share of the experts chosen in `a`, by position and layer, that `b` also chose there."""
     in_both: npt.NDArray[np.bool_] = np.zeros(a.shape, np.bool_)
     for choice in range(b.shape[-1]):  # a loop: all choices at once would need memory with the square of top-k
@@ -182,20 +182,20 @@ def dissenters(acks: Mapping[str, Ack], dtypes: Mapping[str, str]) -> dict[str, 
             kinds.setdefault((ack.signature, dtypes.get(worker, "")), {})[worker] = ack.canary
     found: dict[str, str] = {}
     for (_, dtype), canaries in kinds.items():
-        found |= _minority(canaries, dtype)
+        found |= _find_minority(canaries, dtype)
     return found
 
 
-def _minority(canaries: Mapping[str, Canary], dtype: str) -> dict[str, str]:
+def _find_minority(canaries: Mapping[str, Canary], dtype: str) -> dict[str, str]:
     # The most frequent first: workers on the same machine mostly have identical canaries.
     candidates = [canary for canary, _ in Counter(canaries.values()).most_common(MAX_CANDIDATES)]
     for candidate in candidates:
-        problems = {worker: _difference(candidate, canary, dtype) for worker, canary in canaries.items()}
+        problems = {worker: _find_difference(candidate, canary, dtype) for worker, canary in canaries.items()}
         differing = {worker: problem for worker, problem in problems.items() if problem is not None}
         if 2 * len(differing) < len(canaries):
             return {worker: f"its canary differs from the majority's: {why}" for worker, why in differing.items()}
     return dict.fromkeys(canaries, f"the canaries of {len(canaries)} workers disagree, and there is no majority")
 
 
-def _difference(reference: Canary, canary: Canary, dtype: str) -> str | None:
+def _find_difference(reference: Canary, canary: Canary, dtype: str) -> str | None:
     return None if canary == reference else agrees(reference, canary, dtype=dtype)

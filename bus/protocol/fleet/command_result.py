@@ -93,7 +93,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
         return f"<CommandResult {self.command}: {', '.join(counts)} in {self.seconds:.2f} s>"
 
     def _repr_html_(self) -> str:
-        reasons = {worker: _reason_of(ack) for name in RESULTS[1:4] for worker, ack in getattr(self, name).items()}
+        reasons = {worker: _explain(ack) for name in RESULTS[1:4] for worker, ack in getattr(self, name).items()}
         reasons |= {worker: ack.stage or ack.status for worker, ack in self.late.items()} | self.missing
         rows = [(worker, name, reasons.get(worker)) for name in RESULTS for worker in getattr(self, name)]
         rows += [(request_id, "not_found", None) for request_id in self.not_found]
@@ -156,14 +156,14 @@ class CommandIncomplete(RollbusError):
 
     def _message(self, *, shows_reasons: bool) -> str:
         ledger = self.ledger
-        reasons = _reasons(ledger)
+        reasons = _list_reasons(ledger)
         of_all = f"{len(ledger.applied)} of {len(ledger.applied) + len(reasons)} workers"
         text = f"{ledger.command} was applied by {of_all}"
         if self.check_of is not None:
             text = f"{self.check_of} was not started: {of_all} passed its check"
         if len(reasons) == len(ledger.failed) == 1 and not ledger.applied:
             ((worker, ack),) = ledger.failed.items()
-            reasons = [_reason_of(ack)]
+            reasons = [_explain(ack)]
             what = f"{ledger.command} was not applied" if self.check_of is None else f"{self.check_of} was not started"
             text = f"{what}: the only worker, {worker}, refused"
         if ledger.has_found_nothing:
@@ -224,7 +224,7 @@ class AckTracker:
             self._owing.discard(worker)
             return False
         if ack.command != self.command and ack.status is not AckStatus.FAILED:
-            ack = _as_failed(ack)
+            ack = _fail_ack(ack)
         if ack.status.is_final:
             # A final ack of a worker that counted as lost overrides the loss.
             self.lost.pop(worker, None)
@@ -233,7 +233,7 @@ class AckTracker:
                 self._applied_at[worker] = now
         else:
             last = self._acks.get(worker)
-            if last is not None and (ack.status is AckStatus.ACCEPTED or _progress(ack) == _progress(last)):
+            if last is not None and (ack.status is AckStatus.ACCEPTED or _read_progress(ack) == _read_progress(last)):
                 return False
         self._acks[worker] = ack
         return True
@@ -267,15 +267,15 @@ class AckTracker:
             epochs=epochs or {},
             seconds=seconds,
             **results,
-            not_awaited=self._not_awaited(),
-            paused_s=self._paused_s(),
+            not_awaited=self._list_not_awaited(),
+            paused_s=self._measure_pause(),
         )
 
-    def _not_awaited(self) -> tuple[str, ...]:
+    def _list_not_awaited(self) -> tuple[str, ...]:
         awaited = self._quorum.workers
         return () if awaited is None else tuple(sorted(self._incarnations.keys() - awaited))
 
-    def _paused_s(self) -> float | None:
+    def _measure_pause(self) -> float | None:
         """Return the seconds from the first pause to the last resume: a worker acks when its engine resumes."""
         timings = {worker: self._acks[worker].timing for worker in self._applied_at}
         stops = [self._applied_at[worker] - timing.paused_s for worker, timing in timings.items() if timing is not None]
@@ -287,7 +287,7 @@ class AckTracker:
         return worker in self._acks and self._acks[worker].status.is_final
 
 
-def _as_failed(ack: Ack) -> Ack:
+def _fail_ack(ack: Ack) -> Ack:
     """Return a failed ack in place of an ack for another command with this id: this command was not executed."""
     error = AckError(
         code=ControlCode.INVALID_COMMAND,
@@ -296,21 +296,21 @@ def _as_failed(ack: Ack) -> Ack:
     return replace(ack, status=AckStatus.FAILED, error=error)
 
 
-def _progress(ack: Ack) -> tuple[object, ...]:
+def _read_progress(ack: Ack) -> tuple[object, ...]:
     return ack.status, ack.stage, ack.progress
 
 
-def _reasons(ledger: CommandResult) -> list[str]:
+def _list_reasons(ledger: CommandResult) -> list[str]:
     return [
-        *(f"{worker} failed: {_reason_of(ack)}" for worker, ack in ledger.failed.items()),
-        *(f"{worker} does not support it: {_reason_of(ack)}" for worker, ack in ledger.unsupported.items()),
-        *(f"{worker} is stale: {_reason_of(ack)}" for worker, ack in ledger.stale.items()),
+        *(f"{worker} failed: {_explain(ack)}" for worker, ack in ledger.failed.items()),
+        *(f"{worker} does not support it: {_explain(ack)}" for worker, ack in ledger.unsupported.items()),
+        *(f"{worker} is stale: {_explain(ack)}" for worker, ack in ledger.stale.items()),
         *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in ledger.late.items()),
         *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in ledger.missing.items()),
     ]
 
 
-def _reason_of(ack: Ack) -> str:
+def _explain(ack: Ack) -> str:
     if ack.error is None:
         return "its ack has no reason"
     return f"{ack.error.code}: {ack.error.message[:MAX_REASON_CHARS]}"

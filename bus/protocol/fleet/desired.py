@@ -91,24 +91,24 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
     if register == WEIGHTS and any(base_adapter(own, state.model) for own in state.everywhere):
         # New weights end the adapter under the model's name.
         end = UnloadLora(id=command.id, model=state.model, name=state.model, epoch=epoch, workers=command.workers)
-        state = _set(state, Recorded(epoch=epoch, command=end, by=by, at=at))
-    state = _set(state, Recorded(epoch=epoch, command=command, by=by, at=at))
+        state = _set_register(state, Recorded(epoch=epoch, command=end, by=by, at=at))
+    state = _set_register(state, Recorded(epoch=epoch, command=command, by=by, at=at))
     return replace(state, epoch=epoch, seen=seen_commands), epoch
 
 
-def _set(state: DesiredState, recorded: Recorded) -> DesiredState:
+def _set_register(state: DesiredState, recorded: Recorded) -> DesiredState:
     """Return the state with a command in the register of all workers, or of the workers that the command names."""
     command, register = recorded.command, recorded.command.register or ""
     if command.workers is None:
-        registers = _bounded({**state.registers, register: recorded})
-        workers = _without(state.workers, register)
+        registers = _limit_adapters({**state.registers, register: recorded})
+        workers = _omit(state.workers, register)
     else:
         registers = state.registers
         workers = dict(state.workers)
         for worker in command.workers:
             # Each worker gets a command that names it alone: the size must not grow with the square of the workers.
             own = replace(recorded, command=replace(command, workers=(worker,)))
-            workers[worker] = _bounded({**workers.get(worker, {}), register: own})
+            workers[worker] = _limit_adapters({**workers.get(worker, {}), register: own})
         if len(workers) > limits.MAX_WORKER_OVERRIDES:
             raise ControlError(
                 ControlCode.INVALID_COMMAND,
@@ -127,18 +127,18 @@ def check_recordable(state: DesiredState, command: AnyCommand) -> None:
         ControlError: as `record`.
     """
     if isinstance(command, UpdateWeights) and command.digest is None and command.source.path is not None:
-        recorded = (present.digest for present in _of_version(state, command.version) if present.source.path)
+        recorded = (present.digest for present in _find_loads(state, command.version) if present.source.path)
         command = replace(command, digest=next(recorded, None))
     record(state, command)
 
 
 def other_digests(state: DesiredState, command: UpdateWeights) -> frozenset[str]:
     """Return the digests that `state` records for the version of `command`, except the digest of `command`."""
-    digests = {present.digest for present in _of_version(state, command.version) if present.digest is not None}
+    digests = {present.digest for present in _find_loads(state, command.version) if present.digest is not None}
     return frozenset(digests - {command.digest})
 
 
-def _of_version(state: DesiredState, version: int) -> list[UpdateWeights | LoadLora]:
+def _find_loads(state: DesiredState, version: int) -> list[UpdateWeights | LoadLora]:
     """Return the recorded updates to a version, for all or single workers, and adapters under the model's name."""
     recorded = [own[WEIGHTS].command for own in state.everywhere if WEIGHTS in own]
     loads: list[UpdateWeights | LoadLora] = [one for one in recorded if isinstance(one, UpdateWeights)]
@@ -167,7 +167,7 @@ def effective(state: DesiredState, worker: str) -> dict[str, Recorded]:
     return found
 
 
-def _recorded_weights(state: DesiredState | None, worker: str) -> UpdateWeights | FinishWeightUpdate | None:
+def _find_weights(state: DesiredState | None, worker: str) -> UpdateWeights | FinishWeightUpdate | None:
     recorded = None if state is None else effective(state, worker).get(WEIGHTS)
     command = None if recorded is None else recorded.command
     return command if isinstance(command, UpdateWeights | FinishWeightUpdate) else None
@@ -175,13 +175,13 @@ def _recorded_weights(state: DesiredState | None, worker: str) -> UpdateWeights 
 
 def target_version(state: DesiredState | None, worker: str) -> int | None:
     """Return the version of the weights that a worker should have; None: no version is recorded."""
-    command = _recorded_weights(state, worker)
+    command = _find_weights(state, worker)
     return None if command is None else command.version
 
 
 def version_label(state: DesiredState | None, worker: str, version: int) -> str | None:
     """Return the trainer's label of a worker's version; None: it has no label, or is not the recorded version."""
-    command = _recorded_weights(state, worker)
+    command = _find_weights(state, worker)
     return command.label if command is not None and command.version == version else None
 
 
@@ -300,7 +300,7 @@ def _check_version(state: DesiredState, command: Served) -> None:
         if command.version < present.version:
             problem = f"is older than the recorded {present.version}"
         elif command.version == present.version and not _is_same_content(command, present):
-            problem = f"is recorded already, from {_source_of(present) or 'a transfer engine'}"
+            problem = f"is recorded already, from {_find_source(present) or 'a transfer engine'}"
             if not isinstance(present, FinishWeightUpdate) and present.digest is not None:
                 problem += f" with the digest {present.digest}"
         else:
@@ -309,7 +309,7 @@ def _check_version(state: DesiredState, command: Served) -> None:
         raise ControlError(ControlCode.OLD_VERSION, f"version {command.version} {problem}; {remedy}")
 
 
-def _source_of(command: Served) -> WeightSource | None:
+def _find_source(command: Served) -> WeightSource | None:
     """Return the source of the weights; None: a weight transfer."""
     return None if isinstance(command, FinishWeightUpdate) else command.source
 
@@ -317,7 +317,7 @@ def _source_of(command: Served) -> WeightSource | None:
 def _is_same_content(one: Served, other: Served) -> bool:
     """Return True if both commands name the same weights: by their digests, or without digests by their sources."""
     digests = {None if isinstance(each, FinishWeightUpdate) else each.digest for each in (one, other)}
-    return len(digests) == 1 if None not in digests else _source_of(one) == _source_of(other)
+    return len(digests) == 1 if None not in digests else _find_source(one) == _find_source(other)
 
 
 def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], register: str, epoch: int) -> None:
@@ -328,7 +328,7 @@ def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], regist
         registers[register] = replace(previous, epoch=epoch, command=replace(previous.command, epoch=epoch))
 
 
-def _without(workers: dict[str, dict[str, Recorded]], register: str) -> dict[str, dict[str, Recorded]]:
+def _omit(workers: dict[str, dict[str, Recorded]], register: str) -> dict[str, dict[str, Recorded]]:
     """Remove `register` from each worker's own registers, and the workers that have none left."""
     rest = {
         worker: {name: recorded for name, recorded in own.items() if name != register}
@@ -337,7 +337,7 @@ def _without(workers: dict[str, dict[str, Recorded]], register: str) -> dict[str
     return {worker: own for worker, own in rest.items() if own}
 
 
-def _bounded(registers: dict[str, Recorded]) -> dict[str, Recorded]:
+def _limit_adapters(registers: dict[str, Recorded]) -> dict[str, Recorded]:
     """Check the number of adapters, and remove the oldest unloads above the same limit."""
     num_loaded = sum(isinstance(recorded.command, LoadLora) for recorded in registers.values())
     if num_loaded > limits.MAX_LORAS:

@@ -98,9 +98,9 @@ class FleetSnapshot:
             NoWorkers: there is no model.
             InvalidRequest: there are several.
         """
-        names = self._names(known)
+        names = self._list_names(known)
         if len(names) > 1:
-            raise InvalidRequest(field="model", problem="is missing", allowed=self._one_of(names))
+            raise InvalidRequest(field="model", problem="is missing", allowed=self._describe_allowed(names))
         if not names:
             raise NoWorkers(message="no live worker serves any model")
         return names[0]
@@ -118,15 +118,15 @@ class FleetSnapshot:
         model = self.choose_model(known) if model is None else model
         if model in self.awaited:
             return model
-        names = self._names(known)
+        names = self._list_names(known)
         if names and model not in names:
-            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=self._one_of(names))
+            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=self._describe_allowed(names))
         raise NoWorkers(message=f"no live worker serves {model}{self.describe_others(model)}")
 
-    def _names(self, known: Collection[str]) -> list[str]:
+    def _list_names(self, known: Collection[str]) -> list[str]:
         return sorted({worker.model for worker in self.workers}.union(known))
 
-    def _one_of(self, names: Sequence[str]) -> str:
+    def _describe_allowed(self, names: Sequence[str]) -> str:
         """Return the allowed names for people, with the command that forgets a name without workers."""
         live = {worker.model for worker in self.workers}
         idle = [name for name in names if name not in live]
@@ -257,7 +257,7 @@ class PresenceTable:
             return None
         self._workers[presence.worker] = _Tracked(presence, now)
         self._count_start(presence)
-        if previous is None or _in_snapshot(previous) != _in_snapshot(presence):
+        if previous is None or _pick_snapshot_values(previous) != _pick_snapshot_values(presence):
             self._given_up.pop(presence.model, None)
             self._snapshot = None
         if previous is not None and previous.incarnation != presence.incarnation:
@@ -424,7 +424,7 @@ class PresenceTable:
         self._namesakes.pop(worker, None)
 
 
-def _in_snapshot(presence: WorkerPresence) -> tuple[object, ...]:
+def _pick_snapshot_values(presence: WorkerPresence) -> tuple[object, ...]:
     """Return the values of which each change makes a new snapshot."""
     p = presence
     start = (bool(p.start_left_s), p.last_error) if p.state is WorkerState.STARTING else ()

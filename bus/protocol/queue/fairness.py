@@ -189,12 +189,12 @@ class SlotTurns(Generic[K]):
     def num_due(self, waiting: Lanes, num_free: int) -> int:
         """Return how many of `num_free` slots belong to followers: as many as repeated calls of `pop` would return."""
         turns = [one.turn for one in self._followers.values() if not _is_behind(one.request.lane, waiting)]
-        num_placed = min(turns.count("placed"), self._num_placed(waiting, num_free))
+        num_placed = min(turns.count("placed"), self._count_placed(waiting, num_free))
         return min(turns.count("queued") + num_placed, num_free)
 
     def pop(self, waiting: Lanes, num_free: int, now: float) -> K | None:
         """Return the follower that gets one of `num_free` slots; None: none waits, or the slot belongs to the queue."""
-        num_placed = self._num_placed(waiting, num_free)
+        num_placed = self._count_placed(waiting, num_free)
         for key, follower in self._followers.items():
             client, lane, _ = follower.request
             if _is_behind(lane, waiting) or (follower.turn == "placed" and num_placed <= 0):
@@ -230,7 +230,7 @@ class SlotTurns(Generic[K]):
 
     # The turns of placed requests.
 
-    def _num_placed(self, waiting: Lanes, num_free: int) -> int:
+    def _count_placed(self, waiting: Lanes, num_free: int) -> int:
         """Return how many of `num_free` slots placed requests may get before the next turn of the queue."""
         if waiting is None:
             return max((num_free - self._num_unseen + 1) // 2, 0)
@@ -245,7 +245,7 @@ class SlotTurns(Generic[K]):
             self._num_unseen = 0
         is_behind = _is_behind(request.lane, waiting) or "high" in (waiting or ())
         is_ahead = share.given > min(other.given for other in self._shares.values())
-        return not is_behind and not is_ahead and self._num_placed(waiting, num_free) > 0
+        return not is_behind and not is_ahead and self._count_placed(waiting, num_free) > 0
 
     def _take_turn(self, client: str, waiting: Lanes, now: float) -> None:
         """Count a placed request that begins."""
@@ -287,17 +287,17 @@ class SlotTurns(Generic[K]):
             return False
         if leader.turn == "placed":
             return _is_empty(waiting)
-        num_each = self._recent_slots(request.client) / MESSAGES_SEEN
+        num_each = self._count_recent_slots(request.client) / MESSAGES_SEEN
         return self._num_behind.get(request.lane, 0) * num_each <= MAX_AHEAD
 
     def _count_slot(self, client: str) -> None:
         """Count a slot that a client gets through the queue."""
-        self._slots[client] = self._recent_slots(client) + 1, self._num_messages
+        self._slots[client] = self._count_recent_slots(client) + 1, self._num_messages
         self._slots.move_to_end(client)
         if len(self._slots) > MAX_CLIENTS:
             self._slots.popitem(last=False)
 
-    def _recent_slots(self, client: str) -> float:
+    def _count_recent_slots(self, client: str) -> float:
         num_slots, at = self._slots.get(client, (0.0, 0))
         return num_slots * (1 - 1 / MESSAGES_SEEN) ** (self._num_messages - at)
 

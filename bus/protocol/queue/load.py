@@ -275,15 +275,15 @@ class WorkerLoad:
     def update_rates(self, stats: EngineStats) -> None:
         """Handle published rates. A rate that is not published stays unchanged."""
         if stats.prefill_tokens_per_s:
-            self.prefill_rate = max(_limit(stats.prefill_tokens_per_s), RATE_KEPT * (self.prefill_rate or 0.0))
+            self.prefill_rate = max(_clamp_rate(stats.prefill_tokens_per_s), RATE_KEPT * (self.prefill_rate or 0.0))
         if stats.decode_tokens_per_s and stats.running:
             running = min(stats.running, MAX_RATE)
             self._mean_running += (running - self._mean_running) / (MEAN_OVER if self._mean_running else 1)
             slowdown = 1 + RUNNING_SLOWDOWN * self._mean_running
-            self.token_s = self._mean_running / _limit(stats.decode_tokens_per_s) / slowdown
+            self.token_s = self._mean_running / _clamp_rate(stats.decode_tokens_per_s) / slowdown
 
 
-def _limit(rate: float) -> float:
+def _clamp_rate(rate: float) -> float:
     return min(max(rate, MIN_RATE), MAX_RATE)
 
 
@@ -326,12 +326,12 @@ class LoadTable:
                 load.free_slots = 0
         if now >= self._typical_until:
             self._typical_until = now + TYPICAL_S
-            self._typical_prefill_rate = _median([load.prefill_rate for load in self._loads.values()])
-            self._typical_token_s = _median([load.token_s for load in self._loads.values()])
-        load.slowness = self._slowness(load)
+            self._typical_prefill_rate = _find_median([load.prefill_rate for load in self._loads.values()])
+            self._typical_token_s = _find_median([load.token_s for load in self._loads.values()])
+        load.slowness = self._compare_speed(load)
         load.assume_rate(self._typical_prefill_rate, now)
 
-    def _slowness(self, load: WorkerLoad) -> float:
+    def _compare_speed(self, load: WorkerLoad) -> float:
         # A slow worker is slow at both. A worker that computes more prompts generates fewer tokens meanwhile. A worker
         # that computes only the short ends of cached prompts seems slow at prompts.
         known = []
@@ -393,6 +393,6 @@ class LoadTable:
         load.running = max(load.running - 1, 0)
 
 
-def _median(rates: list[float | None]) -> float | None:
+def _find_median(rates: list[float | None]) -> float | None:
     known = [rate for rate in rates if rate is not None]
     return statistics.median(known) if known else None

@@ -189,7 +189,7 @@ class PlacementPolicy:
         if not able or not (cached or is_group or wanted.session_id or wanted.is_for_able_only):
             return QUEUED
         weights, reasons = self._weigh(wanted, cached, able, now)
-        order = _by_work(wanted, weights, able, now)
+        order = _sort_by_work(wanted, weights, able, now)
         half = len(order) // 2
         typical = weights.get(order[half].worker, 0)
         for load in order[:half]:
@@ -197,9 +197,9 @@ class PlacementPolicy:
             if weights.get(worker, 0) > typical and load.room(now):
                 reason = reasons.get(worker, PlacementReason.PLACED_PREFIX)
                 is_sibling = reason is PlacementReason.PLACED_GROUP
-                return Placement(worker, reason, _whole(wanted) if is_sibling else cached.get(worker, 0))
-        if is_group and typical < _whole(wanted):
-            chosen = _roomiest({load: load.room(now) for load in order}, GROUP_ROOM)
+                return Placement(worker, reason, _count_shared_tokens(wanted) if is_sibling else cached.get(worker, 0))
+        if is_group and typical < _count_shared_tokens(wanted):
+            chosen = _pick_roomiest({load: load.room(now) for load in order}, GROUP_ROOM)
             # With one free slot, no other request of the group could follow.
             if chosen.room(now) > 1:
                 return Placement(chosen.worker, PlacementReason.PLACED_GROUP, cached.get(chosen.worker, 0))
@@ -221,12 +221,12 @@ class PlacementPolicy:
             return self._place_apart(wanted, count, able, now)
         cached = self.index.longest(wanted.pieces, now)
         weights, reasons = self._weigh(wanted, cached, able, now)
-        order = _by_work(wanted, weights, able, now)
-        whole = _whole(wanted)
+        order = _sort_by_work(wanted, weights, able, now)
+        whole = _count_shared_tokens(wanted)
         if weights.get(order[len(order) // 2].worker, 0) >= whole:
             return self._place_apart(wanted, count, able, now)
         placements: list[Placement] = []
-        for load, share in _group_shares(wanted, count, cached, order, now).items():
+        for load, share in _share_group(wanted, count, cached, order, now).items():
             held = cached.get(load.worker, 0)
             usual = PlacementReason.PLACED_PREFIX if held else PlacementReason.PLACED_GROUP
             reason = reasons.get(load.worker, usual)
@@ -239,7 +239,7 @@ class PlacementPolicy:
         """Decide where samples go that share no work: each as if it were alone, while there is room."""
         one = self.place(wanted, able, now)
         chosen = [load for load in able if one.worker == load.worker or (one.worker and wanted.is_for_able_only)]
-        shares = _shares({load: load.room(now) for load in chosen}, count)
+        shares = _split_evenly({load: load.room(now) for load in chosen}, count)
         placements = [one._replace(worker=load.worker) for load, share in shares.items() for _ in range(share)]
         return placements + [QUEUED] * (count - len(placements))
 
@@ -264,17 +264,17 @@ class PlacementPolicy:
             last = self.index.last_holder(wanted.group, now)
             if last is not None:
                 # The worker must compute the first one's prompt before, and runs siblings. This weight offsets both.
-                weight = 2 * _whole(wanted) + SIBLINGS_PER_PIECE * len(wanted.pieces) * RUNNING_TOKENS
+                weight = 2 * _count_shared_tokens(wanted) + SIBLINGS_PER_PIECE * len(wanted.pieces) * RUNNING_TOKENS
                 raise_weight(last, weight, PlacementReason.PLACED_GROUP)
         return weights, reasons
 
 
-def _whole(wanted: PlacementNeeds) -> int:
+def _count_shared_tokens(wanted: PlacementNeeds) -> int:
     """Return the tokens of the prompt that a sibling finds cached."""
     return len(wanted.pieces) * PIECE_TOKENS
 
 
-def _by_work(
+def _sort_by_work(
     wanted: PlacementNeeds, weights: Mapping[str, int], able: Sequence[WorkerLoad], now: float
 ) -> list[WorkerLoad]:
     """Return the workers in the order of their work until the request would end there, the least first."""
@@ -293,7 +293,7 @@ def _by_work(
     return [able[i] for i in sorted(range(start - len(able), start), key=works.__getitem__)]
 
 
-def _group_shares(
+def _share_group(
     wanted: PlacementNeeds, count: int, cached: Mapping[str, int], order: Sequence[WorkerLoad], now: float
 ) -> dict[WorkerLoad, int]:
     """Return how many samples of one prompt each worker gets; their sum is at most `count`."""
@@ -306,10 +306,10 @@ def _group_shares(
     # If a worker must compute the prompt, a single sample there saves nothing.
     rooms = {load: room for load in order if (room := load.room(now)) > (load.worker not in cached)}
     limited = {load: min(room, limit) for load, room in rooms.items()}
-    return _shares(_fewest(limited if sum(limited.values()) >= count else rooms, count), count)
+    return _split_evenly(_pick_fewest(limited if sum(limited.values()) >= count else rooms, count), count)
 
 
-def _roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
+def _pick_roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
     """Return the first worker with room for `count` requests, else the first worker with the most room."""
     for load, room in rooms.items():
         if room >= count:
@@ -317,18 +317,18 @@ def _roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
     return max(rooms, key=rooms.__getitem__)
 
 
-def _fewest(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
+def _pick_fewest(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
     """Return the rooms of the fewest workers that together have room for `count` requests, or of all workers."""
     left = dict(rooms)
     chosen: dict[WorkerLoad, int] = {}
     while count > 0 and left:
-        load = _roomiest(left, count)
+        load = _pick_roomiest(left, count)
         chosen[load] = left.pop(load)
         count -= chosen[load]
     return chosen
 
 
-def _shares(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
+def _split_evenly(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
     """Return how many requests each worker gets, as evenly as rooms allow. The sum is `count` if there is room."""
     left = min(count, sum(rooms.values()))
     result = dict(rooms)

@@ -152,9 +152,9 @@ class PullPlan:
             free -= state.left
         pulls: list[Pull] = []
         if room > 0 and free > 0:
-            pulls = self._standing_pulls(free, now)
+            pulls = self._make_standing_pulls(free, now)
             free -= len(pulls)
-            shares = self._shares(room, now)
+            shares = self._count_shares(room, now)
             max_bytes = SMALL_BYTES if sum(shares.values()) > self._few else None
             for lane, share in shares.items():
                 count = min(share, free)
@@ -167,7 +167,7 @@ class PullPlan:
                 state.seen_empty_at = now
         return pulls
 
-    def _standing_pulls(self, free: int, now: float) -> list[Pull]:
+    def _make_standing_pulls(self, free: int, now: float) -> list[Pull]:
         pulls: list[Pull] = []
         are_empty = True
         for lane, state in self._lanes.items():
@@ -177,7 +177,7 @@ class PullPlan:
             are_empty = are_empty and bool(state.left) and state.is_standing
         return pulls
 
-    def _shares(self, room: int, now: float) -> dict[Lane, int]:
+    def _count_shares(self, room: int, now: float) -> dict[Lane, int]:
         """Return the number of the next `room` messages that each lane delivers, with those of its open probe."""
         limits, shares, most = {}, {}, min(room, MAX_BATCH)
         for lane, state in self._lanes.items():

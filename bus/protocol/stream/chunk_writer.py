@@ -124,9 +124,9 @@ class ChunkWriter:
             self._check_rows(rows, step.routed_experts_start)
         self._check_row_rule(step, self.taken_tokens + num_tokens, self._taken_rows + num_rows)
         if step.prompt_logprobs is not None:
-            for part in _prompt_parts(step.prompt_logprobs, self.segment_bytes):
+            for part in _split_prompt(step.prompt_logprobs, self.segment_bytes):
                 self._prompt_logprobs.append(part)
-                self.unsent_bytes += _prompt_bytes(part)
+                self.unsent_bytes += _count_prompt_bytes(part)
         if num_tokens:
             width = 0 if step.top_logprobs is None else step.top_logprobs.width
             kind = weight_version, lora_version, step.logprobs is not None, width, step.sampling_mask is not None
@@ -222,8 +222,8 @@ class ChunkWriter:
     def _plan(self) -> _ChunkPlan:
         if self._prompt_logprobs:
             part = self._prompt_logprobs[0]
-            return _ChunkPlan(part, 0, 0, False, self._chunk_overhead + _prompt_bytes(part))
-        num_tokens, num_rows = self._next_counts()
+            return _ChunkPlan(part, 0, 0, False, self._chunk_overhead + _count_prompt_bytes(part))
+        num_tokens, num_rows = self._count_next()
         run = self._runs[0] if self._runs else None
         num_bytes = self._chunk_overhead + num_rows * self._row_bytes
         if run is not None:
@@ -242,7 +242,7 @@ class ChunkWriter:
             num_bytes += num_kv_bytes if is_terminal else 0
         return _ChunkPlan(None, num_tokens, num_rows, is_terminal, num_bytes)
 
-    def _next_counts(self) -> tuple[int, int]:
+    def _count_next(self) -> tuple[int, int]:
         """Return how many tokens and rows go into one chunk: as many as fit, with the rows that the tokens need."""
         unsent_rows = self._taken_rows - self._num_rows
         # Rows before the next token's own row may go before the token, because it must follow.
@@ -253,15 +253,15 @@ class ChunkWriter:
             return num_tokens, min(unsent_rows, due + num_tokens - 1)
         ahead = min(unsent_rows, due)
         if not self._runs:
-            return 0, min(ahead, self._rows_per_part())
+            return 0, min(ahead, self._count_rows_per_part())
         run = self._runs[0]
         room = self.segment_bytes - ahead * self._row_bytes
         if ahead and room < run.num_bytes(1):
-            return 0, min(ahead, self._rows_per_part())
+            return 0, min(ahead, self._count_rows_per_part())
         num_tokens = run.num_fitting(room, self._row_bytes if unsent_rows > ahead else 0)
         return num_tokens, min(unsent_rows, due + num_tokens - 1)
 
-    def _rows_per_part(self) -> int:
+    def _count_rows_per_part(self) -> int:
         return max(self.segment_bytes // max(self._row_bytes, 1), 1)
 
     def _cut(self, plan: _ChunkPlan) -> Chunk:
@@ -270,7 +270,7 @@ class ChunkWriter:
         token_ids, logprobs, top, mask, kv_recomputed = b"", None, None, None, None
         if plan.prompt_logprobs is not None:
             self._prompt_logprobs.popleft()
-            self.unsent_bytes -= _prompt_bytes(plan.prompt_logprobs)
+            self.unsent_bytes -= _count_prompt_bytes(plan.prompt_logprobs)
         if self._runs:
             weight_version, lora_version = self._runs[0].weight_version, self._runs[0].lora_version
         if plan.num_tokens:
@@ -284,7 +284,7 @@ class ChunkWriter:
         routed_experts = self._pop_rows(plan)
         end = None
         if self._ending is not None and plan.is_terminal:
-            end = self._end(self._ending)
+            end = self._make_end(self._ending)
         chunk = Chunk(
             request_id=self._key.request_id,
             attempt=self._key.attempt,
@@ -317,7 +317,7 @@ class ChunkWriter:
         self._num_rows += count
         return part
 
-    def _end(self, ending: End) -> End:
+    def _make_end(self, ending: End) -> End:
         self.has_left = True
         return replace(
             ending,
@@ -398,12 +398,12 @@ def error_bytes(error: ChunkError | None) -> int:
     return sum(text_bytes(text) for text in (error.message, error.field, error.problem, error.allowed))
 
 
-def _prompt_bytes(part: PromptLogprobs) -> int:
+def _count_prompt_bytes(part: PromptLogprobs) -> int:
     # Never 0: a segment without a value must be sent too.
     return CHUNK_OVERHEAD_BYTES + len(part.logprobs_data) + top_bytes(part.top)
 
 
-def _prompt_parts(prompt_logprobs: PromptLogprobs, segment_bytes: int) -> Iterator[PromptLogprobs]:
+def _split_prompt(prompt_logprobs: PromptLogprobs, segment_bytes: int) -> Iterator[PromptLogprobs]:
     top = prompt_logprobs.top
     width = 0 if top is None else top.width
     per_part = max(segment_bytes // (4 + 8 * width), 1)

@@ -173,7 +173,7 @@ class TokenBatcher:
             self._weight_version = weight_version
             if not self._room or not self._is_alike(batch):
                 self._make_columns(batch)
-        slots = self._slots_of(batch.keys)
+        slots = self._find_slots(batch.keys)
         places = self._counts[slots]
         if self._rows is not None and batch.routed_experts is not None and batch.routed_experts_starts is not None:
             is_first = places == 0
@@ -198,15 +198,15 @@ class TokenBatcher:
         self._rows = None if rows is None else np.empty((0, self._room, *rows.shape[1:]), rows.dtype)
         self._starts = np.empty(0, np.int64)
 
-    def _slots_of(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
+    def _find_slots(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
         """Return the slot of each request. A request without a slot gets one with an empty run."""
         try:
             found = [self._slots[key] for key in keys]
         except KeyError:
-            found = [self._slot_of(key) for key in keys]
+            found = [self._find_slot(key) for key in keys]
         return np.array(found, np.intp)
 
-    def _slot_of(self, key: str) -> int:
+    def _find_slot(self, key: str) -> int:
         slot = self._slots.get(key)
         if slot is None:
             if not self._free:
@@ -220,10 +220,10 @@ class TokenBatcher:
         old = len(self._counts)
         new = max(2 * old, FIRST_SLOTS)
         self._free = list(range(new - 1, old - 1, -1))
-        self._token_ids = _grown(self._token_ids, new)
-        self._logprobs = None if self._logprobs is None else _grown(self._logprobs, new)
-        self._rows = None if self._rows is None else _grown(self._rows, new)
-        self._counts, self._starts = _grown(self._counts, new), _grown(self._starts, new)
+        self._token_ids = _grow_column(self._token_ids, new)
+        self._logprobs = None if self._logprobs is None else _grow_column(self._logprobs, new)
+        self._rows = None if self._rows is None else _grow_column(self._rows, new)
+        self._counts, self._starts = _grow_column(self._counts, new), _grow_column(self._starts, new)
 
     def _forget_empty(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -257,7 +257,7 @@ class TokenBatcher:
         self._slots.clear()
 
 
-def _grown(column: npt.NDArray[Any], slots: int) -> npt.NDArray[Any]:
+def _grow_column(column: npt.NDArray[Any], slots: int) -> npt.NDArray[Any]:
     grown = np.empty((slots, *column.shape[1:]), column.dtype)
     grown[: len(column)] = column
     return grown

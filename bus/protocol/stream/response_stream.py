@@ -108,7 +108,7 @@ class ResponseStream:
 
     def sequence(self) -> npt.NDArray[np.int32]:
         """Return the prompt and the delivered tokens: the sequence that the last worker's cache may hold."""
-        return np.concatenate([np.asarray(self._request.prompt_token_ids), self._tokens()])
+        return np.concatenate([np.asarray(self._request.prompt_token_ids), self._join_tokens()])
 
     def add(self, chunk: Chunk) -> list[Chunk]:
         """Add the next chunk of the current attempt. Return the chunks to deliver now, numbered for the caller.
@@ -167,7 +167,7 @@ class ResponseStream:
                 if chunk.kv_recomputed is not None:
                     chunk = replace(chunk, kv_recomputed=True)
         if chunk.end is not None:
-            self.end = self._whole(chunk.end)
+            self.end = self._total_end(chunk.end)
         if chunk.chunk_index != self._num_chunks or chunk.end is not self.end:
             chunk = replace(chunk, chunk_index=self._num_chunks, end=self.end)
         self._num_chunks += 1
@@ -175,7 +175,7 @@ class ResponseStream:
             self._kept.append(chunk)
         return chunk
 
-    def _whole(self, end: End) -> End:
+    def _total_end(self, end: End) -> End:
         """Return the end of an attempt as the end of the stream."""
         if self.num_attempts == 1 and self.phase is None:
             return end
@@ -210,10 +210,10 @@ class ResponseStream:
         self.attempt += 1
         if not self._num_tokens:
             return self._start_attempt(request)
-        reached = self._reached()
+        reached = self._find_reached_end()
         if reached is not None:
             return self._finish(*reached)
-        return self._start_attempt(self._continuation())
+        return self._start_attempt(self._make_continuation())
 
     def _start_attempt(self, request: GenerateRequest, phase: Literal["decode"] | None = None) -> GenerateRequest:
         self.asked, self.phase = request, phase
@@ -248,7 +248,7 @@ class ResponseStream:
         """Continue after a completed prefill phase. Return the request of the decode phase."""
         self.attempt += 1
         self._num_uncounted += 1
-        return self._start_attempt(self._continuation(), "decode")
+        return self._start_attempt(self._make_continuation(), "decode")
 
     def abort(self) -> Chunk:
         """End the stream, which must be open, at its present position. Return the terminal chunk.
@@ -256,23 +256,23 @@ class ResponseStream:
         The finish reason is abort, unless the tokens are already complete.
         """
         self._held = []
-        return self._finish(*(self._reached() or (FinishReason.ABORT, None)))
+        return self._finish(*(self._find_reached_end() or (FinishReason.ABORT, None)))
 
     def _start_over(self) -> None:
         self._kept, self._token_ids = [], []
         self._num_chunks = self._num_tokens = self._num_rows = 0
 
-    def _continuation(self) -> GenerateRequest:
+    def _make_continuation(self) -> GenerateRequest:
         if not self._request.sampling.is_continuable:
             self.is_exact = False
-        return rest_of(self._request, self._tokens(), self._num_rows)
+        return rest_of(self._request, self._join_tokens(), self._num_rows)
 
-    def _tokens(self) -> npt.NDArray[np.int32]:
+    def _join_tokens(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(b"".join(self._token_ids), "<i4")
 
-    def _reached(self) -> tuple[FinishReason, int | None] | None:
+    def _find_reached_end(self) -> tuple[FinishReason, int | None] | None:
         """Return the finish reason if the delivered tokens are complete without their terminal chunk, else None."""
-        token_ids = self._tokens()
+        token_ids = self._join_tokens()
         reason = why_ended(self._request.sampling, token_ids)
         return None if reason is None else (reason, int(token_ids[-1]) if reason is FinishReason.STOP else None)
 

@@ -115,7 +115,7 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
         prompt_len: Lp of the whole request.
     """
     chunks = [chunk for chunk in chunks if chunk.num_tokens]
-    found = _recomputed(chunks)
+    found = _find_recomputed(chunks)
     sizes = [chunk.num_tokens for chunk in chunks]
     is_known = bool(chunks) and found.is_end_known
     if len(versions := {(chunk.weight_version, chunk.lora_version) for chunk in chunks}) == 1:
@@ -131,13 +131,13 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
     loras = np.repeat(np.array(lora_versions, "i4"), sizes)
     has_lora = is_known and bool((loras != NO_LORA).all())
     return {
-        "kv_version_spans": _spans(weights, found.tokens[-1], prompt_len) if is_known else None,
-        "kv_lora_version_spans": _spans(loras, found.tokens[-1], prompt_len) if has_lora else None,
-        "kv_mixed": _mixed(weights, loras, found.tokens) if found.is_all_known else None,
+        "kv_version_spans": _find_spans(weights, found.tokens[-1], prompt_len) if is_known else None,
+        "kv_lora_version_spans": _find_spans(loras, found.tokens[-1], prompt_len) if has_lora else None,
+        "kv_mixed": _find_mixed(weights, loras, found.tokens) if found.is_all_known else None,
     }
 
 
-def _recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
+def _find_recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
     tokens, num_tokens, is_end_known, is_all_known = [0], 0, True, True
     for chunk in chunks:
         if chunk.kv_recomputed is None:
@@ -150,7 +150,7 @@ def _recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
     return _Recomputed(tokens, is_end_known, is_all_known)
 
 
-def _spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
+def _find_spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
     """Return the spans of the final KV, which was all recomputed before token `recomputed` and extended from there."""
     since = versions[recomputed:]
     changes = np.flatnonzero(np.diff(since))
@@ -158,7 +158,7 @@ def _spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) ->
     return ((0, int(since[0])), *rest)
 
 
-def _mixed(
+def _find_mixed(
     weights: npt.NDArray[np.int32], loras: npt.NDArray[np.int32], recomputed: Sequence[int]
 ) -> npt.NDArray[np.bool_]:
     """Return for each token whether the versions have changed since all KV before it was computed."""

@@ -71,8 +71,8 @@ class ChunkVerifier:
         self._check_logprobs(chunk)
         if chunk.routed_experts is not None:
             self._check_rows(chunk.routed_experts)
-        has_masks = self._checked_masks(chunk)
-        num_prompt_logprobs = self._checked_prompt_logprobs(chunk.prompt_logprobs)
+        has_masks = self._check_masks(chunk)
+        num_prompt_logprobs = self._count_prompt_logprobs(chunk.prompt_logprobs)
         num_tokens = self.num_tokens + chunk.num_tokens
         num_rows = self.num_rows + (0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
         self._check_bounds(chunk, num_tokens, num_rows, num_prompt_logprobs)
@@ -115,7 +115,7 @@ class ChunkVerifier:
         if num_tops != (chunk.num_tokens if self._top_width else 0):
             raise RemoteProtocolError(f"received {chunk.num_tokens} tokens with {num_tops} rows of top logprobs")
 
-    def _checked_masks(self, chunk: Chunk) -> bool | None:
+    def _check_masks(self, chunk: Chunk) -> bool | None:
         """Return True if all tokens of this attempt have sampling masks, False if none has; None: not known yet."""
         if not chunk.num_tokens:
             return self._has_masks
@@ -127,7 +127,7 @@ class ChunkVerifier:
             )
         return has_masks
 
-    def _checked_prompt_logprobs(self, part: PromptLogprobs | None) -> int:
+    def _count_prompt_logprobs(self, part: PromptLogprobs | None) -> int:
         """Return the number of prompt logprobs with those of `part`."""
         if part is None:
             return self._num_prompt_logprobs
@@ -206,13 +206,13 @@ def are_within(chunks: Sequence[Chunk], presence: WorkerPresence) -> bool:
                 return False
         ids.append(chunk.token_ids_data)
         if chunk.top_logprobs is not None or chunk.sampling_mask is not None or chunk.prompt_logprobs is not None:
-            ids += _other_ids(chunk)
-    return _greatest(b"".join(ids)) < presence.capabilities.vocab_size
+            ids += _collect_other_ids(chunk)
+    return _find_greatest(b"".join(ids)) < presence.capabilities.vocab_size
 
 
 def problem_of(chunk: Chunk, announced: Announced) -> str | None:
     """Return how a chunk exceeds these limits; None: it does not."""
-    greatest = _greatest(b"".join((chunk.token_ids_data, *_other_ids(chunk))))
+    greatest = _find_greatest(b"".join((chunk.token_ids_data, *_collect_other_ids(chunk))))
     if greatest >= announced.vocab_size:
         return f"token id {greatest}; allowed by its vocabulary: 0 to {announced.vocab_size - 1}"
     if chunk.weight_version > announced.weight_version:
@@ -222,14 +222,14 @@ def problem_of(chunk: Chunk, announced: Announced) -> str | None:
     return None
 
 
-def _other_ids(chunk: Chunk) -> list[bytes]:
+def _collect_other_ids(chunk: Chunk) -> list[bytes]:
     """Return the ids of tokens that were not sampled."""
     prompt = chunk.prompt_logprobs
     tops = (chunk.top_logprobs, None if prompt is None else prompt.top, chunk.sampling_mask)
     return [each.token_ids_data for each in tops if each is not None]
 
 
-def _greatest(ids: bytes) -> int:
+def _find_greatest(ids: bytes) -> int:
     """Return the greatest of <i4 ids. A negative id, which is invalid, is above all others; 0 if there is none."""
     if len(ids) > FEW_BYTES:
         return int(np.maximum.reduce(np.frombuffer(ids, _U4)))

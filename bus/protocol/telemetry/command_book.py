@@ -273,7 +273,7 @@ def command_event(state: DesiredState, at: float) -> DayEvent | None:
     """Return the event of the command that made this state; None if it is the first state, without a command."""
     if state.is_first:
         return None
-    changed = list(_changed(state))
+    changed = list(_find_changed(state))
     common: dict[str, float | str | int] = {"at": round(at, 3), "model": state.model, "epoch": state.epoch}
     fresh = [each for each in changed if each[1].command.epoch == state.epoch]
     if not fresh:
@@ -285,7 +285,7 @@ def command_event(state: DesiredState, at: float) -> DayEvent | None:
     worker, recorded = min(fresh, key=lambda each: isinstance(each[1].command, UnloadLora))
     command = recorded.command
     workers = () if worker is None else tuple(sorted({each for each, _ in fresh if each is not None}))
-    details = _detail(command)[:MAX_DETAIL_CHARS]
+    details = _describe_command(command)[:MAX_DETAIL_CHARS]
     return DayEvent(
         **common,  # type: ignore[arg-type]
         what=command.command,
@@ -297,12 +297,12 @@ def command_event(state: DesiredState, at: float) -> DayEvent | None:
     )
 
 
-def _changed(state: DesiredState) -> Iterator[tuple[str | None, Recorded]]:
+def _find_changed(state: DesiredState) -> Iterator[tuple[str | None, Recorded]]:
     for worker, registers in [(None, state.registers), *state.workers.items()]:
         yield from ((worker, each) for each in registers.values() if each.epoch == state.epoch)
 
 
-def _detail(command: AnyCommand) -> str:
+def _describe_command(command: AnyCommand) -> str:
     match command:
         case Pause(mode=mode):
             return mode
@@ -351,10 +351,10 @@ class WorkerDay:
             workers: the last presence of each worker, with the Unix time at which it arrived.
         """
         present = {presence.worker: _Seen(presence, at) for presence, at in workers}
-        found = [_event_of(seen, self._seen.pop(name, None)) for name, seen in present.items()]
+        found = [_find_event(seen, self._seen.pop(name, None)) for name, seen in present.items()]
         for seen in self._seen.values():
             seen.missed += 1
-            found.append(_worker_event(seen.presence, "gone", seen.at) if seen.missed == GONE_AFTER else None)
+            found.append(_make_event(seen.presence, "gone", seen.at) if seen.missed == GONE_AFTER else None)
         self._seen |= present
         if events := [each for each in found if each is not None]:
             self.log.add(events, now)
@@ -362,18 +362,18 @@ class WorkerDay:
             del self._seen[next(iter(self._seen))]
 
 
-def _event_of(seen: _Seen, before: _Seen | None) -> DayEvent | None:
+def _find_event(seen: _Seen, before: _Seen | None) -> DayEvent | None:
     worker = seen.presence
     if before is None:
-        return _worker_event(worker, "started", seen.started_at)
+        return _make_event(worker, "started", seen.started_at)
     if before.presence.incarnation == worker.incarnation:
-        return _worker_event(worker, "returned", seen.at) if before.missed >= GONE_AFTER else None
+        return _make_event(worker, "returned", seen.at) if before.missed >= GONE_AFTER else None
     if seen.started_at < before.started_at + SAME_PROCESS_S:
         # Its lease had expired, for example because NATS could not be reached.
-        return _worker_event(worker, "returned", seen.at)
-    return _worker_event(worker, "restarted", max(seen.started_at, before.at))
+        return _make_event(worker, "returned", seen.at)
+    return _make_event(worker, "restarted", max(seen.started_at, before.at))
 
 
-def _worker_event(worker: WorkerPresence, what: str, at: float) -> DayEvent:
+def _make_event(worker: WorkerPresence, what: str, at: float) -> DayEvent:
     detail = (worker.last_error or "")[:MAX_DETAIL_CHARS]
     return DayEvent(at=round(at, 3), what=what, model=worker.model, worker=worker.worker, detail=detail)

@@ -89,11 +89,11 @@ class RequestTrace(RequestList, frozen=True, kw_only=True):
 
 def merge_list(show: RequestKind, limit: int, result: CommandResult) -> RequestList:
     """Merge the answers of the workers to the `read_request` of a list."""
-    reported = [each for ack in result.applied.values() for each in _of_worker(ack)]
-    return RequestList(**_merged(sorted(reported, key=lambda each: _rank(show, each)), limit, result))
+    reported = [each for ack in result.applied.values() for each in _read_timelines(ack)]
+    return RequestList(**_merge(sorted(reported, key=lambda each: _rank_timeline(show, each)), limit, result))
 
 
-def _rank(show: RequestKind, timeline: WorkerTimeline) -> tuple[float, str, str]:
+def _rank_timeline(show: RequestKind, timeline: WorkerTimeline) -> tuple[float, str, str]:
     if show == "running":
         first = -timeline.progress.idle_s if timeline.progress else 0.0
     elif show == "slowest":
@@ -116,14 +116,14 @@ def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
     Args:
         result: result of the command; it may have no answers.
     """
-    reported = [each for ack in result.applied.values() for each in _of_worker(ack)]
-    found = sorted([*reported, *_lost_attempts(reported)], key=_order)
-    return RequestTrace(request_id=request_id, **_merged(found, MAX_MERGED, result))
+    reported = [each for ack in result.applied.values() for each in _read_timelines(ack)]
+    found = sorted([*reported, *_find_lost_attempts(reported)], key=_sort_key)
+    return RequestTrace(request_id=request_id, **_merge(found, MAX_MERGED, result))
 
 
-def _merged(found: Sequence[WorkerTimeline], limit: int, result: CommandResult) -> dict[str, Any]:
+def _merge(found: Sequence[WorkerTimeline], limit: int, result: CommandResult) -> dict[str, Any]:
     refused = [*result.failed.items(), *result.unsupported.items(), *result.stale.items(), *result.late.items()]
-    silent = {worker: _why(ack) for worker, ack in refused} | result.missing
+    silent = {worker: _describe_silence(ack) for worker, ack in refused} | result.missing
     return {
         "timelines": tuple(found[:limit]),
         "workers_asked": len(result.applied) + len(silent),
@@ -133,18 +133,18 @@ def _merged(found: Sequence[WorkerTimeline], limit: int, result: CommandResult) 
     }
 
 
-def _why(ack: Ack) -> str:
+def _describe_silence(ack: Ack) -> str:
     return "it did not answer in time" if ack.error is None else ack.error.message
 
 
-def _of_worker(ack: Ack) -> Iterable[WorkerTimeline]:
+def _read_timelines(ack: Ack) -> Iterable[WorkerTimeline]:
     for timeline in ack.timelines or ():
         fields = msgspec.structs.asdict(timeline)
         fields.update(worker=ack.worker, incarnation=ack.incarnation, model=ack.model)
         yield WorkerTimeline(**fields, number=len(timeline.lost) + 1)
 
 
-def _lost_attempts(reported: Iterable[WorkerTimeline]) -> Iterable[WorkerTimeline]:
+def _find_lost_attempts(reported: Iterable[WorkerTimeline]) -> Iterable[WorkerTimeline]:
     """Return the lost attempts that no worker reports: usually their worker was killed."""
     known = {(each.client, each.child, each.number, each.worker) for each in reported}
     for timeline in reported:
@@ -168,7 +168,7 @@ def _lost_attempts(reported: Iterable[WorkerTimeline]) -> Iterable[WorkerTimelin
                 )
 
 
-def _order(timeline: WorkerTimeline) -> tuple[str, int, int, int, float, str]:
+def _sort_key(timeline: WorkerTimeline) -> tuple[str, int, int, int, float, str]:
     came_at = next((event.at for event in timeline.events if event.event != "published"), 0.0)
     return timeline.client, timeline.child, timeline.number, timeline.attempt, came_at, timeline.worker
 
@@ -206,24 +206,24 @@ def phases_of(timeline: RequestTimeline) -> Phases:
     first: dict[str, float] = {}
     for event in timeline.events:
         first.setdefault(event.event, event.at)
-    pauses = tuple(_pauses(timeline.events))
-    decode_s = _between(first, "first_token", "ended")
+    pauses = tuple(_find_pauses(timeline.events))
+    decode_s = _measure(first, "first_token", "ended")
     if decode_s is not None:
         decode_s -= sum(pause.seconds or 0.0 for pause in pauses if pause.at >= first["first_token"])
     return Phases(
-        queue_s=_between(first, "published", "offered"),
-        slot_s=_between(first, "offered", "started"),
-        prefill_s=_between(first, "started", "prefilled"),
+        queue_s=_measure(first, "published", "offered"),
+        slot_s=_measure(first, "offered", "started"),
+        prefill_s=_measure(first, "started", "prefilled"),
         decode_s=decode_s,
         pauses=pauses,
     )
 
 
-def _between(first: dict[str, float], begin: str, end: str) -> float | None:
+def _measure(first: dict[str, float], begin: str, end: str) -> float | None:
     return first[end] - first[begin] if begin in first and end in first else None
 
 
-def _pauses(events: Iterable[TimelineEvent]) -> Iterable[RequestPause]:
+def _find_pauses(events: Iterable[TimelineEvent]) -> Iterable[RequestPause]:
     held: TimelineEvent | None = None
     for event in events:
         if event.event == "held":
@@ -433,7 +433,7 @@ class TimelineBook:
         """
         everything = (*self._refused.values(), *self._ended, *self._in_flight)
         found = [each for each in everything if request_id in (each.request.request_id, each.alias)]
-        return _best(found, lambda each: each.serial, client, MAX_TIMELINES, progress_of)
+        return _pick_best(found, lambda each: each.serial, client, MAX_TIMELINES, progress_of)
 
     def list_of(
         self, show: RequestKind, client: str | None, limit: int, progress_of: ProgressOf
@@ -448,17 +448,17 @@ class TimelineBook:
         found: Iterable[OpenTimeline]
         if show == "running":
             idle_s = {each: progress.idle_s for each in in_flight if (progress := progress_of(each)) is not None}
-            return _best(idle_s, idle_s.__getitem__, client, limit, progress_of)
+            return _pick_best(idle_s, idle_s.__getitem__, client, limit, progress_of)
         if show == "slowest":
-            return _best((*ended, *in_flight), lambda each: each.seconds, client, limit, progress_of)
+            return _pick_best((*ended, *in_flight), lambda each: each.seconds, client, limit, progress_of)
         if show == "failed":
             found = (each for each in (*self._refused.values(), *ended) if each.has_failed)
         else:
             found = (each for each in (*ended, *in_flight) if each.request.lost)
-        return _best(found, lambda each: each.events[-1].at, client, limit, progress_of)
+        return _pick_best(found, lambda each: each.events[-1].at, client, limit, progress_of)
 
 
-def _best(
+def _pick_best(
     timelines: Iterable[OpenTimeline],
     rank: Callable[[OpenTimeline], float],
     client: str | None,

@@ -219,7 +219,7 @@ def needed_bytes(content_bytes: int) -> int:
 
 def needed_for_version(links: Sequence[Link], anchor_bytes: int) -> int:
     """Return the bytes that an anchor needs with a delta beside it, as large as the largest delta of `links`."""
-    return needed_bytes(anchor_bytes + _largest_delta(links))
+    return needed_bytes(anchor_bytes + _find_largest_delta(links))
 
 
 def needed_for_chain(links: Sequence[Link]) -> int:
@@ -228,7 +228,7 @@ def needed_for_chain(links: Sequence[Link]) -> int:
     A chain ends when its deltas exceed half an anchor. The last of them may be as large as the largest one of `links`.
     """
     anchor_bytes = max((link.anchor_bytes or 0 for link in links), default=0)
-    return needed_bytes(2 * anchor_bytes + anchor_bytes // 2 + 3 * _largest_delta(links))
+    return needed_bytes(2 * anchor_bytes + anchor_bytes // 2 + 3 * _find_largest_delta(links))
 
 
 def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
@@ -250,7 +250,7 @@ def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
         return replace(record, opened=None)
     else:
         expected = links_with(links, own)
-        links = _bounded((*links, own), record.noted)
+        links = _drop_oldest((*links, own), record.noted)
     if manifest.links != expected:
         raise LocalProtocolError(
             f"the manifest of version {manifest.version} has {len(manifest.links)} links, which differ from the "
@@ -264,11 +264,11 @@ def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
 
     They are the last two folders of the weights and of each adapter, the later one last.
     """
-    own = [folder for folder in folders if _home(folder) == _home(objects)]
+    own = [folder for folder in folders if _parent_of(folder) == _parent_of(objects)]
     if own[-1:] == [objects]:
         return tuple(folders)
     own = [folder for folder in own if folder != objects]
-    return (*(folder for folder in folders if _home(folder) != _home(objects)), *own[-1:], objects)
+    return (*(folder for folder in folders if _parent_of(folder) != _parent_of(objects)), *own[-1:], objects)
 
 
 def kept(
@@ -300,14 +300,14 @@ def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: Abstr
         recorded: folders that the desired state names. An adapter without a recorded folder is no longer noted.
         kept_folders: folders that stayed.
     """
-    homes = {_home(folder) for folder in recorded}
+    homes = {_parent_of(folder) for folder in recorded}
     return replace(
         record,
         links=tuple(link for link in record.links if link.objects in kept_folders),
         noted=tuple(
             folder
             for folder in record.noted
-            if folder in kept_folders and (_home(folder) in homes or is_weights(folder))
+            if folder in kept_folders and (_parent_of(folder) in homes or is_weights(folder))
         ),
     )
 
@@ -330,10 +330,10 @@ def is_published(objects: str, bucket: str) -> bool:
 
 def is_weights(objects: str) -> bool:
     """Return True if a published folder is a version of the weights, and not of an adapter."""
-    return _home(objects).endswith("/versions")
+    return _parent_of(objects).endswith("/versions")
 
 
-def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...]:
+def _drop_oldest(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...]:
     """Remove the oldest links above `MAX_HISTORY`, except links that a noted folder or the newest version needs."""
     if len(links) <= MAX_HISTORY:
         return links
@@ -342,7 +342,7 @@ def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...
     return tuple(link for link in links if link not in spare)
 
 
-def _largest_delta(links: Sequence[Link]) -> int:
+def _find_largest_delta(links: Sequence[Link]) -> int:
     return max((link.delta_bytes or 0 for link in links), default=0)
 
 
@@ -354,7 +354,7 @@ def _own_links(links: Sequence[Link], index: int) -> tuple[Link, ...]:
         return (links[index],)
 
 
-def _home(objects: str) -> str:
+def _parent_of(objects: str) -> str:
     return objects.rpartition("/")[0]
 
 

@@ -88,7 +88,7 @@ def layouts(entries: Iterable[TensorEntry]) -> Iterator[FileLayout]:
     """Yield the files of a version, given all of its tensors in the manifest's order."""
     for name, group in itertools.groupby(entries, lambda entry: entry.file):
         in_file = tuple(group)
-        yield FileLayout(name, _header(in_file), in_file)
+        yield FileLayout(name, _encode_header(in_file), in_file)
 
 
 def ordered(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -103,7 +103,7 @@ def index_of(entries: Sequence[TensorEntry]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
 
 
-def _header(entries: Iterable[TensorEntry]) -> bytes:
+def _encode_header(entries: Iterable[TensorEntry]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
@@ -139,10 +139,10 @@ def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], 
         new: u1[num_bytes], the new content.
         item_bytes: bytes of an element: 1, 2, 4 or 8.
     """
-    sparse = None if old is None else _sparse(_items(old, item_bytes), _items(new, item_bytes), item_bytes)
+    sparse = None if old is None else _encode_sparse(_view(old, item_bytes), _view(new, item_bytes), item_bytes)
     if sparse is not None:
         return sparse
-    planes = _planes(new, item_bytes).reshape(item_bytes, -1)
+    planes = _split_planes(new, item_bytes).reshape(item_bytes, -1)
     return Encoded("dense", 0, len(new), _compress([[plane] for plane in planes], DENSE))
 
 
@@ -157,7 +157,7 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
     Raises:
         DeltaError: `encoded` is damaged or of another tensor; `content` may be partly new.
     """
-    items = _items(content, item_bytes)
+    items = _view(content, item_bytes)
     if not 0 <= encoded.num_changed <= len(items):
         raise DeltaError(f"the delta changes {encoded.num_changed} elements of {len(items)}")
     if encoded.body_bytes > max_body_bytes(encoded.encoding, encoded.num_changed, len(items), item_bytes):
@@ -168,9 +168,9 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
     if encoded.encoding == "dense":
         if len(body) != len(content):
             raise DeltaError(f"a dense encoding of {len(body)} bytes for a tensor of {len(content)} bytes")
-        content[:] = _joined(body, item_bytes)
+        content[:] = _join_planes(body, item_bytes)
     elif encoded.encoding == "sparse":
-        _move(items, *_gaps_and_steps(body, encoded.num_changed, item_bytes), np.add)
+        _apply_steps(items, *_split_body(body, encoded.num_changed, item_bytes), np.add)
     elif len(body):
         raise DeltaError(f"{len(body)} bytes for a tensor that is the same")
 
@@ -190,8 +190,8 @@ def undo_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int
         raise DeltaError("a dense encoding does not contain the previous content")
     if encoded.encoding == "sparse":
         body = _decompress(encoded.data, encoded.body_bytes)
-        parts = _gaps_and_steps(body, encoded.num_changed, item_bytes)
-        _move(_items(content, item_bytes), *parts, np.subtract)
+        parts = _split_body(body, encoded.num_changed, item_bytes)
+        _apply_steps(_view(content, item_bytes), *parts, np.subtract)
 
 
 def max_body_bytes(encoding: Encoding, count: int, num_items: int, item_bytes: int) -> int:
@@ -201,11 +201,11 @@ def max_body_bytes(encoding: Encoding, count: int, num_items: int, item_bytes: i
     return count * (item_bytes + 1) + num_items // GO_ON if encoding == "sparse" else 0
 
 
-def _items(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.unsignedinteger]:
+def _view(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.unsignedinteger]:
     return content.view(f"<u{item_bytes}")
 
 
-def _sparse(
+def _encode_sparse(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger], item_bytes: int
 ) -> Encoded | None:
     """Encode the elements that differ. Return None if they are so many that the whole content is smaller."""
@@ -214,25 +214,25 @@ def _sparse(
     before, num_changed = -1, 0
     for start in range(0, len(new), COMPARED):
         end = start + COMPARED
-        positions, steps = _changed_in_block(old[start:end], new[start:end])
+        positions, steps = _find_changes(old[start:end], new[start:end])
         if not len(positions):
             continue
         num_changed += len(positions)
         if num_changed > len(new) // 2:
             return None
-        steps = _with_low_sign(steps)
+        steps = _lower_sign(steps)
         for number, plane in enumerate(planes):
             plane.append((steps >> steps.dtype.type(8 * number)).astype(np.uint8))
         positions += start
-        gap_bytes.append(_gap_bytes(positions, before))
+        gap_bytes.append(_encode_gaps(positions, before))
         before = int(positions[-1])
     if not num_changed:
         return Encoded("same", 0, 0, b"")
     parts = [gap_bytes, *planes]
-    return Encoded("sparse", num_changed, _num_bytes(parts), _compress(parts, SPARSE))
+    return Encoded("sparse", num_changed, _count_bytes(parts), _compress(parts, SPARSE))
 
 
-def _changed_in_block(
+def _find_changes(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]]:
     """Return the positions that differ, and the new elements there minus the old ones.
@@ -257,7 +257,7 @@ def _changed_in_block(
     return positions, steps
 
 
-def _gap_bytes(positions: npt.NDArray[np.int64], before: int) -> npt.NDArray[np.uint8]:
+def _encode_gaps(positions: npt.NDArray[np.int64], before: int) -> npt.NDArray[np.uint8]:
     """Return the bytes of the gaps before these positions. The first gap begins after `before`."""
     gaps = np.empty_like(positions)
     gaps[0] = positions[0] - before
@@ -271,7 +271,7 @@ def _gap_bytes(positions: npt.NDArray[np.int64], before: int) -> npt.NDArray[np.
     return np.insert(stream, np.repeat(long, more), GO_ON)
 
 
-def _with_low_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+def _lower_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
     """Move the sign from the highest bit to the lowest, so that the other bits of small steps are zeros."""
     zero, one = steps.dtype.type(0), steps.dtype.type(1)
     signs: npt.NDArray[np.unsignedinteger] = zero - (steps >> steps.dtype.type(8 * steps.itemsize - 1))
@@ -280,8 +280,8 @@ def _with_low_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.uns
     return steps
 
 
-def _with_high_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
-    """Undo `_with_low_sign`."""
+def _raise_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+    """Undo `_lower_sign`."""
     zero, one = steps.dtype.type(0), steps.dtype.type(1)
     signs: npt.NDArray[np.unsignedinteger] = zero - (steps & one)
     steps = steps >> one
@@ -289,17 +289,17 @@ def _with_high_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.un
     return steps
 
 
-def _gaps_and_steps(
+def _split_body(
     body: npt.NDArray[np.uint8], num_changed: int, item_bytes: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.unsignedinteger]]:
     """Split a sparse body into the bytes of its gaps, and its steps with their signs in the lowest bit."""
     num_gap_bytes = len(body) - num_changed * item_bytes
     if num_gap_bytes < 0:
         raise DeltaError(f"{len(body)} bytes are too few for {num_changed} changes")
-    return body[:num_gap_bytes], _items(_joined(body[num_gap_bytes:], item_bytes), item_bytes)
+    return body[:num_gap_bytes], _view(_join_planes(body[num_gap_bytes:], item_bytes), item_bytes)
 
 
-def _move(
+def _apply_steps(
     items: npt.NDArray[np.unsignedinteger],
     stream: npt.NDArray[np.uint8],
     steps: npt.NDArray[np.unsignedinteger],
@@ -320,23 +320,23 @@ def _move(
         taken = steps[num_done : num_done + len(positions)]
         if len(taken) < len(positions):
             break
-        items[positions] = by(items[positions], _with_high_sign(taken))
+        items[positions] = by(items[positions], _raise_sign(taken))
         num_done += len(positions)
     if num_done != len(steps) or (len(stream) and stream[-1] == GO_ON) or (len(steps) and not len(stream)):
         raise DeltaError(f"the gaps do not match the {len(steps)} changed elements")
 
 
-def _planes(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
+def _split_planes(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(content.reshape(-1, item_bytes).T).reshape(-1)
 
 
-def _joined(planes: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
+def _join_planes(planes: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(planes.reshape(item_bytes, -1).T).reshape(-1)
 
 
 def _compress(parts: Parts, parameters: zstandard.ZstdCompressionParameters) -> bytes:
     """Compress a body if this makes it shorter. Each part has its own blocks, with codes for its bytes only."""
-    num_bytes = _num_bytes(parts)
+    num_bytes = _count_bytes(parts)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=num_bytes)
     packed: list[bytes] = []
     for part in parts:
@@ -346,7 +346,7 @@ def _compress(parts: Parts, parameters: zstandard.ZstdCompressionParameters) -> 
     return data if len(data) < num_bytes else b"".join(piece.tobytes() for part in parts for piece in part)
 
 
-def _num_bytes(parts: Parts) -> int:
+def _count_bytes(parts: Parts) -> int:
     return sum(len(piece) for part in parts for piece in part)
 
 
