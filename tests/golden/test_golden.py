@@ -132,19 +132,6 @@ def test_the_golden_full_request_leaves_no_field_at_its_default() -> None:
     assert decode_request(decode_request_message(golden_bytes("request_siblings")).request).group_id == "group 1"
 
 
-def test_array_structs_are_positional_from_the_first_field() -> None:
-    """The elements of a chunk have the order of docs/wire.md, although Python reorders keyword-only fields."""
-    frame = msgspec.msgpack.decode((ROOT / "frame_routing_u1.msgpack").read_bytes())
-    chunk = frame[4][1]
-
-    assert frame[:4] == [1, "incarnation", 2, []]
-    assert chunk[:5] == ["a", 0, 0, 1, 7]
-    assert chunk[5:7] == [b"\x5b\x50\x02\x00", b"\x00\x00\x80\xff"]
-    assert chunk[7] == [3, [1, 2, 2], "u1", b"\xff\x00\x01\x02"]
-    assert chunk[8:10] == [None, None]
-    assert chunk[10] == ["stop", 2, 4, 151_643, None, 0, 0, None]
-
-
 def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
     """Frames of a real engine decode, are complete, encode to equal frames, and follow the row rule."""
     runs = captured_runs()

@@ -27,13 +27,6 @@ def test_a_leader_returns_its_followers_in_order_once() -> None:
     assert (len(leaders), "b" in leaders, leaders.add(1, "b", "normal", 8)) == (0, False, True)
 
 
-def test_a_follower_that_ends_is_removed() -> None:
-    """A follower that ends is removed, and the other followers stay."""
-    leaders = led("b", "c")
-    assert leaders.remove("b") == []
-    assert leaders.remove("a") == ["c"]
-
-
 def test_the_request_after_the_last_follower_of_a_leader_is_the_next_leader() -> None:
     """If a leader has its maximum of followers, the next request leads later requests.
 

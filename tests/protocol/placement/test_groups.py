@@ -37,29 +37,6 @@ def test_a_group_goes_to_one_worker_with_room_for_all_samples() -> None:
     assert placements[1:] == [Placement("w1", PlacementReason.PLACED_GROUP, 2048)] * 7
 
 
-@pytest.mark.parametrize(
-    ("rooms", "expected"),
-    [
-        ([5, 5, 5], [4, 4]),
-        ([3, 5, 1], [5, 3]),
-        ([3, 3, 3], [3, 3, 2]),
-        ([6, 2, 2], [6, 2]),
-        ([3, 1, 0], [3]),
-        ([1, 1, 1, 1], []),
-        ([0, 0], []),
-    ],
-)
-def test_a_group_is_split_among_as_few_workers_as_possible(rooms: list[int], expected: list[int]) -> None:
-    """A group is split evenly among the fewest workers.
-
-    A sample that would compute the prompt only for itself is queued.
-    """
-    placements = place(rooms, 8)
-
-    assert shares(placements) == expected
-    assert placements[sum(expected) :] == [QUEUED] * (8 - sum(expected))
-
-
 def test_a_single_free_slot_is_used_where_the_prompt_is_cached() -> None:
     """A sample goes to a single free slot if its worker has the prompt cached, because that saves the prompt."""
     placements = place([1, 1, 1, 1], 4, held_by=(2,))
@@ -110,14 +87,6 @@ def test_a_large_group_is_spread_by_load() -> None:
     assert shares(place([256] * 8, 2 * limit)) == [limit, limit]
     assert shares(place([256] * 8, 4 * limit - 6)) == [limit - 1] * 2 + [limit - 2] * 2
     assert shares(place([256, 0, 0], 2 * limit)) == [2 * limit]
-
-
-def test_samples_beyond_the_free_slots_are_queued() -> None:
-    """As many samples of a group are placed as there are free slots, and the others are queued."""
-    placements = place([64, 64], 256)
-
-    assert shares(placements) == [64, 64]
-    assert placements[128:] == [QUEUED] * 128
 
 
 def test_a_group_of_one_sample_is_placed_like_a_request() -> None:

@@ -71,16 +71,6 @@ def test_adapters_versions_and_salts_share_no_hashes() -> None:
     assert len({*pieces, *hints}) == len(pieces) + len(hints)
 
 
-def test_the_longest_known_prefix_of_each_worker_counts() -> None:
-    """Each worker with a prefix of the prompt is found with the number of tokens up to its deepest piece."""
-    index = index_of("a", "b", "c")
-    index.record(CacheId("a", "1", 0), chain([1, 2, 3, 4]), 1)
-    index.record(CacheId("b", "1", 0), chain([1, 2, 9]), 1)
-    index.record(CacheId("c", "1", 0), chain([2, 1]), 1)
-
-    assert index.longest(chain([1, 2, 3, 5]), 2) == {"a": 3 * PIECE_TOKENS, "b": 2 * PIECE_TOKENS}
-
-
 @pytest.mark.parametrize("new", [CacheId("a", "1", 1), CacheId("a", "2", 0)])
 def test_a_new_epoch_or_incarnation_invalidates_the_recorded_pieces(new: CacheId) -> None:
     """A new epoch or incarnation invalidates the recorded pieces. Later records for the old cache have no effect."""
@@ -110,18 +100,6 @@ def test_an_announced_age_invalidates_pieces_that_were_last_used_earlier() -> No
     assert index.longest(chain([1]), 31) == {}
     assert index.longest(chain([2]), 31) == {"a": PIECE_TOKENS}
     assert index.longest(chain([2]), 21 + MAX_AGE_S) == {}
-
-
-def test_a_removed_worker_has_no_pieces_after_its_return() -> None:
-    """The pieces of a removed worker belong neither to it after its return nor to a new worker."""
-    index = index_of("a")
-    index.record(CacheId("a", "1", 0), chain([1, 2]), 1)
-    index.remove("a")
-    assert index.longest(chain([1, 2]), 2) == {}
-    index.update(CacheId("b", "1", 0), None, 3)
-    index.update(CacheId("a", "1", 0), None, 3)
-
-    assert index.longest(chain([1, 2]), 4) == {}
 
 
 def test_the_last_piece_of_the_least_recently_used_prompt_is_removed_first() -> None:

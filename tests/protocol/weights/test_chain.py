@@ -376,13 +376,6 @@ def test_a_chain_without_an_anchor_and_a_cached_version_has_no_plan() -> None:
     assert fetch_plans([], digests(1)) == []
 
 
-def test_no_plan_crosses_a_version_without_a_delta() -> None:
-    """No plan crosses a version without a delta, because earlier versions belong to another chain."""
-    chain = [link(0, delta=None, anchor=10), link(1, delta=None, anchor=100), link(2)]
-
-    assert [plan.anchor for plan in fetch_plans(chain, digests(0))] == [chain[1]]
-
-
 @given(
     st.lists(st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)), max_size=6),
     st.sets(st.integers(0, 5)),
