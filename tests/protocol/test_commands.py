@@ -35,15 +35,7 @@ def presence(worker: str, incarnation: str = "1") -> WorkerPresence:
 
 def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object) -> Ack:
     """Return an ack of the command."""
-    return Ack(
-        id=ID,
-        command="pause",
-        worker=worker,
-        incarnation=incarnation,
-        model="m",
-        status=status,
-        **fields,  # type: ignore[arg-type]
-    )
+    return presences.ack(id=ID, worker=worker, status=status, incarnation=incarnation, **fields)
 
 
 def tracker_of(*workers: str) -> AckTracker:

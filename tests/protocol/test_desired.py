@@ -27,7 +27,6 @@ from rollbus.bus.protocol.fleet.desired import (
     target_version,
 )
 from rollbus.schemas import limits
-from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import (
     AnyCommand,
     DesiredState,
@@ -47,7 +46,7 @@ from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_desired, encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import WeightSource
-from tests.support.presences import presence
+from tests.support.presences import ack, presence
 
 EMPTY = DesiredState(model="m")
 ONE = WeightSource(path="/ckpt/1")
@@ -441,12 +440,11 @@ def test_a_worker_that_will_read_the_state_before_it_serves_is_not_stale(state: 
 
 def test_presence_shows_an_ack_from_its_epoch_on() -> None:
     """Presence of the same incarnation shows an ack from its epoch on. A worker that has ended is not awaited."""
-    ack = Ack(id="i", command="pause", worker="w", incarnation="1", model="m", status=AckStatus.APPLIED, epoch=3)
+    recorded_ack, one_off = ack(epoch=3), ack(command="abort")
 
-    assert [shows_ack(presence(epoch=epoch), ack) for epoch in (2, 3, 4)] == [False, True, True]
-    assert shows_ack(None, ack)
-    assert shows_ack(presence(incarnation="2", epoch=0), ack)
-    one_off = Ack(id="i", command="abort", worker="w", incarnation="1", model="m", status=AckStatus.APPLIED)
+    assert [shows_ack(presence(epoch=epoch), recorded_ack) for epoch in (2, 3, 4)] == [False, True, True]
+    assert shows_ack(None, recorded_ack)
+    assert shows_ack(presence(incarnation="2", epoch=0), recorded_ack)
     assert shows_ack(presence(epoch=0), one_off)
 
 

@@ -5,10 +5,11 @@ from msgspec.structs import replace
 
 from rollbus.bus.protocol.fleet.authority import pin, unpinned, without
 from rollbus.bus.protocol.fleet.desired import check_recordable, other_digests, record
-from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.acks import Ack
 from rollbus.schemas.control import DesiredState, LoadLora, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource
+from tests.support import presences
 from tests.support.presences import capabilities, presence
 
 A, B = "a" * 64, "b" * 64
@@ -17,16 +18,7 @@ UPDATE = UpdateWeights(id="u", source=WeightSource(path="/ckpt/latest"), version
 
 def ack(worker: str, digest: str | None = A, path: str | None = "/ckpt/2") -> Ack:
     """Return the ack of a check."""
-    return Ack(
-        id="c",
-        command="check_weights",
-        worker=worker,
-        incarnation="1",
-        model="m",
-        status=AckStatus.APPLIED,
-        digest=digest,
-        path=path,
-    )
+    return presences.ack(command="check_weights", worker=worker, digest=digest, path=path)
 
 
 def staged(*acks: Ack) -> dict[str, Ack]:

@@ -1,7 +1,8 @@
-"""Presence of workers, for tests without real workers."""
+"""Presence and acks of workers, for tests without real workers."""
 
 from typing import Any
 
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.presence import Capabilities, WorkerPresence, WorkerState
 
 
@@ -19,6 +20,19 @@ def presence(**fields: Any) -> WorkerPresence:
         "lease_s": 10.0,
     }
     return WorkerPresence(**{**idle, **fields})
+
+
+def ack(**fields: Any) -> Ack:
+    """Return the ack of a worker that has applied a command; `fields` replace its values."""
+    applied: dict[str, Any] = {
+        "id": "c",
+        "command": "pause",
+        "worker": "w",
+        "incarnation": "1",
+        "model": "m",
+        "status": AckStatus.APPLIED,
+    }
+    return Ack(**{**applied, **fields})
 
 
 def capabilities(**fields: Any) -> Capabilities:

@@ -7,18 +7,15 @@ import numpy.typing as npt
 
 from rollbus.bus.protocol.queue.load import PIECE_TOKENS, PrefixScope, WorkerLoad, piece_hashes
 from rollbus.bus.protocol.queue.placement import PlacementNeeds, PlacementPolicy
-from rollbus.schemas.presence import WorkerPresence, WorkerState
+from rollbus.schemas.presence import WorkerPresence
+from tests.support import presences
 
 SCOPE = PrefixScope()
 
 
 def presence(worker: str, *, free_slots: int = 8, **fields: Any) -> WorkerPresence:
     """Return the presence of a worker that serves without requests."""
-    values: dict[str, Any] = {
-        "worker": worker, "incarnation": "i1", "model": "m", "state": WorkerState.SERVING, "weight_version": 1,
-        "in_flight": 0, "free_slots": free_slots, "uptime_s": 1.0, "lease_s": 5.0,
-    }  # fmt: skip
-    return WorkerPresence(**(values | fields))
+    return presences.presence(**{"worker": worker, "incarnation": "i1", "free_slots": free_slots} | fields)
 
 
 def prompt(seed: int, num_tokens: int = 8 * PIECE_TOKENS) -> npt.NDArray[np.int32]:
