@@ -239,7 +239,7 @@ def frame_bytes(model: Model, *, routed: bool = True) -> int:
     for position in (0, 1):
         size = 0
         for key in keys:
-            sender.add_step(key, _step(model, position, routed=routed), 100)
+            sender.encode_step(key, _step(model, position, routed=routed), 100)
         while (data := sender.seal()) is not None:
             size += len(data)
     return size

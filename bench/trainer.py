@@ -172,7 +172,7 @@ def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
                 frames.append(data)
 
     for step in _steps(rollout):
-        sender.add_step(key, step, WEIGHT_VERSION)
+        sender.encode_step(key, step, WEIGHT_VERSION)
         if not merge:
             send()
     send()

@@ -78,7 +78,7 @@ def test_next_bytes_is_the_size_bound_of_the_next_chunk(
     """
     writer = scenario.writer(segment_bytes)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        writer.add_step(step, version)
+        writer.append_step(step, version)
         while data.draw(st.booleans()) and writer.has_unsent:
             size = writer.next_bytes
             assert writer.next_chunk(size - 1) is None
@@ -102,7 +102,7 @@ def test_a_failure_or_an_abort_discards_unsent_data(
     chunks = []
     ends_after = data.draw(st.integers(0, len(scenario.steps)))
     for step, version in zip(scenario.steps[:ends_after], scenario.versions, strict=False):
-        writer.add_step(step, version)
+        writer.append_step(step, version)
         chunks += [chunk for _ in range(data.draw(st.integers(0, 3))) if (chunk := writer.next_chunk()) is not None]
 
     def end() -> Chunk:
@@ -126,7 +126,7 @@ def test_steps_that_wait_for_credit_leave_as_one_chunk() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)
     writer = scenario.writer()
     for step, version in zip(scenario.steps, [1, 1, 1, 2, 2], strict=True):
-        writer.add_step(step, version)
+        writer.append_step(step, version)
     first, second = drain(writer)
 
     assert (first.weight_version, first.num_tokens, num_rows(first)) == (1, 5, 3 + 5 - 1)
@@ -139,7 +139,7 @@ def test_a_changed_adapter_starts_another_chunk() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 3, 4], routing=WIDE)
     writer = scenario.writer()
     for step, lora_version in zip(scenario.steps, [4, 5, 5, None], strict=True):
-        writer.add_step(step, 1, lora_version)
+        writer.append_step(step, 1, lora_version)
 
     assert [(chunk.lora_version, chunk.num_tokens) for chunk in drain(writer)] == [(4, 1), (5, 2), (None, 1)]
 
@@ -148,7 +148,7 @@ def test_the_terminal_chunk_has_the_adapter_version_of_the_last_step() -> None:
     """The terminal chunk of an aborted request has the adapter version of its last step."""
     scenario = simple()
     writer = scenario.writer()
-    writer.add_step(scenario.steps[0], 1, 6)
+    writer.append_step(scenario.steps[0], 1, 6)
 
     assert writer.abort(2).lora_version == 6
 
@@ -161,7 +161,7 @@ def test_only_the_first_chunk_has_the_traceparent() -> None:
         )
         assert writer.next_bytes == 0
         if not is_ended:
-            writer.add_step(RequestStep(key="r", token_ids=np.array([1], "i4")), 1)
+            writer.append_step(RequestStep(key="r", token_ids=np.array([1], "i4")), 1)
             expected_bytes = writer.next_bytes
             chunk = writer.next_chunk()
             assert (chunk.traceparent, chunk_bytes(chunk)) == ("t" * 55, expected_bytes)
@@ -182,7 +182,7 @@ def test_merged_tokens_keep_their_rows() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 31), routing=WIDE)
     writer = scenario.writer(segment_bytes=1080)
     for step in scenario.steps:
-        writer.add_step(step, 1)
+        writer.append_step(step, 1)
 
     assert [(chunk.num_tokens, num_rows(chunk)) for chunk in drain(writer)] == [(10, 10)] * 3
 
@@ -220,7 +220,7 @@ def test_later_changes_of_the_engines_arrays_do_not_change_chunks() -> None:
     writer = scenario.writer()
     arrays = [np.array(array) for array in (scenario.arrays["token_ids"], scenario.arrays["routed_experts"])]
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        writer.add_step(step, version)
+        writer.append_step(step, version)
         step.token_ids[:] = 0
         step.routed_experts[:] = 0
     chunks = drain(writer)
@@ -234,9 +234,9 @@ def test_a_request_that_fails_before_all_rows_ends_with_the_engine_error() -> No
     scenario = simple()
     writer = scenario.writer()
     scenario.steps[0].routed_experts = None
-    writer.add_step(scenario.steps[0], 1)
+    writer.append_step(scenario.steps[0], 1)
     drain(writer)
-    writer.add_step(step_without_tokens(FinishReason.ERROR, "out of numbers" * 100), 1)
+    writer.append_step(step_without_tokens(FinishReason.ERROR, "out of numbers" * 100), 1)
     size = writer.next_bytes
     (chunk,) = drain(writer)
 
@@ -248,7 +248,7 @@ def test_an_abort_before_the_first_token_has_no_rows() -> None:
     """A result without tokens is valid. Its routed experts are an array of zero rows with the model's shape."""
     scenario = simple()
     writer, stream = scenario.writer(), scenario.stream()
-    writer.add_step(step_without_tokens(FinishReason.ABORT), 1)
+    writer.append_step(step_without_tokens(FinishReason.ABORT), 1)
     assert writer.unsent_bytes == 0
     (chunk,) = drain(writer)
     stream.add(chunk)
@@ -272,7 +272,7 @@ def test_a_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
 def test_a_step_without_content_makes_no_chunk() -> None:
     """A step without content makes no chunk and uses no chunk number."""
     writer = simple().writer()
-    writer.add_step(step_without_tokens(), 1)
+    writer.append_step(step_without_tokens(), 1)
 
     assert writer.next_chunk() is None
     assert not writer.has_unsent
@@ -302,11 +302,11 @@ def test_after_an_invalid_step_the_next_chunk_is_the_error_with_correct_totals(
     scenario = simple()
     writer = scenario.writer()
     assembly = ChunkVerifier(scenario.request)
-    writer.add_step(scenario.steps[0], 1)
+    writer.append_step(scenario.steps[0], 1)
     for chunk in drain(writer):
         assembly.add(chunk)
     with pytest.raises(LocalProtocolError, match=re.escape(problem)):
-        writer.add_step(broken, 1)
+        writer.append_step(broken, 1)
     assert not writer.has_unsent
     assembly.add(writer.fail(STOPPED, 1))
 
@@ -318,9 +318,9 @@ def test_a_step_after_the_last_step_is_refused() -> None:
     scenario = simple()
     writer = scenario.writer()
     for step in scenario.steps:
-        writer.add_step(step, 1)
+        writer.append_step(step, 1)
     with pytest.raises(LocalProtocolError, match="after the request's last step"):
-        writer.add_step(step_without_tokens(), 1)
+        writer.append_step(step_without_tokens(), 1)
 
     assert len(drain(writer)) == 1
 
@@ -330,7 +330,7 @@ def test_a_request_without_routed_experts_ignores_rows() -> None:
     scenario = simple()
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1000)
     for step in scenario.steps:
-        writer.add_step(step, 1)
+        writer.append_step(step, 1)
     (chunk,) = drain(writer)
 
     assert chunk.routed_experts is None

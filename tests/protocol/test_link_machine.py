@@ -171,14 +171,14 @@ class LinkMachine(RuleBasedStateMachine):
             if self.running:
                 key, request = self.pick(index)
                 step = request.next_step()
-                self.sender.add_step(key, step, request.version)
+                self.sender.encode_step(key, step, request.version)
 
     @precondition(lambda self: self.running)
     @rule(index=st.integers(0, 20))
     def abort(self, index: int) -> None:
         """Let the engine abort a request, as after a client's abort."""
         key, request = self.pick(index)
-        self.sender.add_step(key, request.abort(), request.version)
+        self.sender.encode_step(key, request.abort(), request.version)
 
     @precondition(lambda self: self.sender.keys)
     @rule(index=st.integers(0, 20))
@@ -334,7 +334,7 @@ class LinkMachine(RuleBasedStateMachine):
         self.to_client.clear()
         self.to_worker.clear()
         for request in self.running:
-            self.sender.add_step(self.key_of(request), request.abort(), request.version)
+            self.sender.encode_step(self.key_of(request), request.abort(), request.version)
         for _ in range(2000):
             self.now += 1
             before = -1

@@ -56,7 +56,7 @@ def receive_message(sender: LinkSender, *, acked: int = 0, credit: int = 0, rese
 def add_steps(sender: LinkSender, key: RequestKey, scenario: Scenario) -> None:
     """Add all steps of a request at once."""
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        sender.add_step(key, step, version)
+        sender.encode_step(key, step, version)
 
 
 def long_prompt(num_kib: int) -> Scenario:
@@ -107,14 +107,14 @@ def test_one_small_step_is_one_frame_and_without_data_there_is_no_frame() -> Non
     assert sender.seal() is None
     for key in make_keys(3):
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        sender.add_step(key, scenario.steps[0], 1)
+        sender.encode_step(key, scenario.steps[0], 1)
     (frame,) = seal_all(sender)
 
     assert (frame.incarnation, frame.link, frame.client_incarnation, frame.number) == ("w", 3, "c", 0)
     assert frame.admitted == make_keys(3)
     assert [chunk.chunk_index for chunk in frame.chunks] == [0, 0, 0]
     for key in make_keys(3):
-        sender.add_step(key, scenario.steps[1], 1)
+        sender.encode_step(key, scenario.steps[1], 1)
     assert [chunk.is_terminal for frame in seal_all(sender) for chunk in frame.chunks] == [True] * 3
     assert not sender.keys
 
@@ -128,7 +128,7 @@ def test_steps_without_credit_are_buffered_and_merged() -> None:
     sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     assert [frame.admitted for frame in seal_all(sender)] == [[key]]
     for step in scenario.steps:
-        sender.add_step(key, step, 1)
+        sender.encode_step(key, step, 1)
     assert sender.seal() is None
     assert sender.unsent_bytes(key) == 30 * (4 + 4 + 1)
     receive_message(sender, acked=num_frames, credit=INITIAL_CREDIT_BYTES + 100 * 1024)
@@ -165,11 +165,11 @@ def test_offers_errors_and_empty_terminal_chunks_are_sent_without_credit() -> No
     scenario = simple()
     for key in (failed, empty, data):
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-    sender.add_step(failed, scenario.steps[0], 1)
+    sender.encode_step(failed, scenario.steps[0], 1)
     sender.fail(failed, ERROR, 1)
     ending = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1]).steps[0]
     ending.token_ids, ending.logprobs = ending.token_ids[:0], None
-    sender.add_step(empty, ending, 1)
+    sender.encode_step(empty, ending, 1)
     add_steps(sender, data, scenario)
     sender.reject(rejected, ERROR, 1)
     (frame,) = seal_all(sender)
@@ -227,7 +227,7 @@ def test_the_chunk_about_absent_prompt_logprobs_precedes_the_terminal_chunk() ->
     (ending,) = scenario.steps
     ending.token_ids = ending.token_ids[:0]
     sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-    sender.add_step(key, ending, 1)
+    sender.encode_step(key, ending, 1)
     (frame,) = seal_all(sender)
 
     assert [(chunk.prompt_logprobs is None, chunk.is_terminal) for chunk in frame.chunks] == [
@@ -247,7 +247,7 @@ def test_requests_with_large_segments_take_turns_after_all_small_chunks() -> Non
     sender.open(small, tokens.writer(SEGMENT_BYTES, small))
     order = []
     for step in tokens.steps:
-        sender.add_step(small, step, 1)
+        sender.encode_step(small, step, 1)
         order.append([chunk.request_id for chunk in decode_frame(seal(sender)).chunks])
 
     assert order[:3] == [["small", "first"], ["small", "second"], ["small", "first"]]
@@ -332,7 +332,7 @@ def test_a_key_can_be_opened_again_only_after_its_terminal_chunk() -> None:
     sender = make_sender()
     key = RequestKey("r")
     with pytest.raises(KeyError):
-        sender.add_step(key, simple().steps[0], 1)
+        sender.encode_step(key, simple().steps[0], 1)
     with pytest.raises(KeyError):
         sender.fail(key, ERROR, 1)
     sender.open(key, simple().writer(SEGMENT_BYTES))
@@ -351,10 +351,10 @@ def test_an_invalid_step_does_not_change_the_buffer() -> None:
     sender = make_sender()
     key, scenario = RequestKey("r"), simple()
     sender.open(key, scenario.writer(SEGMENT_BYTES))
-    sender.add_step(key, scenario.steps[0], 1)
+    sender.encode_step(key, scenario.steps[0], 1)
     held = sender.held_bytes
     with pytest.raises(LocalProtocolError):
-        sender.add_step(key, scenario.steps[0], 1)
+        sender.encode_step(key, scenario.steps[0], 1)
 
     assert sender.held_bytes == held
 
@@ -366,7 +366,7 @@ def test_frames_for_a_program_without_a_link_are_numbered_from_zero() -> None:
     sender = PlainSender(key, scenario.writer(SEGMENT_BYTES), incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
     (first,) = seal_all(sender)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
-        sender.add_step(key, step, version)
+        sender.encode_step(key, step, version)
     had_left = sender.has_left
     sealed = sender.frames()
     frames = [first, *map(decode_frame, sealed)]

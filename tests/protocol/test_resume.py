@@ -73,7 +73,7 @@ async def phase_chunks(
     async for steps in engine.steps():
         for step in split(steps):
             assert step.error is None
-            writer.add_step(step, attempt)
+            writer.append_step(step, attempt)
             count += 1
             if count % gather and step.finish_reason is None:
                 continue

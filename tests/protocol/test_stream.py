@@ -121,9 +121,9 @@ def test_changed_routed_experts_info_is_refused() -> None:
     first, second = scenario.steps
     first.routed_experts = np.zeros((2, 2, 1), np.uint8)
     second.routed_experts = np.zeros((1, 2, 1), np.uint8)
-    writer.add_step(first, 1)
+    writer.append_step(first, 1)
     drain(writer)
-    writer.add_step(second, 1)
+    writer.append_step(second, 1)
     (wrong,) = drain(writer)
     with pytest.raises(RemoteProtocolError, match="routed experts changed"):
         assembly.add(wrong)
@@ -329,7 +329,7 @@ def test_a_mask_that_fits_no_chunk_ends_the_request() -> None:
     writer.max_mask_bytes = 40
     for mask in (SamplingMask(i4(11), i4(*range(11))), SamplingMask(i4(1, 1), i4(1, 2))):
         with pytest.raises(LocalProtocolError, match=r"a sampling mask of 11 ids|1 tokens but sampling masks of 2"):
-            writer.add_step(RequestStep(key="r", token_ids=np.array([5], np.int32), sampling_mask=mask), 0)
+            writer.append_step(RequestStep(key="r", token_ids=np.array([5], np.int32), sampling_mask=mask), 0)
     assert not writer.has_unsent
 
 
@@ -422,7 +422,7 @@ def test_a_chunk_starts_at_each_step_that_recomputed_kv() -> None:
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=20)
     writer.reports_kv = True
     for number in range(8):
-        writer.add_step(RequestStep(key="r", token_ids=np.full(1, number, np.int32), kv_recomputed=number == 2), 1)
+        writer.append_step(RequestStep(key="r", token_ids=np.full(1, number, np.int32), kv_recomputed=number == 2), 1)
     chunks = []
     while writer.has_unsent:
         chunks.append(writer.next_chunk())
@@ -434,7 +434,7 @@ def test_a_chunk_starts_at_each_step_that_recomputed_kv() -> None:
 def test_the_field_is_absent_if_the_engine_does_not_report_recomputations() -> None:
     """If the engine does not report recomputations, the field is absent."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1 << 20)
-    writer.add_step(RequestStep(key="r", token_ids=np.zeros(1, np.int32), finish_reason=FinishReason.LENGTH), 1)
+    writer.append_step(RequestStep(key="r", token_ids=np.zeros(1, np.int32), finish_reason=FinishReason.LENGTH), 1)
     end = writer.next_chunk()
 
     assert end.kv_recomputed is None

@@ -59,7 +59,7 @@ class Scenario:
         chunks: list[Chunk] = []
         lora_versions: Sequence[int | None] = self.lora_versions or [None] * len(self.steps)
         for index, (step, version, lora) in enumerate(zip(self.steps, self.versions, lora_versions, strict=True), 1):
-            writer.add_step(step, version, lora)
+            writer.append_step(step, version, lora)
             if index % gather == 0 or index == len(self.steps):
                 chunks += drain(writer)
         return chunks

@@ -338,7 +338,7 @@ class StepDispatcher:
             request.timeline.begin_version(weight_version, request.writer.taken_tokens)
         lora_version = None if request.lora is None else self._versions.loras.get(request.lora)
         try:
-            request.outbound.sender.add_step(request.origin.key, step, weight_version, lora_version)
+            request.outbound.sender.encode_step(request.origin.key, step, weight_version, lora_version)
         except LocalProtocolError as exc:
             self._fail_invalid_output(request, exc, instructions)
             return False

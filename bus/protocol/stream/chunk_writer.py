@@ -106,7 +106,7 @@ class ChunkWriter:
         """True if there is a next chunk."""
         return self.unsent_bytes > 0 or (self.is_ended and not self.has_left)
 
-    def add_step(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
+    def append_step(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
         """Add the output of one step. Its arrays are copied, except a prompt's rows, which must not change any more.
 
         Args:

@@ -194,18 +194,18 @@ class LinkSender:
         writer = ChunkWriter(key, prompt_len=0, routing=None, start=0, segment_bytes=self._small_bytes)
         self._add_terminal(writer.fail(error, weight_version))
 
-    def add_step(
+    def encode_step(
         self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
     ) -> None:
         """Add the output of an engine step to an open request. The versions are those that sampled the output.
 
         Raises:
-            LocalProtocolError: as `ChunkWriter.add_step`; nothing was added.
+            LocalProtocolError: as `ChunkWriter.append_step`; nothing was added.
             KeyError: it is not open.
         """
         writer = self._open[key]
         before = writer.unsent_bytes
-        writer.add_step(step, weight_version, lora_version)
+        writer.append_step(step, weight_version, lora_version)
         self._unsent_bytes += writer.unsent_bytes - before
         if writer.is_ended and not writer.unsent_bytes:
             self._finish(key, writer)
@@ -399,7 +399,7 @@ class PlainSender:
         """True if `frames` has returned the terminal chunk."""
         return self._writer.has_left and self._terminal is None
 
-    def add_step(
+    def encode_step(
         self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
     ) -> None:
         """Add the output of an engine step to request `key`, the only one.
@@ -407,9 +407,9 @@ class PlainSender:
         The versions are those that sampled the output.
 
         Raises:
-            LocalProtocolError: as `ChunkWriter.add_step`; nothing was added.
+            LocalProtocolError: as `ChunkWriter.append_step`; nothing was added.
         """
-        self._writer.add_step(step, weight_version, lora_version)
+        self._writer.append_step(step, weight_version, lora_version)
 
     def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
         """End request `key`, the only one, with `error`. Before the first frame, this rejects the request.
