@@ -2,18 +2,14 @@
 
 import asyncio
 import contextlib
-import logging
 import operator
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ControlCode, ControlError, EngineDead, ForeignError, foreign_code
-from .corrections import OUTDATE, WATCH
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-logger = logging.getLogger(__name__)
 
 
 WORKERS_TIMEOUT_S = 3600.0
@@ -155,38 +151,3 @@ class Calls:
             "collective_rpc", method, WORKERS_TIMEOUT_S, (), options
         )
         return [answer for answers in found for answer in answers]
-
-
-class KvWatch:
-    """Makes the engine core report recomputed KV, if its scheduler allows this.
-
-    Attributes:
-        is_on: True if the engine core reports recomputed KV; False until `start`.
-    """
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self.is_on = False
-
-    async def start(self) -> None:
-        """Start the reports. Call this before the first request. With a custom scheduler, `is_on` may remain False.
-
-        Raises:
-            EngineDead: the engine has ended.
-        """
-        try:
-            await self._calls.on_cores(WATCH)
-        except ControlError as exc:
-            logger.warning("engine.kv_watch_failed reason=%s", exc.message)
-        else:
-            self.is_on = True
-
-    async def outdate(self, lora_number: int | None = None) -> None:
-        """Report that the weights, or the adapter of this number, were replaced; see `corrections.outdate_kv`.
-
-        Raises:
-            ControlError: `engine_error`.
-            EngineDead: the engine has ended.
-        """
-        if self.is_on:
-            await self._calls.on_cores(OUTDATE, lora_number)

@@ -20,15 +20,17 @@ from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
 from ....schemas.sampling import SamplingParams
 from ....schemas.weights import Verified
-from .calls import Calls, KvWatch, check_supported
+from .calls import Calls, check_supported
 from .capabilities import describe_engine, find_refusals, kv_cache_tokens_of, prefix_age_of
+from .corrections import OUTDATE, WATCH
 from .feed import CoreFeed, RequestMaker
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_config, decode_params
 from .launch import Launch, preempts_only_paused
-from .loads import Adapters, LoadSerials, VllmWeightLoader
+from .loads import Adapters, LoadSerials, sum_answers
 from .outputs import OpenRequests
 from .params import to_vllm
+from .reload import FINISH_TRANSFER, INIT_TRANSFER, START_TRANSFER, UPDATE_TRANSFER
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -84,6 +86,7 @@ class VllmEngine:
         self._loaded = LoadSerials()
         self._controls: Controls | None = None
         self._is_paused = False
+        self._is_transferring = False
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -100,7 +103,7 @@ class VllmEngine:
     @property
     def reports_recomputed_kv(self) -> bool:
         """True if each step states whether its KV was recomputed; valid after `start` has returned."""
-        return self._feed is not None and self._running().kv_watch.is_on
+        return self._feed is not None and self._running().watches_kv
 
     @property
     def stats(self) -> EngineStats:
@@ -126,8 +129,7 @@ class VllmEngine:
             await to_the_end(self._launch.run, on_cancel=self._launch.cancel)
             self._capabilities = describe_engine(self._launch.llm.vllm_config, self._role)
             self._controls = Controls(self._launch.llm, self._loaded, self._capabilities)
-            await self._prepare_workers(self._controls.calls)
-            await self._controls.kv_watch.start()
+            await self._prepare_workers(self._controls)
             await self._open(self._launch.llm)
             unless_started.pop_all()
         logger.info("engine.started engine=%r capabilities=%s", self, self._capabilities)
@@ -242,9 +244,22 @@ class VllmEngine:
         Cancellation: the engine continues to load, and no code receives the result.
         """
         await self._clear_nan()
-        verified = await self._running().weights.load(path)
-        await self._running().kv_watch.outdate()
+        controls, config = self._running(), self._launch.llm.vllm_config.model_config
+        check_supported(controls.refusals.weight_updates)
+        self._is_transferring = False
+        self._loaded.replace_weights()
+        answers = await controls.calls.on_workers("rollbus_load_weights", path=str(path))
+        # The worker processes have the same values.
+        config.model, config.revision = str(path), None
+        verified = await self._use_weights(answers)
+        logger.info("engine.weights_loaded path=%s verified=%s", path, verified)
         return verified
+
+    async def _use_weights(self, answers: Sequence[Mapping[str, Any]]) -> Verified:
+        """Record that all worker processes have new weights, and no adapters. Return the sum of their comparisons."""
+        self._loaded.adapters.clear()
+        await self._running().outdate_kv()
+        return sum_answers(answers)
 
     @property
     def loras(self) -> Mapping[str, int]:
@@ -254,7 +269,7 @@ class VllmEngine:
     async def load_lora(self, name: str, path: Path, version: int) -> None:
         """Load an adapter, or replace the adapter of this name in place; see `Engine.load_lora`."""
         await self._running().adapters.load(name, path, version)
-        await self._running().kv_watch.outdate(self._loaded.adapters[name].lora_request.lora_int_id)
+        await self._running().outdate_kv(self._loaded.adapters[name].lora_request.lora_int_id)
 
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter that no open request uses; ignore an adapter that is not loaded."""
@@ -274,26 +289,46 @@ class VllmEngine:
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Pass `info` to vLLM's own transfer engine."""
-        await self._running().weights.init_transfer(info)
+        check_supported(self._running().refusals.weight_transfer)
+        await self._running().calls.on_workers("rollbus_transfer", step=INIT_TRANSFER, info=dict(info))
 
     async def start_weight_update(self) -> None:
         """Begin to receive weights; after this call the weights are half written until `finish_weight_update`."""
-        await self._running().weights.start_transfer()
+        check_supported(self._running().refusals.weight_transfer)
+        self._loaded.replace_weights()
+        await self._transfer(START_TRANSFER)
+        self._is_transferring = True
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
         """Receive some of the weights; an error ends the update, which must then be started again."""
-        await self._running().weights.load_chunk(info)
+        self._check_transferring()
+        await self._transfer(UPDATE_TRANSFER, info=dict(info))
 
     async def finish_weight_update(self) -> Verified | None:
         """Finish the update after the last chunk; this unloads all adapters."""
-        verified = await self._running().weights.finish_transfer()
-        await self._running().kv_watch.outdate()
+        self._check_transferring()
+        answers = await self._transfer(FINISH_TRANSFER)
+        self._is_transferring = False
+        verified = await self._use_weights(answers)
         await self._clear_nan()
         return verified
 
     async def abandon_weight_update(self) -> None:
         """End an unfinished update; return only if all worker processes execute calls."""
-        await self._running().weights.abandon_transfer()
+        self._is_transferring = False
+        await self._running().calls.on_workers("rollbus_abandon_transfer")
+
+    async def _transfer(self, step: str, **info: Any) -> list[dict[str, Any]]:
+        try:
+            return await self._running().calls.on_workers("rollbus_transfer", step=step, **info)
+        except ControlError:
+            self._is_transferring = False
+            raise
+
+    def _check_transferring(self) -> None:
+        check_supported(self._running().refusals.weight_transfer)
+        if not self._is_transferring:
+            raise ControlError(ControlCode.ENGINE_ERROR, "no weight update was started; start it first")
 
     async def close(self) -> None:
         """Stop the engine and every process that it started; safe to call twice and after a failed `start`.
@@ -306,11 +341,12 @@ class VllmEngine:
         self._launch.cancel()
         await self._shut_down()
 
-    async def _prepare_workers(self, calls: Calls) -> None:
+    async def _prepare_workers(self, controls: "Controls") -> None:
         try:
-            await calls.on_workers("rollbus_correct")
+            await controls.calls.on_workers("rollbus_correct")
         except ControlError as exc:
             raise EngineDead(f"vLLM {self.capabilities.engine_version} is not usable: {exc.message}") from exc
+        await controls.watch_kv()
 
     async def _open(self, llm: "AsyncLLM") -> None:
         """Read the engine's output and warm up, which compiles the kernels and verifies the row rule."""
@@ -370,24 +406,42 @@ class VllmEngine:
 
 
 class Controls:
-    """The calls to a started engine, and the objects that use them for weights, adapters and KV.
+    """The calls to a started engine, and what they need.
 
     Args:
         loaded: serials of the loaded weights and adapters.
+
+    Attributes:
+        watches_kv: True if the engine core reports recomputed KV; False until `watch_kv`.
     """
 
     def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, capabilities: Capabilities) -> None:
         self.refusals = find_refusals(llm.vllm_config)
         self.calls = Calls(llm)
-        self.kv_watch = KvWatch(self.calls)
-        self.weights = VllmWeightLoader(
-            llm,
-            self.calls,
-            loaded,
-            load_refusal=self.refusals.weight_updates,
-            transfer_refusal=self.refusals.weight_transfer,
-        )
         self.adapters = Adapters(self.calls, loaded, max_loras=capabilities.max_loras, refusal=self.refusals.loras)
+        self.watches_kv = False
+
+    async def watch_kv(self) -> None:
+        """Let the engine core report recomputed KV, if its scheduler allows this. Call this before the first request.
+
+        Raises:
+            EngineDead: the engine has ended.
+        """
+        try:
+            await self.calls.on_cores(WATCH)
+            self.watches_kv = True
+        except ControlError as exc:
+            logger.warning("engine.kv_watch_failed reason=%s", exc.message)
+
+    async def outdate_kv(self, lora_number: int | None = None) -> None:
+        """Report that the weights, or the adapter of this number, were replaced; see `corrections.outdate_kv`.
+
+        Raises:
+            ControlError: `engine_error`.
+            EngineDead: the engine has ended.
+        """
+        if self.watches_kv:
+            await self.calls.on_cores(OUTDATE, lora_number)
 
 
 def warm_up_rounds(capabilities: Capabilities, *, has_prompt_logprobs: bool) -> Iterator[list[GenerateRequest]]:
