@@ -53,8 +53,7 @@ from .control.registers import Registers
 from .control.staging import Stager, StagerStats
 from .control.transfer import Transfer
 from .control.weights import WeightManager
-from .engines.engine import Engine
-from .engines.engine_runner import EngineRunner
+from .engines.engine import Engine, EngineRunner
 from .inbox import WorkerInbox
 from .lifecycle import HEARTBEAT_S, HOST, WorkerLifecycle, log_name
 from .requests.in_flight import InFlightRequests

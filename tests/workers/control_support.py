@@ -18,7 +18,7 @@ from rollbus.workers.control.loras import Loras
 from rollbus.workers.control.staging import Stager
 from rollbus.workers.control.transfer import Transfer
 from rollbus.workers.control.weights import WeightManager
-from rollbus.workers.engines.engine_runner import EngineRunner
+from rollbus.workers.engines.engine import EngineRunner
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests.in_flight import InFlightRequests

@@ -14,7 +14,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import RequestKey, Sibling
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.workers.engines.engine_runner import EngineRunner
+from rollbus.workers.engines.engine import EngineRunner
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.support.gated_engine import GatedEngine, running

@@ -16,7 +16,7 @@ from ...schemas.chunk import FinishReason
 from ...schemas.control import PauseMode
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, RequestError
 from ...schemas.request import GenerateRequest
-from ..engines.engine_runner import EngineRunner
+from ..engines.engine import EngineRunner
 from .intake import RequestIntake
 from .links import WorkerLinks
 from .table import Instructions

@@ -20,7 +20,7 @@ from ...schemas.messages import KvTransfer, Sibling, priority_of
 from ...schemas.presence import Capabilities
 from ...schemas.request import GenerateRequest, Lane, lane_of, request_id_of
 from ..config import WorkerConfig
-from ..engines.engine_runner import EngineRunner
+from ..engines.engine import EngineRunner
 from ..lifecycle import WorkerLifecycle
 from .admission import (
     can_use,
