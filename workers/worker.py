@@ -293,7 +293,7 @@ class Worker:
             if self._nats.is_connected and self._lifecycle.may_publish():
                 self._control.reconciler.check_read()
                 self._execute(self._links.expire(time.monotonic()))
-                self._intake.followers.refuse_stalled()
+                self._intake.refuse_stalled()
                 self._links.outbound.request_heartbeats()
                 if beats % round(KEEP_S / HEARTBEAT_S) == 0:
                     messages = [*self._links.requests.messages, *self._intake.messages]

@@ -79,7 +79,7 @@ async def test_followers_need_a_leader_and_their_number_is_limited(heard_worker:
         await client.until(lambda: len(client.offers) == 2 + MAX_FOLLOWERS)
         # The place of an aborted follower is free.
         await client.abort("w", *(key(child) for child in range(1, MAX_FOLLOWERS + 1)))
-        await until_true(lambda: not worker._intake.followers)
+        await until_true(lambda: not worker._intake.num_following)
         await client.abort("w", *(each for _, each in client.offers))
 
 

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ from ...schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, Reques
 from ...schemas.limits import MAX_DELIVERIES
 from ...schemas.messages import KvTransfer, Sibling, priority_of
 from ...schemas.presence import Capabilities
-from ...schemas.request import GenerateRequest, Lane, lane_of, request_id_of
+from ...schemas.request import GenerateRequest, lane_of, request_id_of
 from ..config import WorkerConfig
 from ..engines.engine import EngineRunner
 from ..lifecycle import WorkerLifecycle
@@ -80,68 +80,11 @@ class IntakeStats:
             self.placed_for[reason] += count
 
 
-class WaitingFollowers:
-    """The offered followers that are not in the engine yet.
-
-    A follower is a request that follows another request of its group to its worker. The worker offers it to its client
-    at once. The follower then waits here until the engine has a free slot.
-
-    Args:
-        execute: executes instructions and wakes the publisher.
-    """
-
-    def __init__(self, links: WorkerLinks, execute: Callable[[Instructions], None], stats: IntakeStats) -> None:
-        self.turns: SlotTurns[str] = SlotTurns()
-        self._links = links
-        self._execute = execute
-        # By engine name.
-        self._requests: dict[str, GenerateRequest] = {}
-        self._stats = stats
-
-    def __len__(self) -> int:
-        """Number of waiting followers."""
-        return len(self.turns)
-
-    def add(self, name: str, client: str, request: GenerateRequest, turn: Turn) -> None:
-        """Add an offered follower by its engine name."""
-        self._requests[name] = request
-        self.turns.add(name, SlotRequest(client, lane_of(request.priority)), turn, time.monotonic())
-
-    def pop(self, lanes_waiting: Collection[Lane] | None, num_free: int) -> tuple[str, GenerateRequest] | None:
-        """Return the follower that gets the next free slot, or None, as `SlotTurns.pop` does."""
-        name = self.turns.pop(lanes_waiting, num_free, time.monotonic())
-        return None if name is None else (name, self._requests.pop(name))
-
-    def remove(self, names: Collection[str]) -> None:
-        """Remove followers that have ended. Unknown names are ignored."""
-        if names and self._requests:
-            self.turns.remove(names)
-            for name in names:
-                self._requests.pop(name, None)
-
-    def clear(self) -> None:
-        """Remove all followers, because this worker has lost its lease."""
-        self.remove(self.turns.pop_all())
-
-    def refuse_all(self) -> None:
-        """Reject all followers. Their clients put them into the queue."""
-        self._refuse(self.turns.pop_all(), "this worker accepts no requests now")
-
-    def refuse_stalled(self) -> None:
-        """Reject followers that waited for `STALLED_S` while no follower of their lane got a slot."""
-        reason = f"no follower of this lane got a slot on this worker for {STALLED_S:g} s"
-        self._refuse(self.turns.pop_stalled(time.monotonic()), reason)
-
-    def _refuse(self, names: list[str], reason: str) -> None:
-        if names:
-            self._stats.placements_refused += len(names)
-            self.remove(names)
-            self._links.refuse(names, RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason))
-            self._execute(Instructions())
-
-
 class RequestIntake:
     """Checks and accepts requests one by one while the engine has free slots.
+
+    A follower is a request that follows another request of its group to its worker. The worker offers it to its client
+    at once. The follower then waits until the engine has a free slot.
 
     Args:
         execute: executes instructions and wakes the publisher.
@@ -167,8 +110,8 @@ class RequestIntake:
         puller.on_given_back = lambda message: links.note_returned([message])
         self.stats = IntakeStats()
         self._rejected = RejectionCount()
-        self.followers = WaitingFollowers(links, execute, self.stats)
-        self._turns = self.followers.turns
+        # The engine names of the offered followers that are not in the engine yet.
+        self._turns: SlotTurns[str] = SlotTurns()
         self._incoming: deque[IncomingRequest] = deque()
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
@@ -176,7 +119,7 @@ class RequestIntake:
     def room(self) -> int:
         """Return how many more requests would start immediately: free slots minus waiting followers."""
         free = self._free()
-        return free if free <= 0 else max(free - self._num_coming - len(self.followers), 0)
+        return free if free <= 0 else max(free - self._num_coming - len(self._turns), 0)
 
     def _free(self) -> int:
         """Return the number of free slots. A negative number is the number of requests that must wait.
@@ -216,6 +159,11 @@ class RequestIntake:
     def _num_coming(self) -> int:
         """Number of received followers that are not accepted yet."""
         return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is not None])
+
+    @property
+    def num_following(self) -> int:
+        """Number of offered followers that wait for a slot."""
+        return len(self._turns)
 
     @property
     def messages(self) -> list[QueuedRequest]:
@@ -268,7 +216,7 @@ class RequestIntake:
         request = SlotRequest(incoming.client, lane, group)
         room, capabilities = self.room(), self._engine.capabilities
         slots = 0 if capabilities is None else capabilities.max_num_seqs
-        capacity = max(slots, MAX_FOLLOWERS) - self._num_coming - len(self.followers)
+        capacity = max(slots, MAX_FOLLOWERS) - self._num_coming - len(self._turns)
         found: defaultdict[Turn | Literal["now"] | None, list[Sibling]] = defaultdict(list)
         for sample in incoming.samples:
             num_free, left = room - len(found["now"]), capacity - len(found["queued"]) - len(found["placed"])
@@ -311,16 +259,28 @@ class RequestIntake:
             return
         for incoming in placed:
             self._refuse(incoming, "this worker accepts no requests now")
-        self.followers.refuse_all()
+        self._refuse_followers(self._turns.pop_all(), "this worker accepts no requests now")
+
+    def refuse_stalled(self) -> None:
+        """Reject followers that waited for `STALLED_S` while no follower of their lane got a slot."""
+        reason = f"no follower of this lane got a slot on this worker for {STALLED_S:g} s"
+        self._refuse_followers(self._turns.pop_stalled(time.monotonic()), reason)
+
+    def _refuse_followers(self, names: list[str], reason: str) -> None:
+        """Reject offered followers. Their clients put them into the queue."""
+        if names:
+            self.stats.placements_refused += len(names)
+            self._links.refuse(names, RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason))
+            self._execute(Instructions())
 
     def abort(self, names: Sequence[str]) -> None:
         """Abort requests by their engine names, in the engine or before it."""
-        self.followers.remove(names)
+        self._turns.remove(names)
         self._engine.abort(names)
 
     def wake(self) -> None:
         """Wake the intake, because there may be free slots for waiting followers and for the queue."""
-        if self.followers:
+        if self._turns:
             self._has_incoming.set()
         self._puller.wake()
 
@@ -333,7 +293,7 @@ class RequestIntake:
         """Remove the waiting requests. This worker has lost its lease, so other workers may have them."""
         self.stats.not_serving += len(self._incoming)
         self._incoming.clear()
-        self.followers.clear()
+        self._turns.pop_all()
 
     async def run(self) -> None:
         """Check requests and submit them to the engine, until cancelled."""
@@ -353,14 +313,16 @@ class RequestIntake:
 
     async def _start_followers(self) -> None:
         """Submit waiting followers while there are free slots."""
-        while self.followers and (free := self._free()) > 0:
-            follower = self.followers.pop(self._puller.lanes_waiting(), free)
-            if follower is None:
+        while self._turns and (free := self._free()) > 0:
+            name = self._turns.pop(self._puller.lanes_waiting(), free, time.monotonic())
+            follower = None if name is None else self._links.requests.open(name)
+            if follower is None or follower.waiting is None:
                 return
-            self._engine.reserve([follower[0]])
-            self._links.offer_again([follower[0]])
+            request, follower.waiting = follower.waiting, None
+            self._engine.reserve([follower.name])
+            self._links.offer_again([follower.name])
             self._execute(Instructions())
-            await self._submit(*follower, None)
+            await self._submit(follower.name, request, None)
 
     async def _admit(self, incoming: IncomingRequest) -> None:
         capabilities, message = self._engine.capabilities, incoming.message
@@ -434,7 +396,9 @@ class RequestIntake:
             self._turns.count_queued(led, self._puller.lanes_waiting(), now, num_behind=message.num_pending)
         if incoming.turn is not None:
             for name, one in offered.items():
-                self.followers.add(name, incoming.client, one, incoming.turn)
+                if (follower := self._links.requests.open(name)) is not None:
+                    follower.waiting = one
+                    self._turns.add(name, SlotRequest(incoming.client, lane_of(one.priority)), incoming.turn, now)
             self._execute(Instructions())
             return
         # Reserve all names before the first submission: an abort must find each of them.

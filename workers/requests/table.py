@@ -13,7 +13,7 @@ from ...bus.queue.puller import QueuedRequest
 from ...schemas.control import ReadRequest
 from ...schemas.errors import ErrorCode
 from ...schemas.messages import RequestKey
-from ...schemas.request import wire_id
+from ...schemas.request import GenerateRequest, wire_id
 from ...schemas.telemetry import LostAttempt, RequestProgress, RequestTimeline
 from .outbound import Outbound
 
@@ -73,6 +73,8 @@ class WorkerRequest:
     """Monotonic time of the last token, or of the offer before the first token."""
     has_token: bool = False
     """True if the engine has sampled a token."""
+    waiting: GenerateRequest | None = None
+    """The request while it waits for a slot as a follower; see `RequestIntake`."""
     early_steps: list[RequestStep] = field(default_factory=list)
     """Steps before the first token, which are forwarded with that token. They hold at most the rows of a prompt."""
     state: WorkerRequestState = WORKER_REQUEST.initial
