@@ -253,9 +253,9 @@ class _Config(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float] | None = None
 
 
-def is_adapter(folder: Path) -> bool:
+def holds_adapter(folder: Path) -> bool:
     """Return True if `folder` has an adapter's config and no config of a model. Blocks."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).exists()
 
 
 def adapter_files(folder: Path) -> set[Path]:
@@ -401,7 +401,7 @@ class WatchedFolders:
     def __init__(self, max_watched: int, hasher: ContentHasher) -> None:
         self._max_watched = max_watched
         self._hasher = hasher
-        self._folders: dict[str, Path] = {}
+        # The folder that was read last is the last one.
         self._watched: dict[Path, Watched] = {}
 
     def find(self, folder: Path) -> Watched | None:
@@ -410,7 +410,7 @@ class WatchedFolders:
 
     def is_known(self, content: FolderContent) -> bool:
         """Return True if the folder was read before and has not changed since."""
-        watched = self._watched.get(content.folder)
+        watched = self.find(content.folder)
         return watched is not None and watched.notes == content.notes
 
     async def read(self, path: str, content: FolderContent, progress: Progress, *, is_urgent: bool = False) -> str:
@@ -426,7 +426,7 @@ class WatchedFolders:
         Raises:
             ControlError: `bad_source`: a file cannot be read; `storage`: a file changed meanwhile.
         """
-        watched = self._watched.get(content.folder)
+        watched = self.find(content.folder)
         if watched is None or watched.notes != content.notes:
             try:
                 digest, read = await self._hasher.digest(
@@ -437,12 +437,10 @@ class WatchedFolders:
             except OSError as error:
                 raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
             watched = Watched(content.notes, digest)
-        self._folders.pop(path, None)
-        self._folders[path] = content.folder
+        self._watched.pop(content.folder, None)
         self._watched[content.folder] = watched
-        while len(self._folders) > self._max_watched:
-            del self._folders[next(iter(self._folders))]
-            self._watched = {folder: self._watched[folder] for folder in self._folders.values()}
+        if len(self._watched) > self._max_watched:
+            del self._watched[next(iter(self._watched))]
         return watched.digest
 
 

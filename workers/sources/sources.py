@@ -27,7 +27,7 @@ from .checkpoint import (
     find_changed_file,
     folder_content,
     has_checkpoint,
-    is_adapter,
+    holds_adapter,
     read_checkpoint,
     read_config,
     start_content,
@@ -61,10 +61,12 @@ class Staged(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """The tensors and the config.json of the worker's own checkpoint."""
+    """The worker's own checkpoint."""
 
-    tensors: Mapping[str, Tensor]
-    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] | None = None
+    """None: they are unknown."""
+    config: Mapping[str, Any] = {}
+    """The content of config.json."""
 
 
 class _KnownFolder(NamedTuple):
@@ -176,7 +178,7 @@ class WeightSources:
         self._own_path = own
         self._model = model
         self._objects = objects
-        self._own: _Own | None = None
+        self._own = _Own()
         root = store_root(cache, worker)
         self._hasher = ContentHasher(root / "digests")
         checkpoints = FolderStore(root / "checkpoints", model=model, max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
@@ -214,8 +216,7 @@ class WeightSources:
         Raises:
             ControlError: `path_refused`, `bad_source`, `storage`. The message has the expected and the actual value.
         """
-        checks = Checks(self._check_checkpoint, self._check_manifest)
-        return await self._get(source, report, self._checkpoints, checks)
+        return await self._get(source, report, self._checkpoints)
 
     async def adapter(
         self, source: WeightSource, report: Report, *, max_rank: int | None = None, is_reload: bool = False
@@ -231,8 +232,7 @@ class WeightSources:
             is_reload: True if the engine had the adapter before. A local upload is then not compared with the object
                 store, because requests wait.
         """
-        checks = Checks(lambda folder: self._check_adapter(folder, max_rank), self._check_adapter_manifest)
-        return await self._get(source, report, self._adapters, checks, is_any_age=is_reload)
+        return await self._get(source, report, self._adapters, max_rank=max_rank, is_any_age=is_reload)
 
     def digest_of(self, folder: Path) -> str | None:
         """Return the digest of a folder that `checkpoint`, `adapter` or `start_digest` has staged, or None."""
@@ -308,10 +308,14 @@ class WeightSources:
         source: WeightSource,
         report: Report,
         staged: StagedFolders,
-        checks: Checks,
         *,
+        max_rank: int | None = None,
         is_any_age: bool = False,
     ) -> Path:
+        checks = Checks(
+            lambda folder: self._check_folder(folder, max_rank, is_adapter=staged.is_adapter),
+            lambda manifest: self._check_manifest(manifest, is_adapter=staged.is_adapter),
+        )
         if source.path is not None:
             report("checking")
             content = await asyncio.to_thread(
@@ -376,33 +380,29 @@ class WeightSources:
         source = progress.staging.source
         logger.info("sources.staged source=%s fetched_bytes=%s seconds=%.3f", source, *self.last_staged)
 
-    def _check_checkpoint(self, folder: Path) -> None:
-        if is_adapter(folder):
+    def _check_folder(self, folder: Path, max_rank: int | None, *, is_adapter: bool) -> None:
+        own = self._read_own()
+        if is_adapter:
+            check_adapter(folder, own.tensors, max_rank)
+            return
+        if holds_adapter(folder):
             problem = f"{folder} is a LoRA adapter, and no checkpoint: load it with load_lora under a name of its own"
             raise ControlError(ControlCode.IS_ADAPTER, problem)
         tensors = read_checkpoint(folder)
-        own = self._read_own()
-        if own is not None:
+        if own.tensors is not None:
             check_model(folder, tensors, own.tensors, own.config)
 
-    def _check_manifest(self, manifest: Manifest) -> None:
-        if manifest.adapter is not None:
-            raise bad_source(f"objects:{manifest.own.objects} is the adapter {manifest.adapter!r}, and no checkpoint")
-        own = self._read_own()
-        check_manifest(manifest, self._model, None if own is None else own.tensors)
+    def _check_manifest(self, manifest: Manifest, *, is_adapter: bool) -> None:
+        if is_adapter != (manifest.adapter is not None):
+            kind = (
+                "a checkpoint, and no adapter" if is_adapter else f"the adapter {manifest.adapter!r}, and no checkpoint"
+            )
+            raise bad_source(f"objects:{manifest.own.objects} is {kind}")
+        check_manifest(manifest, self._model, None if is_adapter else self._read_own().tensors)
 
-    def _check_adapter(self, folder: Path, max_rank: int | None) -> None:
-        own = self._read_own()
-        check_adapter(folder, None if own is None else own.tensors, max_rank)
-
-    def _check_adapter_manifest(self, manifest: Manifest) -> None:
-        if manifest.adapter is None:
-            raise bad_source(f"objects:{manifest.own.objects} is a checkpoint, and no adapter")
-        check_manifest(manifest, self._model, None)
-
-    def _read_own(self) -> _Own | None:
+    def _read_own(self) -> _Own:
         """Read the worker's own checkpoint only once, because the engine's model does not change with the files."""
-        if self._own is None and self._own_path is not None and has_checkpoint(self._own_path):
+        if self._own.tensors is None and self._own_path is not None and has_checkpoint(self._own_path):
             self._own = _Own(read_checkpoint(self._own_path), read_config(self._own_path))
         return self._own
 
