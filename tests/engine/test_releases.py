@@ -1,6 +1,5 @@
 """Differences between releases of vLLM, tested with objects that have the shape of the later releases."""
 
-import inspect
 import io
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from rollbus.workers.engines.vllm import launch, plugin, processes
 from rollbus.workers.engines.vllm import launch as routing
 from rollbus.workers.engines.vllm.calls import Calls
 from rollbus.workers.engines.vllm.engine import VllmEngine
-from rollbus.workers.engines.vllm.feed import RequestMaker, _output
+from rollbus.workers.engines.vllm.feed import CoreFeed, _output
 from rollbus.workers.engines.vllm.loads import LoadSerials, VllmAdapter
 from rollbus.workers.engines.vllm.params import extra_names
 from rollbus.workers.engines.vllm.processes import Cores
@@ -358,45 +357,26 @@ def test_a_request_for_routing_is_rejected_with_the_announced_reason(monkeypatch
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.vllm
 
 REQUEST = GenerateRequest(prompt_token_ids=[1, 2], priority=-7)
 
 
-class Processor:
-    """A stand-in for vLLM's input processor that records its arguments."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
-
-    def process_inputs(self, *_args: object, **given: Any) -> None:
-        """Record the arguments."""
-        self.given = given
+def options_of(request: GenerateRequest, policy: str) -> dict[str, Any]:
+    """Return the arguments with which vLLM's input processor is called for a request, if the scheduler has `policy`."""
+    given: dict[str, Any] = {}
+    processor = SimpleNamespace(process_inputs=lambda *_, **options: given.update(options))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
+    llm: Any = SimpleNamespace(vllm_config=config, input_processor=processor, engine_core=None)
+    CoreFeed(llm, LoadSerials(), ["generate"]).convert("id", request, cast("VllmSamplingParams", None))
+    return given
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", -7), ("fcfs", 0)])
 def test_only_a_scheduler_with_priorities_gets_the_requests_priority(policy: str, priority: int) -> None:
     """Under the policy `priority`, vLLM gets the request's priority. Other policies get 0, as vLLM rejects others."""
-    processor = Processor()
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
-    maker = RequestMaker(
-        cast("AsyncLLM", SimpleNamespace(vllm_config=config, input_processor=processor)), LoadSerials(), ["generate"]
-    )
-    maker.make("id", REQUEST, cast("VllmSamplingParams", None))
-
-    assert processor.given["priority"] == priority
-    assert maker.options(REQUEST)["priority"] == priority
-
-
-def test_both_entry_points_of_vllm_have_a_priority_parameter() -> None:
-    """The two entry points of vLLM have the parameter that the adapter sets."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    assert "priority" in inspect.signature(InputProcessor.process_inputs).parameters
-    assert "priority" in inspect.signature(AsyncLLM.add_request).parameters
+    assert options_of(REQUEST, policy)["priority"] == priority
 
 
 # The trace headers of a request that vLLM receives.
@@ -417,12 +397,9 @@ TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 )
 def test_the_headers_of_a_trace_go_to_the_engine(given: dict[str, str], expected: dict[str, str] | None) -> None:
     """The engine gets both trace headers under their W3C names, or none if the request has no trace."""
-    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
-    maker = RequestMaker(cast("Any", SimpleNamespace(vllm_config=scheduler)), LoadSerials(), ["generate"])
+    request = GenerateRequest(prompt_token_ids=[1], **cast("Any", given))
 
-    options = maker.options(GenerateRequest(prompt_token_ids=[1], **cast("Any", given)))
-
-    assert options["trace_headers"] == expected
+    assert options_of(request, "fcfs")["trace_headers"] == expected
 
 
 # The loaded weights and adapters decide which requests share cached prefixes.

@@ -24,6 +24,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm import plugin
 from rollbus.workers.engines.vllm.feed import CoreFeed
 from rollbus.workers.engines.vllm.launch import set_environment
+from rollbus.workers.engines.vllm.loads import LoadSerials
 from rollbus.workers.engines.vllm.outputs import OpenRequests
 from rollbus.workers.engines.vllm.processes import owned_executor
 from tests.engine.hand_rows import HAND_ROWS, PROMPT_LEN, START, TOKENS
@@ -84,8 +85,7 @@ def rows_of_the_release() -> list[Any]:
 async def read(steps: list[Any], requests: OpenRequests) -> list[RequestStep]:
     """Return the steps that the adapter reads from an engine core's steps."""
     core = SimpleNamespace(outputs_queue=asyncio.Queue())
-    maker: Any = None
-    feed = CoreFeed(SimpleNamespace(engine_core=core), maker)
+    feed = CoreFeed(SimpleNamespace(engine_core=core), LoadSerials(), ())
     found: list[Any] = []
     for step in steps:
         core.outputs_queue.put_nowait(step)

@@ -97,9 +97,10 @@ class Calls:
             EngineDead: the engine has ended.
         """
         try:
-            found = await self._ask_workers(method, options)
+            replicas = await self.on_replicas("collective_rpc", method, WORKERS_TIMEOUT_S, (), options)
         except ControlError as exc:
             raise ControlError(ControlCode.HALF_WRITTEN, exc.message) from exc
+        found: list[dict[str, Any]] = [answer for answers in replicas for answer in answers]
         failed = [answer for answer in found if answer["code"] is not None]
         if failed:
             is_same = len(failed) == len(found) and len({answer["code"] for answer in failed}) == 1
@@ -145,9 +146,3 @@ class Calls:
             return await self.call("engine_core._call_utility_async", name, *args, engine=engine)
         except (EngineDead, ControlError) as exc:
             return exc
-
-    async def _ask_workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[list[dict[str, Any]]] = await self.on_replicas(
-            "collective_rpc", method, WORKERS_TIMEOUT_S, (), options
-        )
-        return [answer for answers in found for answer in answers]

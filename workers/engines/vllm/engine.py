@@ -23,7 +23,7 @@ from ....schemas.weights import Verified
 from .calls import Calls, check_supported
 from .capabilities import describe_engine, find_refusals, kv_cache_tokens_of, prefix_age_of
 from .corrections import OUTDATE, WATCH
-from .feed import CoreFeed, RequestMaker
+from .feed import CoreFeed
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_config, decode_params
 from .launch import Launch, preempts_only_paused
@@ -350,7 +350,7 @@ class VllmEngine:
 
     async def _open(self, llm: "AsyncLLM") -> None:
         """Read the engine's output and warm up, which compiles the kernels and verifies the row rule."""
-        feed = CoreFeed(llm, RequestMaker(llm, self._loaded, await llm.get_supported_tasks()))
+        feed = CoreFeed(llm, self._loaded, await llm.get_supported_tasks())
         self._feed, self._requests = feed, OpenRequests.of(self.capabilities)
         has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
         for together in warm_up_rounds(self.capabilities, has_prompt_logprobs=has_prompt_logprobs):

@@ -148,54 +148,6 @@ class DrainMarker(asyncio.Event):
     """A marker in the output queue, set by the reader that reaches it: it has read every output before the marker."""
 
 
-class RequestMaker:
-    """Creates vLLM's requests, which also validates them with vLLM's checks.
-
-    Args:
-        loaded: the loaded weights and adapters.
-        supported_tasks: tasks that the engine reports for the model.
-    """
-
-    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, supported_tasks: Sequence[str]) -> None:
-        self._llm = llm
-        self._loaded = loaded
-        self._supported_tasks = supported_tasks
-        self._honours_priority = llm.vllm_config.scheduler_config.policy == "priority"
-
-    def make(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> "EngineCoreRequest":
-        """Convert a request to a request of the engine core.
-
-        Raises:
-            InvalidRequest: vLLM rejects the request.
-        """
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
-
-        salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
-        prompt = tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
-        try:
-            return self._llm.input_processor.process_inputs(
-                engine_id, prompt, params, self._supported_tasks, **self.options(request)
-            )
-        except InvalidRequest:
-            raise
-        except (VLLMClientError, ValueError, TypeError) as exc:
-            raise refusal(exc, request.sampling) from exc
-
-    def options(self, request: GenerateRequest) -> dict[str, Any]:
-        """Return the other arguments with which vLLM adds a request.
-
-        Raises:
-            InvalidRequest: the request names an adapter that is not loaded.
-        """
-        adapter = self._loaded.adapter_of(request)
-        return {
-            "lora_request": None if adapter is None else adapter.lora_request,
-            "priority": request.priority if self._honours_priority else 0,
-            "trace_headers": _trace_headers(request),
-        }
-
-
 def _trace_headers(request: GenerateRequest) -> dict[str, str] | None:
     """Return the trace context of a request in vLLM's form; None: the request has none."""
     if request.traceparent is None:
@@ -209,11 +161,17 @@ class CoreFeed:
 
     The queue of these outputs is part of vLLM and has no limit (v1/engine/core_client.py: AsyncMPClient.outputs_queue).
     The number of requests that the worker accepts and their `max_tokens` limit its content.
+
+    Args:
+        loaded: the loaded weights and adapters.
+        supported_tasks: tasks that the engine reports for the model.
     """
 
-    def __init__(self, llm: "AsyncLLM", maker: RequestMaker) -> None:
+    def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, supported_tasks: Sequence[str]) -> None:
+        self._llm = llm
         self._core = llm.engine_core
-        self._maker = maker
+        self._loaded = loaded
+        self._supported_tasks = supported_tasks
         self.meter = LoadMeter()
         """Counts the load that the engine has reported."""
 
@@ -227,11 +185,36 @@ class CoreFeed:
         import zmq
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        core_request = self._maker.make(engine_id, request, params)
+        core_request = self.convert(engine_id, request, params)
         try:
             await self._core.add_request_async(core_request)
         except (EngineDeadError, zmq.ZMQError) as exc:
             raise EngineDead(f"the engine did not accept the request: {exc}") from exc
+
+    def convert(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> "EngineCoreRequest":
+        """Convert a request to a request of the engine core, which also validates it with vLLM's checks.
+
+        Raises:
+            InvalidRequest: vLLM rejects the request, or its adapter is not loaded.
+        """
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+
+        adapter = self._loaded.adapter_of(request)
+        salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
+        prompt = tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
+        has_priorities = self._llm.vllm_config.scheduler_config.policy == "priority"
+        options: dict[str, Any] = {
+            "lora_request": None if adapter is None else adapter.lora_request,
+            "priority": request.priority if has_priorities else 0,
+            "trace_headers": _trace_headers(request),
+        }
+        try:
+            return self._llm.input_processor.process_inputs(engine_id, prompt, params, self._supported_tasks, **options)
+        except InvalidRequest:
+            raise
+        except (VLLMClientError, ValueError, TypeError) as exc:
+            raise refusal(exc, request.sampling) from exc
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
         """Abort requests; each that is still open gets an output with finish reason ABORT after its earlier outputs.
