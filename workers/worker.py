@@ -405,7 +405,7 @@ class Worker:
             frames=self._publisher.frames,
             frames_lost=self._publisher.frames_lost,
             bad_messages=self._inbox.rejected.so_far + self._lifecycle.rejected.so_far,
-            bad_commands=self._control.rejected.so_far + self._control.reader.refused,
+            bad_commands=self._control.rejected.so_far + self._control.reader.store.refused,
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),
             credit_stalls=self._links.outbound.credit_stalls,

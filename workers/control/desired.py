@@ -241,11 +241,6 @@ class DesiredReader:
         """True if the state was read since the last `invalidate` and within `max_age_s`."""
         return self._is_valid and time.monotonic() <= self._known_at + self._max_age_s
 
-    @property
-    def refused(self) -> int:
-        """Number of stored states that were ignored because no permitted author had signed them."""
-        return self.store.refused
-
     def request_read(self) -> int:
         """Request a read by `run`. Return the value that `num_read` has after that read."""
         self._num_requested += 1

@@ -132,12 +132,12 @@ class WorkerLinks:
         )
         writer.max_mask_bytes = self.outbound.segment_bytes
         writer.reports_kv = self.reports_kv
-        deadline = None
-        if origin.reply_to is not None:
-            deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
         self.stats.requests += 1
         self.stats.prompt_tokens += request.prompt_len
-        worker_request = self._accept(origin, writer, now, deadline, request.lora)
+        worker_request = self._accept(origin, writer, now)
+        worker_request.lora = request.lora
+        if origin.reply_to is not None:
+            worker_request.deadline = now + (DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
         worker_request.timeline.offer(
             self.versions.weight_version, request.prompt_len, request.traceparent, request.lora
         )
@@ -155,14 +155,7 @@ class WorkerLinks:
                 request.outbound.sender.offer_again(request.origin.key)
                 self.outbound.touch(request.outbound)
 
-    def _accept(
-        self,
-        origin: RequestOrigin,
-        writer: ChunkWriter,
-        now: float,
-        deadline: float | None = None,
-        lora: str | None = None,
-    ) -> WorkerRequest:
+    def _accept(self, origin: RequestOrigin, writer: ChunkWriter, now: float) -> WorkerRequest:
         outbound: Outbound
         if origin.reply_to is not None and origin.message is not None:
             outbound = self.outbound.open_plain(origin.key, origin.reply_to, writer, origin.message)
@@ -172,7 +165,7 @@ class WorkerLinks:
             outbound = self.outbound.link(origin.client, origin.incarnation)
             outbound.sender.open(origin.key, writer)
         self.outbound.touch(outbound)
-        return self.requests.add(origin, outbound, writer, deadline, lora)
+        return self.requests.add(origin, outbound, writer)
 
     def reject(self, origin: RequestOrigin, error: RequestError, now: float) -> None:
         """Answer a request that this worker does not have with its terminal chunk."""

@@ -130,23 +130,14 @@ class WorkerRequestTable:
         """Queue messages that are not acked yet. The worker sends in-progress acks for them."""
         return [request.message for request in self if request.message is not None]
 
-    def add(
-        self,
-        origin: RequestOrigin,
-        outbound: Outbound,
-        writer: ChunkWriter,
-        deadline: float | None = None,
-        lora: str | None = None,
-    ) -> WorkerRequest:
+    def add(self, origin: RequestOrigin, outbound: Outbound, writer: ChunkWriter) -> WorkerRequest:
         """Add an accepted request that is not in the table yet."""
         self._serial += 1
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
         # The origin does not keep the message, because that would keep the prompt in memory until the end.
-        timeline = self._begin_timeline(origin)
-        request = WorkerRequest(
-            name, replace(origin, message=None), outbound, origin.message, writer, timeline, deadline, lora
-        )
+        kept, timeline = replace(origin, message=None), self._begin_timeline(origin)
+        request = WorkerRequest(name, kept, outbound, origin.message, writer, timeline)
         self._by_name[name] = request
         self._by_client.setdefault((origin.client, origin.incarnation), {})[key] = request
         return request
