@@ -77,4 +77,4 @@ def test_kv_transfer_parameters_are_validated(params: bytes) -> None:
     except InvalidRequest as exc:
         assert exc.field == "kv.params"
     with contextlib.suppress(*MALFORMED):
-        SyntheticKv.decode(params)
+        msgspec.msgpack.decode(params, type=SyntheticKv)

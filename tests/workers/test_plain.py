@@ -6,6 +6,7 @@ import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from nats.aio.msg import Msg
@@ -291,7 +292,7 @@ async def test_a_prefill_phase_with_more_than_one_token_is_rejected(heard_worker
         assert await answer_to(client, long("one", max_tokens=1), "p", KvTransfer()) is None
         end = client.chunks["one"][-1].end
         assert end.kv_params is not None
-        assert SyntheticKv.decode(end.kv_params).num_tokens == 100
+        assert msgspec.msgpack.decode(end.kv_params, type=SyntheticKv).num_tokens == 100
 
 
 async def test_each_sample_of_a_prefill_message_has_its_own_kv(heard_worker: StartHeard) -> None:

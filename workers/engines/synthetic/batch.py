@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,15 +15,7 @@ from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from ....schemas.chunk import FinishReason
 from ....schemas.presence import EngineStats
 from ..rates import TokenRates
-from .model import (
-    MULTIPLIER,
-    Prefilled,
-    Running,
-    SyntheticKv,
-    SyntheticModel,
-    SyntheticWeights,
-    mix,
-)
+from .model import MULTIPLIER, Prefilled, Running, SyntheticKv, SyntheticModel, SyntheticWeights, mix
 
 Column = npt.NDArray[np.uint64]
 
@@ -265,7 +258,7 @@ class SyntheticBatch:
             if step.finish_reason is FinishReason.LENGTH and running.keeps_kv:
                 weights = self._weights_of(running.request.lora)
                 kv = SyntheticKv(num_tokens=length, context=int(table["context"][i]), weights=weights.tokens)
-                step.kv_params = kv.encode()
+                step.kv_params = msgspec.msgpack.encode(kv)
             is_kept[i] = step.finish_reason is None
         if not all(is_kept):
             self._keep(is_kept)

@@ -47,8 +47,6 @@ class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Number of the next loads of KV that fail."""
     dies_of: int | None = None
     """First token of a prompt that kills the engine in the step that completes this prompt; None: no prompt does."""
-    dies_silently: bool = False
-    """True: a prompt that begins with `dies_of` kills the whole process with SIGKILL, so nothing reports the death."""
 
 
 class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,14 +1,13 @@
 """The engine around a synthetic model: queue, batch, speed, and all commands of a controller."""
 
 import asyncio
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
@@ -123,21 +122,19 @@ class SyntheticEngine:
     async def restart(self, key: str) -> None:
         """Queue a request again, unless it has a token or is a prefill or decode phase."""
         self._check_alive()
-        found = self._find_unbegun(key)
-        if found is None or found.keeps_kv or found.kv is not None:
-            return
-        self._remove_unbegun(found)
-        self._enqueue(self._make_running(key, found.request))
+        found = next((one for one in [*self._waiting, *self._prefilling] if one.key == key), None)
+        if found is not None and not found.keeps_kv and found.kv is None:
+            self._remove_unbegun(key)
+            self._enqueue(self._make_running(key, found.request))
 
-    def _find_unbegun(self, key: str) -> Running | None:
-        return next((one for one in [*self._waiting, *self._prefilling] if one.key == key), None)
-
-    def _remove_unbegun(self, running: Running) -> None:
-        """Remove a request without a token."""
-        if running in self._waiting:
-            self._waiting.remove(running)
-        else:
-            self._prefilling.remove(running)
+    def _remove_unbegun(self, key: str) -> bool:
+        """Remove a request without a token. Return False if there is none with this key."""
+        for requests in (self._waiting, self._prefilling):
+            for one in requests:
+                if one.key == key:
+                    requests.remove(one)
+                    return True
+        return False
 
     def _enqueue(self, running: Running) -> None:
         at = len(self._waiting)
@@ -153,7 +150,7 @@ class SyntheticEngine:
         running, params = self._loading.pop(key)
         problem = None
         try:
-            running.kv = SyntheticKv.decode(params)
+            running.kv = msgspec.msgpack.decode(params, type=SyntheticKv)
             if not self._model.fits(running.kv, running.request):
                 problem = "the KV belongs to another prompt"
         except MALFORMED as exc:
@@ -251,8 +248,6 @@ class SyntheticEngine:
 
     def _die_of(self, joining: Sequence[Running], token: int) -> None:
         if any(running.request.prompt_token_ids[0] == token for running in joining):
-            if self.faults.dies_silently:
-                os.kill(os.getpid(), signal.SIGKILL)
             self.kill(f"died of a prompt that begins with {token}, as configured")
             self._check_alive()
 
@@ -262,12 +257,9 @@ class SyntheticEngine:
         return running.request.priority == -MAX_PRIORITY
 
     def _abort(self, key: str) -> list[RequestStep]:
-        unbegun = self._find_unbegun(key)
-        if unbegun is not None:
-            self._remove_unbegun(unbegun)
-        elif not self._running.remove([key]):
-            return []
-        return [ending_step(key, FinishReason.ABORT)]
+        if self._remove_unbegun(key) or self._running.remove([key]):
+            return [ending_step(key, FinishReason.ABORT)]
+        return []
 
     def _weights_of(self, lora: str | None) -> SyntheticWeights:
         adapter = None if lora is None else self._loras.get(lora)

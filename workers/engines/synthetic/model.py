@@ -49,7 +49,7 @@ def mix_one(value: int) -> int:
 
 
 class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of one prompt, which is also the content of its KV transfer parameters."""
+    """The KV of one prompt. Its KV transfer parameters are this struct as msgpack."""
 
     num_tokens: int
     """Number of tokens of the prompt."""
@@ -65,20 +65,6 @@ class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
             prompt_len: length of a prompt that begins with the prompt of this KV.
         """
         return min(self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS, prompt_len - 1)
-
-    def encode(self) -> bytes:
-        """Encode this as KV transfer parameters."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, params: bytes) -> "SyntheticKv":
-        """Decode KV transfer parameters.
-
-        Raises:
-            DecodeError, UnicodeDecodeError, RecursionError: the parameters belong to another connector; see
-                `MALFORMED`.
-        """
-        return msgspec.msgpack.decode(params, type=cls)
 
 
 class PrefixCache:
