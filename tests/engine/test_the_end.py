@@ -16,17 +16,14 @@ import pytest
 from rollbus.schemas.errors import EngineDead
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
-from tests.engine.support import prompt, rows_here
+from tests.engine.support import prompt
 from tests.support.patience import SOON_S
-from tests.support.vllm_engine import Engines, RunningEngine
+from tests.support.vllm_engine import RunningEngine
 
 pytestmark = pytest.mark.vllm
 
 
 LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=80), sampling=SamplingParams(max_tokens=400, ignore_eos=True))
-SHORT = GenerateRequest(
-    prompt_token_ids=prompt(50, seed=81), sampling=SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-)
 
 
 def engine_core(running: RunningEngine) -> psutil.Process:
@@ -99,24 +96,6 @@ def test_a_killed_model_process_raises_engine_dead(moe: RunningEngine) -> None:
     moe.call(scenario())
 
     assert psutil.wait_procs([core], timeout=SOON_S)[1] == []
-
-
-def test_a_killed_engine_is_replaced_for_the_next_test(engines: Engines) -> None:
-    """After a kill, the next test gets an engine in new processes with the same results.
-
-    No process of the old engine remains.
-    """
-    before = engines.get("reloaded")
-    [expected] = before.generate(SHORT)
-    core = engine_core(before)
-    core.kill()
-    after = engines.get("reloaded")
-    [result] = after.generate(SHORT)
-
-    assert engine_core(after).pid != core.pid
-    assert (result.token_ids, len(result.rows)) == (expected.token_ids, rows_here(59))
-    assert psutil.wait_procs([core], timeout=SOON_S)[1] == []
-    assert engines.get("reloaded") is after
 
 
 def test_engine_processes_exit_with_their_owner_and_write_nothing_to_its_stdout(models: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
 from tests.support.hand_control import hand_controller
-from tests.support.requests import endless, greedy, short
+from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import SLOW, StartControlled, controlled_worker
 
@@ -181,26 +181,6 @@ async def test_a_worker_whose_lease_expired_during_a_pause_restarts_paused(fleet
     assert not client.ended("r")
 
 
-async def test_a_pause_holds_through_a_restart_of_the_server(fleet: str) -> None:
-    """A server that restarts within the lease changes nothing: the pause holds, and the stream continues after it."""
-    async with (
-        EmbeddedServer() as server,
-        controlled_worker(server.url, fleet, lease_s=30.0) as (client, boss, *_),
-    ):
-        await client.enqueue(greedy(1, 300, request_id="r"))
-        await client.until(lambda: client.chunks["r"])
-        await boss.applied("pause")
-        await server.kill()
-        await server.restart()
-        client.presences.clear()
-        await client.until_state("w", WorkerState.PAUSED)
-        await boss.applied("pause", mode="keep")
-        await boss.applied("resume")
-        await client.until_ended("r")
-
-        assert sum(chunk.num_tokens for chunk in client.chunks["r"]) == 300
-
-
 async def test_a_command_is_recorded_when_jetstream_is_back(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,22 +216,6 @@ async def test_a_worker_undoes_commands_that_are_no_longer_desired(controlled_wo
         await client.until_ended("r")
 
         assert client.error_of("r") is None
-
-
-async def test_commands_are_applied_after_a_lost_bucket_restarts_the_epochs(nats_url: str, fleet: str) -> None:
-    """If epochs restart because the bucket was lost, a worker applies the commands that are recorded afterwards."""
-    async with (
-        EmbeddedServer() as server,
-        controlled_worker(server.url, fleet) as (client, boss, *_),
-    ):
-        for _ in range(3):
-            await boss.applied("pause")
-            await boss.applied("resume")
-        await client.nats.jetstream().delete_stream("KV_rollbus")
-        paused = await boss.applied("pause")
-        await client.until_state("w", WorkerState.PAUSED)
-
-        assert paused.epoch == 1
 
 
 @pytest.mark.proves("P79")

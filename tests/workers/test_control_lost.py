@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from rollbus.bus.nats.connection import publish
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet import desired
 from rollbus.schemas.acks import AckStatus
@@ -100,18 +99,6 @@ async def test_a_fenced_worker_may_read_the_desired_state_before_its_lease_is_co
             await client.until_serving("w")
 
         assert reader.num_read == num_read
-
-
-async def test_a_paused_worker_serves_after_the_desired_state_was_deleted(controlled_worker: StartControlled) -> None:
-    """If NATS's own tools delete the key, a paused worker serves. The epochs of later commands still increase."""
-    async with controlled_worker() as (client, boss, *_):
-        before = await boss.applied("pause")
-        await publish(client.nats, boss.store.subject(MODEL), b"", headers={"KV-Operation": "DEL"})
-        await ask(client, "r")
-        after = await boss.applied("pause")
-        await client.until_state("w", WorkerState.PAUSED)
-
-        assert (after.epoch or 0) > (before.epoch or 0)
 
 
 async def test_after_a_lost_bucket_a_command_with_a_repeated_epoch_is_applied(fleet: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker that cannot read the desired state, as on the small side of a partition."""
+"""A worker that cannot read the desired state, as on the small side of a partition, or reads an older one."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,8 +36,18 @@ def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
     return "too few servers of its cluster"
 
 
+def outdated(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
+    """Make reads return no state, as if a server was behind its cluster."""
+
+    async def read(_model: str) -> None:
+        await asyncio.sleep(0)
+
+    patches.setattr(store, "read", read)
+    return "behind its cluster"
+
+
 @pytest.mark.proves("P82")
-@pytest.mark.parametrize("part", [unanswered, unconfirmed])
+@pytest.mark.parametrize("part", [unanswered, unconfirmed, outdated])
 async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
     controlled_worker: StartControlled,
     monkeypatch: pytest.MonkeyPatch,

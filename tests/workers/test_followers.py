@@ -119,23 +119,3 @@ async def test_samples_of_a_placed_message_without_a_slot_follow_the_other_sampl
         await client.until(lambda: running(client) == {0, 1, 2})
         assert not refused(client)
         await client.abort("w", key(1), key(2))
-
-
-async def test_queued_requests_of_lane_high_get_slots_before_followers(heard_worker: StartHeard) -> None:
-    """Queued requests of the lane `high` get slots before followers.
-
-    The worker learns from the first of two that another one waits.
-    """
-    async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
-        await lead(client, 2)
-        await client.until(lambda: len(client.offers) == 4)
-        for number in range(3):
-            await client.enqueue(endless(f"high{number}", priority=-1), lane="high")
-        worker._puller._plan.count_message("high", waiting=3)
-        await client.abort("w", key(0), RequestKey("other", 0, 0))
-        await client.until(lambda: any(each.request_id.startswith("high") for _, each in client.offers))
-        await client.until(lambda: client.chunks["high0"] and client.chunks["high1"])
-        assert not running(client) - {0}
-        await client.abort("w", *(each for _, each in client.offers))
-        await client.until(lambda: bool(client.chunks["high2"]))
-        await client.abort("w", *(each for _, each in client.offers))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbus
-from rollbus.bus.nats.connection import publish
 from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.subjects import Subjects
@@ -96,27 +94,6 @@ async def announce_for_ever(client: HandClient) -> None:
     while True:
         await client.announce()
         await asyncio.sleep(1.0)
-
-
-async def test_requests_of_a_closed_client_are_aborted_or_discarded(
-    nats_url: str, fleet: str, heard_worker: StartHeard
-) -> None:
-    """The running requests of a closed client are aborted. Its queued requests are dropped when pulled, and counted."""
-    async with (
-        heard_worker(config=ENDLESS) as (client, worker, _),
-        hand_client(nats_url, fleet, name="other") as other,
-    ):
-        for number in range(5):
-            await client.enqueue(endless(f"r{number}"))
-        await client.until(lambda: len(client.offers) == 2)
-        await client.announce(ClientState.CLOSED)
-        await other.enqueue(short("s"))
-        await other.until_ended("s")
-
-        assert worker.stats().intake.gone == 3
-        assert worker.stats().links.requests_of_lost_clients == 2
-        assert worker.presence().in_flight == 0
-        await client.until_left(0)
 
 
 @pytest.mark.proves("P50")
@@ -237,23 +214,6 @@ async def test_a_worker_with_too_many_unread_results_pulls_no_requests(
         await other.until_ended(*(f"s{number}" for number in range(8)))
         assert client.error_of("r") == ErrorCode.OVER_BUDGET
         presence.cancel()
-
-
-async def test_a_flood_of_bad_messages_is_one_log_line_a_second(
-    heard_worker: StartHeard, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Hundreds of bad messages cause few log lines, and each line has their number."""
-    async with heard_worker() as (client, worker, _):
-        begun = time.monotonic()
-        for _ in range(400):
-            await publish(client.nats, client.subjects.direct(client.name, "w"), b"\x93")
-            await publish(client.nats, client.subjects.link(client.name, "w"), b"\x93")
-        await until_true(lambda: worker.stats().intake.bad + worker.stats().bad_messages == 800)
-        limit = 2 + 2 * (time.monotonic() - begun)
-
-    lines = [record.getMessage() for record in caplog.records if "rejected" in record.getMessage()]
-    assert 2 <= len(lines) <= limit
-    assert all("so_far=" in line for line in lines)
 
 
 # Requests that a worker's weights and adapters fit: the worker rejects other requests or leaves them in the queue.

@@ -34,17 +34,6 @@ async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: St
         assert before == worker._control._log.under_way == []
 
 
-async def test_a_read_for_another_worker_is_not_answered(controlled_worker: StartControlled) -> None:
-    """Reads can name workers and models, as all commands can."""
-    async with controlled_worker() as (_, boss, *_rest):
-        others = await boss.command("read_experts", workers=["other"])
-        of_another_model = await boss.command("read_experts", model="other")
-        await boss.applied("state")
-
-        assert not boss.acks(others)
-        assert not boss.acks(of_another_model)
-
-
 @pytest.mark.proves("P96")
 def test_reads_above_the_rate_limit_fail_with_the_limit() -> None:
     """The number of reads per second is limited. The error of the next read has the limit, and later reads succeed."""

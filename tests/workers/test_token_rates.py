@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.protocol.fleet import canary
 from rollbus.workers.engines.rates import MEMORY_S, MIN_PREFILL, TokenRates
 
 
@@ -74,11 +73,6 @@ def test_a_step_with_few_prompt_tokens_measures_no_prefill_rate() -> None:
     rates.add_prefill(1000, 100.0)
     rates.end_step(100.11, 0)
     assert rates.prefill == pytest.approx(10_000)
-
-
-def test_a_canary_measures_no_prefill_rate() -> None:
-    """A canary, with the tokens that a worker may score after it, is too short to measure the prefill rate."""
-    assert canary.PROMPT_TOKENS + canary.NUM_TOKENS < MIN_PREFILL
 
 
 def test_old_measurements_fade_with_the_computing_time() -> None:

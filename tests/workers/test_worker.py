@@ -212,26 +212,6 @@ async def test_a_stopped_worker_waits_at_most_two_seconds_for_a_client(nats_url:
         assert len(worker._links.requests.messages) == 1
 
 
-async def test_a_short_outage_changes_nothing(fleet: str) -> None:
-    """After a restart of the server within the lease, the link continues and no token is lost."""
-    async with (
-        EmbeddedServer() as server,
-        heard_worker(server.url, fleet, config=SyntheticConfig(step_s=0.002)) as (client, worker, _),
-        asyncio.timeout(SOON_S),
-    ):
-        await client.enqueue(greedy(1, 600, request_id="r"))
-        await client.until(lambda: len(client.chunks["r"]) > 50)
-        life = worker.presence().incarnation
-        await server.kill()
-        await server.restart()
-        await client.until_ended("r")
-
-    assert worker.presence().incarnation == life
-    chunks = client.chunks["r"]
-    assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
-    assert sum(chunk.num_tokens for chunk in chunks) == 600
-
-
 @pytest.mark.proves("P63")
 async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: str) -> None:
     """A worker whose lease the server does not confirm drops its requests, and serves again as a new incarnation."""
