@@ -32,9 +32,8 @@ VARIABLES = {
     "capabilities.py": {
         "config": "VllmConfig", "lora": "LoRAConfig", "model": "ModelConfig", "parallel": "ParallelConfig",
         "current_platform": "Platform"},
-    "engine.py": {"llm": "AsyncLLM", "self._launch.llm": "AsyncLLM"},
+    "engine.py": {"llm": "AsyncLLM", "self._launch.llm": "AsyncLLM", "model_config": "ModelConfig"},
     "calls.py": {"self._llm": "AsyncLLM"},
-    "loads.py": {"llm": "AsyncLLM", "self._model_config": "ModelConfig"},
     "feed.py": {
         "llm": "AsyncLLM", "self._llm": "AsyncLLM", "self._core": "AsyncMPClient", "output": "EngineCoreOutput",
         "outputs": "EngineCoreOutputs", "stats": "SchedulerStats", "prefill": "PrefillStats", "error": "RequestError",

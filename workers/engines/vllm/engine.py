@@ -244,13 +244,13 @@ class VllmEngine:
         Cancellation: the engine continues to load, and no code receives the result.
         """
         await self._clear_nan()
-        controls, config = self._running(), self._launch.llm.vllm_config.model_config
+        controls, model_config = self._running(), self._launch.llm.vllm_config.model_config
         check_supported(controls.refusals.weight_updates)
         self._is_transferring = False
         self._loaded.replace_weights()
         answers = await controls.calls.on_workers("rollbus_load_weights", path=str(path))
         # The worker processes have the same values.
-        config.model, config.revision = str(path), None
+        model_config.model, model_config.revision = str(path), None
         verified = await self._use_weights(answers)
         logger.info("engine.weights_loaded path=%s verified=%s", path, verified)
         return verified
