@@ -1,18 +1,22 @@
-"""Runs `rollbus` as a child process, as its users do."""
+"""Runs `rollbus` in a process of its own, as its users do."""
 
 import asyncio
+import atexit
 import codecs
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryFile
+from typing import IO, Any, NamedTuple
 
 from rollbus import bus
 from rollbus.schemas.errors import BusBroken, NoWorkers
@@ -26,9 +30,9 @@ def rollbus(
     *args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = None, env: Mapping[str, str] = ENV
 ) -> subprocess.CompletedProcess[str]:
     """Run a subcommand to its end. The default of `nats` is an address without a server."""
-    return subprocess.run(
-        command(*args), env={**env, "ROLLBUS_NATS": nats}, cwd=cwd, capture_output=True, text=True, check=False
-    )
+    with started(args, {**env, "ROLLBUS_NATS": nats}, cwd) as run:
+        code, stdout, stderr = run.wait()
+    return subprocess.CompletedProcess(args, code, stdout, stderr)
 
 
 class Ended(NamedTuple):
@@ -41,19 +45,61 @@ class Ended(NamedTuple):
 
 async def run_rollbus(nats: str, fleet: str, *args: str) -> Ended:
     """Run a subcommand to its end without blocking the event loop of the test. Cancellation kills the process."""
-    process = await asyncio.create_subprocess_exec(
-        *command(*args, "--fleet", fleet),
-        env={**ENV, "ROLLBUS_NATS": nats},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        stdout, stderr = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return Ended(process.returncode or 0, stdout.decode(), stderr.decode())
+    with started([*args, "--fleet", fleet], {**ENV, "ROLLBUS_NATS": nats}) as run:
+        return await asyncio.to_thread(run.wait)
+
+
+class Started:
+    """A subcommand that runs in a fork of the process of `tests/cli/forks.py`."""
+
+    def __init__(self, outputs: Sequence[IO[bytes]], report: IO[bytes]) -> None:
+        self._outputs = outputs
+        self._report = report
+        self._pid = int(report.readline())
+
+    def wait(self) -> Ended:
+        """Wait for the end, and return the exit code and the output."""
+        code = int(self._report.readline())
+        self._pid = 0
+        for output in self._outputs:
+            output.seek(0)
+        return Ended(code, *(output.read().decode() for output in self._outputs))
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+
+
+@contextmanager
+def started(args: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Started]:
+    """Start a subcommand, and kill it if the block ends before it."""
+    read_end, write_end = os.pipe()
+    with TemporaryFile() as stdout, TemporaryFile() as stderr, os.fdopen(read_end, "rb") as report:
+        order = json.dumps([args, env, str(cwd or Path.cwd())]).encode()
+        socket.send_fds(_forks(), [order], [stdout.fileno(), stderr.fileno(), write_end])
+        os.close(write_end)
+        run = Started((stdout, stderr), report)
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+@cache
+def _forks() -> socket.socket:
+    """Start the process that forks for each subcommand. It ends when this process ends."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = [sys.executable, "-P", str(Path(__file__).with_name("forks.py")), str(theirs.fileno())]
+    process = subprocess.Popen(program, env=ENV, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
 
 
 def command(*args: str) -> list[str]:
