@@ -8,8 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -42,92 +41,43 @@ GPU_ONLY: Final = ("enable_sleep_mode",)
 ON_CPU: Final = "the installed vLLM computes only on the CPU"
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all workers of one command share."""
-    add = partial(_add_option, parser)
-    parser.add_argument(
-        "--engine",
-        choices=("vllm", "synthetic"),
-        default="vllm",
-        help="synthetic: generated tokens without a model, for load tests (default: %(default)s)",
-    )
-    add(
-        "--served-model-name",
-        "NAME",
-        "name of the model in requests (default: the model's id, or the name of its folder)",
-    )
-    add("--engine-args", "JSON", 'arguments of the engine, such as {"dtype": "bfloat16"} (default: none)', json_object)
-    text = "configuration of vLLM's KV connector, through which prefill and decode workers share KV"
-    add("--kv-transfer-config", "JSON", text, json_object)
-    add("--weight-version", "N", "version of the weights in --model (default: 0)", non_negative_int, default=0)
-    text = "time within which a worker must serve; requests may wait for it (default: %(default)g seconds)"
-    add("--start-timeout", "TIME", text, duration, default=DEFAULT_START_TIMEOUT_S)
-    text = "time without a step after which an engine with open requests counts as dead (default: %(default)g)"
-    add("--engine-timeout-s", "TIME", text, duration, default=DEFAULT_ENGINE_TIMEOUT_S)
-    text = "time without a command after which an open transfer of weights ends (default: %(default)g)"
-    add("--transfer-idle-s", "TIME", text, duration, default=DEFAULT_IDLE_S)
-    text = "folder with weights and LoRA adapters that commands may name; may be repeated (default: none)"
-    add("--weight-root", "DIR", text, action="append", default=[])
-    text = "folder of fetched weights, one copy for all workers on this machine (default: ~/.cache/rollbus)"
-    add("--cache-dir", "DIR", text)
-    text = "size of the fetched weights on this machine, for all workers of the fleet (default: no limit)"
-    add("--stage-bytes", "SIZE", text, size)
-    add("--fetch-rate", "SIZE", "bytes per second at which a worker fetches weights (default: no limit)", size)
-    parser.add_argument(
-        "--no-prove-reload",
-        action="store_true",
-        help="skip the second load of the weights at the start, which verifies that weight updates work",
-    )
-    add_otel(parser)
+Option = Callable[[Any], object]
+"""Adds one or more options to a parser, or to a group of one."""
 
 
-def add_process_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of one worker."""
-    add = partial(_add_option, parser)
-    text = "prefill: compute prompts for decode workers; both: serve whole requests (default: both)"
-    parser.add_argument("--role", choices=get_args(Role), help=text)
-    add("--worker-id", "ID", "id of the worker, unique in the fleet (default: host, process id and four characters)")
-    add("--probe", "HOST:PORT", "address for /health, /ready and /metrics over HTTP, for supervisors (default: none)")
-    text = "time to listen for another worker of this id before serving (default: one lease; 0 with a default id)"
-    add("--listen-s", "TIME", text, duration_or_zero)
-    text = "time without presence after which peers treat the worker as lost (default: %(default)g)"
-    add("--lease-s", "TIME", text, duration, default=DEFAULT_LEASE_S)
-
-
-def _add_option(
-    parser: argparse.ArgumentParser,
-    name: str,
-    value: str,
-    text: str,
-    read: Callable[[str], object] | None = None,
-    **settings: Any,
-) -> None:
-    """Add an option with a value.
+def arg(name: str, value: str | Collection[str] | None, text: str, **settings: Any) -> Option:
+    """Return an argument or an option with a value.
 
     Args:
-        value: placeholder of the value in the help.
+        value: placeholder of the value in the help, or the allowed values.
         text: its help.
-        read: type of the value, or None for a string.
+        settings: further settings of `argparse`; `type` replaces the type of the placeholder.
     """
-    if read is not None:
-        settings["type"] = read
-    parser.add_argument(name, metavar=value, help=text, **settings)
+    if isinstance(value, str):
+        settings = {"metavar": value, "type": TYPES.get(value), **settings}
+    elif value is not None:
+        settings["choices"] = value
+    return lambda parser: parser.add_argument(name, help=text, **settings)
 
 
-def add_otel(parser: argparse.ArgumentParser) -> None:
-    """Add the option that enables tracing."""
-    text = "export spans of requests, configured by the variables OTEL_*; needs the extra otel"
-    parser.add_argument("--otel", action="store_true", help=text)
+def flag(name: str, text: str, **settings: Any) -> Option:
+    """Return an option without a value."""
+    return lambda parser: parser.add_argument(name, action="store_true", help=text, **settings)
 
 
-def flags_of(args: argparse.Namespace, *added: Callable[[argparse.ArgumentParser], None]) -> list[str]:
-    """Return the flags of another process for the options that these functions add.
+def add_options(parser: Any, options: Iterable[Option]) -> None:
+    """Add options to a parser, or to a group of one."""
+    for option in options:
+        option(parser)
+
+
+def flags_of(args: argparse.Namespace, options: Iterable[Option]) -> list[str]:
+    """Return the flags of another process that has these options.
 
     Options with their default value are left out: the process has the same defaults.
     """
     parser = argparse.ArgumentParser(add_help=False)
-    for add in added:
-        add(parser)
+    add_options(parser, options)
     flags: list[str] = []
     for action in parser._actions:
         name, value = action.option_strings[0], getattr(args, action.dest)
@@ -144,7 +94,7 @@ def check_start(args: argparse.Namespace) -> None:
     """Check everything that would end a worker after its engine has loaded for minutes.
 
     Args:
-        args: the options of `add_engine_options`, and `model`.
+        args: the options `ENGINE_OPTIONS`, and `model`.
 
     Raises:
         InvalidRequest: the model is neither a folder with a configuration nor a model id, an argument of the engine
@@ -272,6 +222,65 @@ def json_object(text: str) -> str:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object, such as '{\"max_model_len\": 4096}'")
     return text
+
+
+TYPES: Final[dict[str, Callable[[str], object]]] = {
+    "N": positive_int,
+    "TIME": duration,
+    "SIZE": size,
+    "JSON": json_object,
+    "DIR": Path,
+    "FILE": Path,
+}
+"""The type of a value, by its placeholder in the help. Values with other placeholders are texts."""
+OTEL: Final = flag("--otel", "export spans of requests, configured by the variables OTEL_*; needs the extra otel")
+
+
+def _engine_options() -> Iterator[Option]:
+    text = "synthetic: generated tokens without a model, for load tests (default: %(default)s)"
+    yield arg("--engine", ("vllm", "synthetic"), text, default="vllm")
+    text = "name of the model in requests (default: the model's id, or the name of its folder)"
+    yield arg("--served-model-name", "NAME", text)
+    yield arg("--engine-args", "JSON", 'arguments of the engine, such as {"dtype": "bfloat16"} (default: none)')
+    text = "configuration of vLLM's KV connector, through which prefill and decode workers share KV"
+    yield arg("--kv-transfer-config", "JSON", text)
+    text = "version of the weights in --model (default: 0)"
+    yield arg("--weight-version", "N", text, type=non_negative_int, default=0)
+    text = "time within which a worker must serve; requests may wait for it (default: %(default)g seconds)"
+    yield arg("--start-timeout", "TIME", text, default=DEFAULT_START_TIMEOUT_S)
+    text = "time without a step after which an engine with open requests counts as dead (default: %(default)g)"
+    yield arg("--engine-timeout-s", "TIME", text, default=DEFAULT_ENGINE_TIMEOUT_S)
+    text = "time without a command after which an open transfer of weights ends (default: %(default)g)"
+    yield arg("--transfer-idle-s", "TIME", text, default=DEFAULT_IDLE_S)
+    text = "folder with weights and LoRA adapters that commands may name; may be repeated (default: none)"
+    yield arg("--weight-root", "DIR", text, type=str, action="append", default=[])
+    text = "folder of fetched weights, one copy for all workers on this machine (default: ~/.cache/rollbus)"
+    yield arg("--cache-dir", "DIR", text, type=str)
+    text = "size of the fetched weights on this machine, for all workers of the fleet (default: no limit)"
+    yield arg("--stage-bytes", "SIZE", text)
+    yield arg("--fetch-rate", "SIZE", "bytes per second at which a worker fetches weights (default: no limit)")
+    text = "skip the second load of the weights at the start, which verifies that weight updates work"
+    yield flag("--no-prove-reload", text)
+    yield OTEL
+
+
+def _process_options() -> Iterator[Option]:
+    text = "prefill: compute prompts for decode workers; both: serve whole requests (default: both)"
+    yield arg("--role", get_args(Role), text)
+    text = "id of the worker, unique in the fleet (default: host, process id and four characters)"
+    yield arg("--worker-id", "ID", text)
+    text = "address for /health, /ready and /metrics over HTTP, for supervisors (default: none)"
+    yield arg("--probe", "HOST:PORT", text)
+    text = "time to listen for another worker of this id before serving (default: one lease; 0 with a default id)"
+    yield arg("--listen-s", "TIME", text, type=duration_or_zero)
+    text = "time without presence after which peers treat the worker as lost (default: %(default)g)"
+    yield arg("--lease-s", "TIME", text, default=DEFAULT_LEASE_S)
+
+
+ENGINE_OPTIONS: Final = tuple(_engine_options())
+"""The options that all workers of one command share."""
+PROCESS_OPTIONS: Final = tuple(_process_options())
+"""The options of one worker."""
 
 
 def check_writable(name: str, folder: Path, mode: int = 0o777) -> None:

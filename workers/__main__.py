@@ -26,7 +26,7 @@ from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
 from ..bus.tracing.spans import Tracing, check_tracing, make_tracer
 from ..schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
-from ..schemas.options import add_engine_options, add_process_options, check_start
+from ..schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, add_options, check_start
 from .config import WorkerConfig, default_cache_dir, default_worker_id
 from .engines import make_engine
 from .engines.engine import Engine
@@ -57,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--fleet", metavar="NAME", help="fleet to serve (default: the fleet of --creds)")
     parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (required for the engine vllm)")
-    add_engine_options(parser)
-    add_process_options(parser)
+    add_options(parser, (*ENGINE_OPTIONS, *PROCESS_OPTIONS))
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument(
         "--log-format",

@@ -26,7 +26,8 @@ from ...schemas.errors import (
     RollbusError,
     is_disk_full,
 )
-from .arguments import COMMANDS, CliCommand, add_options
+from ...schemas.options import add_options
+from .arguments import COMMANDS, CliCommand
 from .commands import fleet, machine, views  # noqa: F401 - they declare the subcommands
 from .console import log_notes, note, write
 from .exits import INTERRUPTED, CommandFailed, ExitCode, cause_of, exit_code_of

@@ -1,13 +1,14 @@
 """Shared parts of the subcommands that send commands to workers: options, progress and printed command results."""
 
 import argparse
+import inspect
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import asdict
 
 from ... import bus
 from ...bus import CommandIncomplete, Fleet
@@ -24,8 +25,8 @@ from .tables import print_table, print_text
 EXPECT_WITHIN_S = 5.0
 """Seconds to wait for the presence of expected workers. Workers publish presence every second."""
 
-Send = Callable[[argparse.Namespace, Fleet, SendOptions], Awaitable[CommandResult]]
-"""Sends the command that the arguments describe to a fleet."""
+Send = Callable[[Fleet, SendOptions], Awaitable[CommandResult]]
+"""Sends a command to a fleet."""
 
 
 def source_of(args: argparse.Namespace) -> WeightSource:
@@ -57,7 +58,7 @@ async def send_command(send: Send, args: argparse.Namespace) -> int:
             options = _send_options(args)
             options["on_ack"] = AckCounter(show).add
             try:
-                ledger = await send(args, rb.fleet, options)
+                ledger = await send(rb.fleet, options)
             except bus.CommandIncomplete as error:
                 incomplete, ledger = error, error.ledger
     show_ledger(args, ledger)
@@ -209,19 +210,30 @@ def _epochs(epochs: Mapping[str, int]) -> str:
     return "".join(f", epoch {epoch} of {model}" for model, epoch in sorted(epochs.items()))
 
 
+async def send(args: argparse.Namespace) -> int:
+    """Send the command whose method of `Fleet` has the name of the subcommand. Its parameters are arguments."""
+    name = args.command.name.replace("-", "_")
+    parameters = inspect.signature(getattr(Fleet, name)).parameters
+    own = {parameter: getattr(args, parameter) for parameter in parameters if hasattr(args, parameter)}
+    return await send_command(lambda fleet, options: getattr(fleet, name)(**own, **options), args)
+
+
+async def cancel_transfer(args: argparse.Namespace) -> int:
+    """End the transfer."""
+    return await send_command(
+        lambda fleet, options: fleet.cancel_weight_update(transfer=args.transfer, **options), args
+    )
+
+
 async def load_lora(args: argparse.Namespace) -> int:
     """Load the adapter."""
-    path, objects = astuple(source_of(args))
-
-    def send(args: argparse.Namespace, fleet: Fleet, options: SendOptions) -> Awaitable[CommandResult]:
-        return fleet.load_lora(args.name, path, objects=objects, upload=args.upload, version=args.version, **options)
-
-    return await send_command(send, args)
+    source = {**asdict(source_of(args)), "upload": args.upload, "version": args.version}
+    return await send_command(lambda fleet, options: fleet.load_lora(args.name, **source, **options), args)
 
 
 async def update_weights(args: argparse.Namespace) -> int:
     """Update the weights, or check them."""
-    path, objects = astuple(source_of(args))
+    source = asdict(source_of(args))
     if args.check:
         if args.upload:
             raise CommandFailed(
@@ -229,25 +241,14 @@ async def update_weights(args: argparse.Namespace) -> int:
                 ExitCode.USAGE,
             )
         refuse_options(args, ("version", "mode", "allow_rollback", "min_staged", "expected_canary"), "with --check")
-        return await send_command(lambda _, fleet, options: fleet.check_weights(path, objects=objects, **options), args)
+        return await send_command(lambda fleet, options: fleet.check_weights(**source, **options), args)
     if args.version is None:
         raise CommandFailed("--version N is required: it marks the tokens of the new weights", ExitCode.USAGE)
     canary = None if args.expected_canary is None else read_canary(args.expected_canary)
-
-    def send(args: argparse.Namespace, fleet: Fleet, options: SendOptions) -> Awaitable[CommandResult]:
-        return fleet.update_weights(
-            path,
-            objects=objects,
-            upload=args.upload,
-            version=args.version,
-            mode=args.mode,
-            allow_rollback=args.allow_rollback,
-            expected_canary=canary,
-            min_staged=args.min_staged,
-            **options,
-        )
-
-    return await send_command(send, args)
+    switch = {name: getattr(args, name) for name in ("upload", "version", "mode", "allow_rollback", "min_staged")}
+    return await send_command(
+        lambda fleet, options: fleet.update_weights(**source, **switch, expected_canary=canary, **options), args
+    )
 
 
 def read_canary(path: Path) -> Canary:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...schemas.decoding import nearest
-from ...schemas.options import add_engine_options, add_process_options, flags_of, is_hub_id, pip_install
+from ...schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, flags_of, is_hub_id, pip_install
 from .console import note
 from .exits import CommandFailed, ExitCode
 
@@ -256,14 +256,14 @@ def run_worker(args: argparse.Namespace) -> int:
     refuse_options(args, ["json"], "here: a worker prints no result; --log-format json has logs as JSON")
     use_model(args)
     model = () if args.model is None else ("--model", args.model)
-    own = ["--nats", args.nats, "--fleet", args.fleet, *model, *flags_of(args, add_process_options)]
+    own = ["--nats", args.nats, "--fleet", args.fleet, *model, *flags_of(args, PROCESS_OPTIONS)]
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
     os.execve(command[0], command, python_env())
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:
     """Return the options that all workers of a command share, as flags of `python -m rollbus.workers`."""
-    flags = flags_of(args, add_engine_options)
+    flags = flags_of(args, ENGINE_OPTIONS)
     if args.verbose:
         flags += ["--log-level", "debug"]
     if args.log_format != "text":

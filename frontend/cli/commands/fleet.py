@@ -1,16 +1,13 @@
 """Subcommands that change a fleet: commands to its workers, weights, queues and stored states."""
 
-import argparse
-from collections.abc import Awaitable, Coroutine
-from typing import TYPE_CHECKING, Final, cast, get_args
+from typing import Final, get_args
 
 from ....schemas.control import PauseMode
-from ....schemas.options import non_negative_int
-from ..arguments import Declared, Option, Run, arg, command, flag, group, one_of, workers_option
+from ....schemas.options import Option, arg, flag, non_negative_int
+from ..arguments import command, group, one_of, workers_option
 
-if TYPE_CHECKING:
-    from ....bus import CommandResult, Fleet
-    from ....bus.client.fleet import DrainOptions, SendOptions
+SENT: Final = "control:send"
+"""Sends the command whose method of `Fleet` has the name of the subcommand."""
 
 SWITCH: Final = (
     arg(
@@ -66,24 +63,13 @@ def source_options(what: str) -> tuple[Option, Option]:
     )
 
 
-def sent(send: Declared) -> Run:
-    """Return a function that sends the command that `send` gives to the fleet, waits for all acks and prints them."""
-
-    def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
-        from ..control import Send, send_command
-
-        return send_command(cast(Send, send), args)
-
-    return run
-
-
 @command(
     "abort requests in flight",
-    sent,
+    SENT,
     arg("request_ids", "ID", "id of a request, as set by its client", nargs="+"),
     send_options(),
 )
-def abort(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+def abort() -> None:
     """Abort requests in flight of any client. Their response streams end with the finish reason `abort`.
 
     Requests that still wait in the queue are not aborted. The command reports each id that no worker has. A request may
@@ -93,16 +79,15 @@ def abort(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> A
         rollbus abort req-1
         rollbus abort req-1 req-2 --worker w0
     """
-    return fleet.abort(args.request_ids, **options)
 
 
 @command(
     "end an open transfer of weights",
-    sent,
+    "control:cancel_transfer",
     arg("--transfer", "ID", "only the transfer with this id (default: whichever is open)"),
     send_options(),
 )
-def cancel_transfer(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+def cancel_transfer() -> None:
     """End an open transfer of weights, whoever opened it. The workers load the desired weights again.
 
     `rollbus status` lists open transfers with their owners. A transfer whose owner is gone ends by itself.
@@ -111,16 +96,15 @@ def cancel_transfer(args: argparse.Namespace, fleet: "Fleet", options: "SendOpti
         rollbus cancel-transfer
         rollbus cancel-transfer --worker w0
     """
-    return fleet.cancel_weight_update(transfer=args.transfer, **options)
 
 
 @command(
     "move all requests away from workers",
-    sent,
+    SENT,
     arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="+"),
     send_options(has_worker=False),
 )
-def drain(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+def drain() -> None:
     """Drain workers: their requests in flight move to other workers, and they accept no requests until `rollbus
     resume`.
 
@@ -132,13 +116,12 @@ def drain(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> A
         rollbus drain w0 w1 --timeout-s 120
         rollbus resume --worker w0    # put w0 back into service
     """  # noqa: D205 - one long sentence
-    return fleet.drain(args.workers, **cast("DrainOptions", options))
 
 
 @command(
-    "reset prefix caches", sent, flag("--preempt", "also reset cached tokens of requests in flight"), send_options()
+    "reset prefix caches", SENT, flag("--preempt", "also reset cached tokens of requests in flight"), send_options()
 )
-def flush_cache(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+def flush_cache() -> None:
     """Reset the prefix caches of workers.
 
     If an engine cannot reset its cache while requests are in flight, the worker reports a failure. With --preempt,
@@ -149,7 +132,6 @@ def flush_cache(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions"
         rollbus flush-cache
         rollbus flush-cache --preempt --worker w0
     """
-    return fleet.flush_cache(preempt=args.preempt, **options)
 
 
 @command(
@@ -177,12 +159,12 @@ def load_lora() -> None:
 
 @command(
     "pause workers; new requests wait in the queue",
-    sent,
+    SENT,
     arg("--mode", get_args(PauseMode), "treatment of requests in flight (default: keep)", default="keep"),
     flag("--clear-cache", "also reset the prefix cache"),
     send_options(),
 )
-def pause(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+def pause() -> None:
     """Pause workers: they pull no requests until `rollbus resume`, and new requests wait in the queue.
 
     With --mode keep, requests in flight stop and continue after the resume; no token is lost or repeated. With wait,
@@ -196,11 +178,10 @@ def pause(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> A
         rollbus pause --mode wait --timeout-s 600
         rollbus pause --worker w0 --clear-cache
     """
-    return fleet.pause(mode=args.mode, clear_cache=args.clear_cache, **options)
 
 
-@command("undo pause and drain", sent, send_options())
-def resume(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+@command("undo pause and drain", SENT, send_options())
+def resume() -> None:
     """Undo `rollbus pause` and `rollbus drain`: workers accept requests again, and paused requests continue.
 
     A worker whose weight update failed does not resume. `rollbus status` shows its error.
@@ -209,12 +190,11 @@ def resume(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> 
         rollbus resume
         rollbus resume --worker w0
     """
-    return fleet.resume(**options)
 
 
 @command(
     "release the memory of engines",
-    sent,
+    SENT,
     arg(
         "--level",
         None,
@@ -225,18 +205,17 @@ def resume(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> 
     ),
     send_options(),
 )
-def sleep(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+def sleep() -> None:
     """Release the memory of engines until `rollbus wake`. Requests wait in the queue or go to other workers.
 
     Examples:
         rollbus sleep
         rollbus sleep --level 2 --worker w0
     """
-    return fleet.sleep(level=args.level, **options)
 
 
-@command("unload a LoRA adapter", sent, arg("name", "NAME", "name of the adapter in requests"), send_options())
-def unload_lora(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+@command("unload a LoRA adapter", SENT, arg("name", "NAME", "name of the adapter in requests"), send_options())
+def unload_lora() -> None:
     """Unload a LoRA adapter and abort the requests in flight that use it.
 
     The command fails if no worker has the adapter or should have it.
@@ -245,7 +224,6 @@ def unload_lora(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions"
         rollbus unload-lora sql
         rollbus unload-lora sql --worker w0
     """
-    return fleet.unload_lora(args.name, **options)
 
 
 @command(
@@ -285,15 +263,14 @@ def update_weights() -> None:
     """
 
 
-@command("undo sleep", sent, send_options())
-def wake(args: argparse.Namespace, fleet: "Fleet", options: "SendOptions") -> Awaitable["CommandResult"]:
+@command("undo sleep", SENT, send_options())
+def wake() -> None:
     """Undo `rollbus sleep`.
 
     Examples:
         rollbus wake
         rollbus wake --worker w0
     """
-    return fleet.wake(**options)
 
 
 @command(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT, MAX_TIMEOUT_S
-from ....schemas.options import add_engine_options, add_otel, add_process_options, duration, non_negative_int
+from ....schemas.options import ENGINE_OPTIONS, OTEL, PROCESS_OPTIONS, Option, arg, duration, flag, non_negative_int
 from ...http import Settings
-from ..arguments import Option, arg, command, flag, group
+from ..arguments import command, group
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8080"
 DEFAULT_LISTEN: Final = "127.0.0.1:4222"
@@ -204,7 +204,7 @@ def cert_options(what: str, side: str) -> tuple[Option, Option]:
         type=non_negative_int,
     ),
     *http_options(None, f"{DEFAULT_ADDRESS}, or a free port if that port is in use"),
-    add_engine_options,
+    *ENGINE_OPTIONS,
     arg("--state-dir", "DIR", "folder of the tiny MoE (default: ~/.cache/rollbus)"),
     flag("--secure", "accept only connections with credentials"),
     arg("--auth-dir", "DIR", "folder of the credentials (default: the folder auth in --state-dir)"),
@@ -246,8 +246,8 @@ def up() -> None:
         "DIR|ID",
         "folder of the checkpoint, or its Hugging Face id such as Qwen/Qwen3-0.6B (required for the engine vllm)",
     ),
-    add_engine_options,
-    add_process_options,
+    *ENGINE_OPTIONS,
+    *PROCESS_OPTIONS,
 )
 def worker() -> None:
     """Run one worker: one process with one engine that pulls requests from NATS.
@@ -264,7 +264,7 @@ def worker() -> None:
     "serve the fleet over HTTP",
     "local.http:run",
     *http_options(DEFAULT_ADDRESS, "%(default)s; port 0: any free port"),
-    add_otel,
+    OTEL,
 )
 def frontend() -> None:
     """Serve the fleet over HTTP, for clients of vLLM, OpenAI and Dynamo.

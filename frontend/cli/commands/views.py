@@ -4,9 +4,9 @@ import argparse
 from typing import Final, get_args
 
 from ....schemas.limits import MAX_TIMELINES
-from ....schemas.options import duration
+from ....schemas.options import arg, duration, flag
 from ....schemas.telemetry import RequestKind
-from ..arguments import arg, command, flag, one_of, workers_option
+from ..arguments import command, one_of, workers_option
 
 SORTS: Final = ("state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits")
 """Orders of the workers in `rollbus top`."""

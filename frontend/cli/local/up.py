@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from ....bus.logs import LOG_VARIABLE
-from ....schemas.options import check_start, check_writable, is_hub_id
+from ....schemas.options import add_options, check_start, check_writable, is_hub_id
 from ..app import CliParser, common_options, run_async, until_signalled
-from ..arguments import COMMANDS, add_options
+from ..arguments import COMMANDS
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json, program, waiting, write
 from ..exits import CommandFailed, ExitCode
