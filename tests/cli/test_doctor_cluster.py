@@ -10,8 +10,8 @@ from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.cli.doctor.host import Finding, Status
-from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
+from rollbus.frontend.cli.doctor.machine import Finding, Status
+from rollbus.frontend.cli.doctor.server import examine_bus
 from tests.cli.support import run_rollbus
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_cluster import NatsCluster, nats_cluster
@@ -25,8 +25,7 @@ MODEL = "synthetic"
 
 async def findings(urls: str) -> list[Finding]:
     """Return the findings that are not ok."""
-    target = DoctorTarget(url=urls, creds=None, fleet="f")
-    return [finding async for finding in examine_bus(target) if finding.status is not Status.OK]
+    return [finding async for finding in examine_bus(urls, None, "f") if finding.status is not Status.OK]
 
 
 def about(found: list[Finding], check: str, status: Status) -> str:

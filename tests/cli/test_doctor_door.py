@@ -12,7 +12,7 @@ from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.nats.connection import open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.jetstream import ask
-from rollbus.frontend.cli.doctor.host import Finding, Status
+from rollbus.frontend.cli.doctor.machine import Finding, Status
 from tests.auth.support import FLEET, guarded
 from tests.cli.test_doctor import examined
 from tests.support.nats_server import change_config, require_binary

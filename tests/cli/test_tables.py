@@ -17,7 +17,7 @@ from rollbus import FleetState, QueueDepth, RequestList, RequestTrace
 from rollbus.bus.protocol.telemetry.rates import FleetRates
 from rollbus.frontend.cli.console import write
 from rollbus.frontend.cli.control import show_ledger
-from rollbus.frontend.cli.doctor.host import fail, ok
+from rollbus.frontend.cli.doctor.machine import fail, ok
 from rollbus.frontend.cli.doctor.server import show_findings
 from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
 from rollbus.frontend.cli.tour import COLUMNS as EXPERT_COLUMNS

@@ -21,8 +21,8 @@ from rollbus.bus.nats import jetstream
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.queue.streams import stream_name
 from rollbus.bus.subjects import BUCKET, Subjects
-from rollbus.frontend.cli.doctor.host import Status
-from rollbus.frontend.cli.doctor.server import DoctorTarget, examine_bus
+from rollbus.frontend.cli.doctor.machine import Status
+from rollbus.frontend.cli.doctor.server import examine_bus
 from rollbus.schemas.errors import RollbusError
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
@@ -292,8 +292,7 @@ async def test_a_full_disk_is_named_with_the_restart_as_remedy(
         fill(small_disk)
         error = await error_of(rb.complete(long()), RequestTimeout)
         (small_disk / "fill").unlink()
-        target = DoctorTarget(url=server.url, creds=None, fleet=fleet)
-        findings = {finding.check: finding async for finding in examine_bus(target)}
+        findings = {finding.check: finding async for finding in examine_bus(server.url, None, fleet)}
         status = await run_rollbus(server.url, fleet, "status")
 
     assert healthy == {}

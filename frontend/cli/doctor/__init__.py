@@ -1,1 +1,1 @@
-"""The checks of `rollbus doctor`: `host_probe` (this process and its machine) and `bus` (the NATS server and fleet)."""
+"""The checks of `rollbus doctor`: `machine` (this machine and the connection) and `server` (NATS and the fleet)."""

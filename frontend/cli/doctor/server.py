@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -29,8 +29,7 @@ from ....schemas.errors import BusBroken, ControlError, PermissionDenied
 from ..console import gib, print_json, size
 from ..exits import ExitCode
 from ..tables import print_table
-from .connection import enter
-from .host import Finding, HostProbe, Status, examine_machine, fail, ok, warn
+from .machine import Finding, Status, enter, examine_machine, fail, ok, warn
 
 
 async def examine_published(nats: Connection, fleet: str, models: Iterable[str]) -> AsyncIterator[Finding]:
@@ -149,29 +148,23 @@ PROBE: Final = "doctor"
 """Token of subjects without subscribers and without a stream."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorTarget:
-    """The server and fleet to check."""
+async def examine_bus(url: str, creds: str | None, fleet: str | None) -> AsyncIterator[Finding]:
+    """Run all checks that need a server. If an early check fails, the later checks may be impossible.
 
-    url: str
-    creds: str | None
-    """Path of the credentials file."""
-    fleet: str | None
-    """None for the fleet of the credentials, or `default` without credentials."""
-
-
-async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
-    """Run all checks that need a server. If an early check fails, the later checks may be impossible."""
+    Args:
+        creds: path of the credentials file; None: no credentials.
+        fleet: None for the fleet of the credentials, or `default` without credentials.
+    """
     credentials: Credentials | None = None
-    if target.creds is not None:
+    if creds is not None:
         try:
-            credentials = load_credentials(target.creds)
+            credentials = load_credentials(creds)
         except BusBroken as error:
             yield fail("credentials", str(error), "name a file from `rollbus auth init` that you can read")
             return
-        yield _credentials(target.creds, credentials)
-    server = Server(target.url, credentials, Tls.from_environment())
-    fleet = target.fleet or ("default" if credentials is None else credentials.fleet)
+        yield _credentials(creds, credentials)
+    server = Server(url, credentials, Tls.from_environment())
+    fleet = fleet or ("default" if credentials is None else credentials.fleet)
     is_open = False
     for finding in await enter(server):
         yield finding
@@ -386,9 +379,8 @@ async def _fleet(nats: Connection, fleet: str, client: str) -> AsyncIterator[Fin
 
 async def run(args: argparse.Namespace) -> int:
     """Run the checks and print the findings."""
-    findings = list(examine_machine(HostProbe.this()))
-    target = DoctorTarget(url=args.nats, creds=os.environ.get("ROLLBUS_CREDS") or None, fleet=args.fleet)
-    findings += [finding async for finding in examine_bus(target)]
+    creds = os.environ.get("ROLLBUS_CREDS") or None
+    findings = [*examine_machine(), *[each async for each in examine_bus(args.nats, creds, args.fleet)]]
     is_well = all(finding.status is not Status.FAIL for finding in findings)
     show_findings(args, findings, is_well=is_well)
     return ExitCode.OK if is_well else ExitCode.FAILED
