@@ -1,15 +1,17 @@
 """A process that has imported the command line, and forks for each command: it starts in milliseconds, not in a second.
 
 `tests/cli/support.py` starts this file. It receives the arguments, the environment and the directory of each command as
-JSON, with the files for stdout, stderr and the report: the id of the process, and at its end the exit code.
+JSON, with the files for stdin, stdout, stderr and the report: the id of the process, and at its end the exit code.
 """
 
+import fcntl
 import importlib
 import json
 import os
 import signal
 import socket
 import sys
+import termios
 
 MODULES = (
     *("admin", "auth", "bench", "control", "options", "records", "weights", "generate.command", "local.http"),
@@ -34,15 +36,19 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
 
 
-def serve(order: bytes, stdout: int, stderr: int, report: int) -> None:
-    """Run one command in a process of its own, and report its end."""
+def serve(order: bytes, streams: list[int], report: int) -> None:
+    """Run one command in a process of its own, and report its end. A terminal is its controlling terminal."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     arguments, env, directory = json.loads(order)
     pid = os.fork()
     if pid == 0:
         os.close(report)
-        for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
+        for target, source in enumerate(streams):
             os.dup2(source, target)
+            os.close(source)
+        if os.isatty(0):
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(env)
@@ -58,12 +64,12 @@ def main(channel: socket.socket) -> None:
         importlib.import_module(f"rollbus.frontend.cli.{name}")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        order, files, _, _ = socket.recv_fds(channel, MAX_BYTES, 3)
+        order, files, _, _ = socket.recv_fds(channel, MAX_BYTES, 4)
         if not order:
             return
         if os.fork() == 0:
             channel.close()
-            serve(order, *files)
+            serve(order, files[:3], files[3])
             os._exit(0)
         for file in files:
             os.close(file)

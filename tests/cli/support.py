@@ -6,17 +6,18 @@ import codecs
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollbus import bus
 from rollbus.schemas.errors import BusBroken, NoWorkers
@@ -31,7 +32,7 @@ def rollbus(
 ) -> subprocess.CompletedProcess[str]:
     """Run a subcommand to its end. The default of `nats` is an address without a server."""
     with started(args, {**env, "ROLLBUS_NATS": nats}, cwd) as run:
-        code, stdout, stderr = run.wait()
+        code, stdout, stderr = run()
     return subprocess.CompletedProcess(args, code, stdout, stderr)
 
 
@@ -46,44 +47,62 @@ class Ended(NamedTuple):
 async def run_rollbus(nats: str, fleet: str, *args: str) -> Ended:
     """Run a subcommand to its end without blocking the event loop of the test. Cancellation kills the process."""
     with started([*args, "--fleet", fleet], {**ENV, "ROLLBUS_NATS": nats}) as run:
-        return await asyncio.to_thread(run.wait)
+        return await asyncio.to_thread(run)
+
+
+async def run_together(nats: str, fleet: str, *lines: str) -> list[Ended]:
+    """Run command lines at the same time. Most of their time is a wait for presence, or for silence."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run_rollbus(nats, fleet, *shlex.split(line))) for line in lines]
+    return [each.result() for each in running]
 
 
 class Started:
     """A subcommand that runs in a fork of the process of `tests/cli/forks.py`."""
 
-    def __init__(self, outputs: Sequence[IO[bytes]], report: IO[bytes]) -> None:
-        self._outputs = outputs
-        self._report = report
-        self._pid = int(report.readline())
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], streams: Sequence[int], cwd: Path | None = None
+    ) -> None:
+        read_end, write_end = os.pipe()
+        self._report = os.fdopen(read_end, "rb")
+        socket.send_fds(_forks(), [json.dumps([args, env, str(cwd or Path.cwd())]).encode()], [*streams, write_end])
+        os.close(write_end)
+        self._pid = int(self._report.readline())
+        self._code: int | None = None
 
-    def wait(self) -> Ended:
-        """Wait for the end, and return the exit code and the output."""
-        code = int(self._report.readline())
-        self._pid = 0
-        for output in self._outputs:
-            output.seek(0)
-        return Ended(code, *(output.read().decode() for output in self._outputs))
+    def wait(self) -> int:
+        """Wait for the end, and return the exit code."""
+        if self._code is None:
+            with self._report:
+                self._code = int(self._report.readline())
+        return self._code
 
-    def kill(self) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the process a signal, if it still runs."""
+        if self._code is None:
+            os.kill(self._pid, number)
+
+    def end(self) -> None:
         """Kill the process if it still runs."""
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+        with suppress(ValueError):  # a thread of a cancelled test has read the end
+            self.wait()
 
 
 @contextmanager
-def started(args: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Started]:
-    """Start a subcommand, and kill it if the block ends before it."""
-    read_end, write_end = os.pipe()
-    with TemporaryFile() as stdout, TemporaryFile() as stderr, os.fdopen(read_end, "rb") as report:
-        order = json.dumps([args, env, str(cwd or Path.cwd())]).encode()
-        socket.send_fds(_forks(), [order], [stdout.fileno(), stderr.fileno(), write_end])
-        os.close(write_end)
-        run = Started((stdout, stderr), report)
+def started(args: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Callable[[], Ended]]:
+    """Start a subcommand, and kill it if the block ends before it. Yield a function that waits for its end."""
+    with TemporaryFile() as stdout, TemporaryFile() as stderr, Path(os.devnull).open() as stdin:
+        run = Started(args, env, [stdin.fileno(), stdout.fileno(), stderr.fileno()], cwd)
+
+        def wait() -> Ended:
+            code = run.wait()
+            return Ended(code, *(os.pread(file.fileno(), 2**30, 0).decode() for file in (stdout, stderr)))
+
         try:
-            yield run
+            yield wait
         finally:
-            run.kill()
+            run.end()
 
 
 @cache
@@ -178,7 +197,7 @@ def descendants_of(pid: int) -> list[int]:
 class Terminal:
     """A command on a separate terminal, and all text that it has shown there."""
 
-    def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Started, end: int) -> None:
         self._process = process
         self._end = end
         # One read may end within a character.
@@ -270,17 +289,18 @@ def on_terminal(
         termios.tcsetwinsize(terminal, size[::-1])
     # These two variables override the terminal's size. readline sets them in the environment of pytest.
     env = {name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        ["setsid", "--ctty", *(program or command(*args))],
-        env={**env, "TERM": "xterm"} | ({"COLUMNS": "1000"} if size is None else {}),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-    )
+    env |= {"TERM": "xterm"} | ({"COLUMNS": "1000"} if size is None else {})
+    streams = [terminal] * 3
+    process = Started(args, env, streams) if program is None else _on_terminal(program, env, terminal)
     os.close(terminal)
     try:
         yield Terminal(process, end)
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait()
         os.close(end)
+
+
+def _on_terminal(program: Sequence[str], env: Mapping[str, str], terminal: int) -> subprocess.Popen[bytes]:
+    words = ["setsid", "--ctty", *program]
+    return subprocess.Popen(words, env=env, stdin=terminal, stdout=terminal, stderr=terminal)

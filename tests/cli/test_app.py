@@ -164,25 +164,16 @@ def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "argv",
     [
-        ["stop"],
-        ["pause", "--mode", "now"],
         ["pause", "--timeout-s", "0"],
-        ["update-weights", "--version", "1"],
         ["update-weights", "a", "--version", "-1"],
         ["update-weights", "a", "--version", "1", "--upload", "--objects"],
-        ["load-lora", "name"],
         ["abort"],
-        ["drain"],
         ["drain", "w", "--worker", "w"],
-        ["sleep", "--level", "3"],
         ["up", "--workers", "0"],
-        ["up", "--engine", "other"],
         ["up", "--engine-args", "dtype=float32"],
         ["up", "--engine-args", "[1]"],
-        ["generate", "--input", "a"],
-        ["generate", "--input", "a", "--output", "b", "--max-in-flight", "x"],
         ["generate", "--input", "a", "--output", "b", "--timeout-s", "inf"],
-        ["generate", "--input", "a", "--output", "b", "--routed-experts", "zip"],
+        ["bench", "--logprobs", "all"],
     ],
 )
 def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

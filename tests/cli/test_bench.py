@@ -107,15 +107,6 @@ def test_options_with_inconsistent_values_are_refused(
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("argv", [["--logprobs", "all"], ["--concurrency", "0"], ["--concurrency"], ["--rounds", "0"]])
-def test_an_invalid_number_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The parser refuses an invalid number and names the option."""
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", *argv])
-    assert caught.value.code == ExitCode.USAGE
-    assert argv[0] in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_round_counts_the_received_tokens_and_routed_experts(nats_url: str, fleet: str, streams: bool) -> None:
     """A round counts tokens and routed experts by the row rule, streamed or not.

@@ -15,7 +15,7 @@ from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.control import AnyCommand
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.messages import decode_command, encode_json
-from tests.cli.support import rollbus, run_rollbus
+from tests.cli.support import rollbus, run_rollbus, run_together
 from tests.support.hand_worker import HandWorker, worker_by_hand
 
 pytestmark = pytest.mark.slow
@@ -69,48 +69,43 @@ def ack(given: AnyCommand, worker: str, status: AckStatus) -> Ack:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("args", "name", "fields"),
-    [
-        (["pause"], "pause", {"mode": "keep", "clear_cache": False}),
-        (["pause", "--mode", "wait", "--clear-cache"], "pause", {"mode": "wait", "clear_cache": True}),
-        (["resume", "--timeout-s", "5"], "resume", {"timeout_s": 5.0}),
-        (["flush-cache", "--preempt"], "flush_cache", {"preempt": True}),
-        (["sleep", "--level", "2"], "sleep", {"level": 2}),
-        (["wake", "--model", "m"], "wake", {"model": "m"}),
-        (["drain", "w0", "w1"], "drain", {"workers": ("w0", "w1")}),
-        (["pause", "--worker", "w1"], "pause", {"workers": ("w1",)}),
-        (["abort", "r1", "r2"], "abort", {"request_ids": ("r1", "r2")}),
-        (["unload-lora", "math"], "unload_lora", {"name": "math"}),
-        (["load-lora", "math", "/a/b", "--version", "3"], "load_lora", {"name": "math", "version": 3}),
-        (["load-lora", "math", "/a/b"], "load_lora", {"name": "math", "version": 1}),
-        (["update-weights", "/a/b", "--check"], "check_weights", {}),
-        (["update-weights", "/a/b", "--version", "9"], "update_weights", {"version": 9, "allow_rollback": False}),
-        (
-            ["update-weights", "/a/b", "--version", "9", "--mode", "abort", "--allow-rollback"],
-            "update_weights",
-            {"mode": "abort", "allow_rollback": True},
-        ),
-    ],
-)
-async def test_options_reach_the_workers_as_fields_of_the_same_name(
-    args: list[str], name: str, fields: dict[str, object], nats_url: str, fleet: str
-) -> None:
+SENT: list[tuple[str, str, dict[str, object]]] = [
+    ("pause", "pause", {"mode": "keep", "clear_cache": False}),
+    ("pause --mode wait --clear-cache", "pause", {"mode": "wait", "clear_cache": True}),
+    ("resume --timeout-s 5", "resume", {"timeout_s": 5.0}),
+    ("flush-cache --preempt", "flush_cache", {"preempt": True}),
+    ("sleep --level 2", "sleep", {"level": 2}),
+    ("wake --model m", "wake", {"model": "m"}),
+    ("drain w0 w1", "drain", {"workers": ("w0", "w1")}),
+    ("pause --worker w1", "pause", {"workers": ("w1",)}),
+    ("abort r1 r2", "abort", {"request_ids": ("r1", "r2")}),
+    ("load-lora math /a/b", "load_lora", {"name": "math", "version": 1}),
+    ("load-lora math /a/b --version 3", "load_lora", {"name": "math", "version": 3}),
+    ("unload-lora math", "unload_lora", {"name": "math"}),
+    ("cancel-transfer --transfer t", "cancel_weight_update", {"transfer": "t"}),
+    ("update-weights /a/b --check", "check_weights", {}),
+    ("update-weights /a/b --version 9", "update_weights", {"version": 9, "allow_rollback": False}),
+    (
+        "update-weights /a/b --version 8 --mode abort --allow-rollback",
+        "update_weights",
+        {"version": 8, "mode": "abort", "allow_rollback": True},
+    ),
+]
+
+
+async def test_options_reach_the_workers_as_fields_of_the_same_name(nats_url: str, fleet: str) -> None:
     """Each option reaches the workers as the field of the same name.
 
     If all workers apply the command, the exit code is 0.
     """
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
-        if name == "unload_lora":
-            # An adapter that nobody has cannot be unloaded.
-            await run_rollbus(nats_url, fleet, "load-lora", "math", "/a/b")
-        ended = await run_rollbus(nats_url, fleet, *args)
-
-    assert (ended.code, ended.stderr) == (ExitCode.OK, "")
-    told = heard[-1]
-    assert told.command == name
-    assert {field: getattr(told, field) for field in fields} == fields
-    assert f"\n{name}: applied by " in f"\n{ended.stdout}"
+        for line, name, fields in SENT:
+            ended = await run_rollbus(nats_url, fleet, *line.split())
+            assert (ended.code, ended.stderr) == (ExitCode.OK, ""), line
+            told = heard[-1]
+            assert told.command == name
+            assert {field: getattr(told, field) for field in fields} == fields
+            assert f"\n{name}: applied by " in f"\n{ended.stdout}"
 
 
 async def test_a_relative_source_path_becomes_absolute(nats_url: str, fleet: str) -> None:
@@ -180,16 +175,12 @@ async def test_the_acks_of_the_workers_decide_the_exit_code(
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["pause"], ["update-weights", "/x", "--version", "1"], ["abort", "r"], ["drain", "w0"], ["resume", "--json"]],
-)
-async def test_without_workers_a_command_exits_with_code_5(args: list[str], nats_url: str, fleet: str) -> None:
+async def test_without_workers_a_command_exits_with_code_5(nats_url: str, fleet: str) -> None:
     """Without workers, a command exits with code 5 and one line on stderr, and the desired state records nothing."""
-    ended = await run_rollbus(nats_url, fleet, *args)
+    lines = ("pause", "update-weights /x --version 1", "abort r", "drain w0", "resume --json")
+    for ended in await run_together(nats_url, fleet, *lines):
+        assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (ExitCode.NO_WORKERS, "", 1)
     status = await run_rollbus(nats_url, fleet, "status", "--json")
-
-    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (ExitCode.NO_WORKERS, "", 1)
     assert json.loads(status.stdout)["desired"] == {}
 
 
@@ -199,8 +190,7 @@ async def test_fewer_workers_than_expected_receive_no_command(nats_url: str, fle
     With enough, it runs as usual.
     """
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
-        few = await run_rollbus(nats_url, fleet, "pause", "--expect", "3")
-        others = await run_rollbus(nats_url, fleet, "pause", "--model", "other", "--expect", "1")
+        few, others = await run_together(nats_url, fleet, "pause --expect 3", "pause --model other --expect 1")
         assert heard == []
         enough = await run_rollbus(nats_url, fleet, "pause", "--expect", "2")
 

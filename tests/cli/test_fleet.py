@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,32 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbus import bus
 from rollbus.frontend.cli.exits import ExitCode
-from tests.cli.support import ENV, command, on_terminal, processes_with, rollbus, running_up, serves
+from tests.cli.support import ENV, command, on_terminal, processes_with, rollbus, running_up
 from tests.support.processes import becomes_true
-from tests.support.requests import greedy
-from tests.support.waits import Shared
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, dict[str, Any]]]]:
-    """Start a fleet of two workers that all tests of this module share."""
-    log = tmp_path_factory.mktemp("up") / "log"
-
-    def make() -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
-        return running_up("--engine", "synthetic", "--workers", "2", log=log)
-
-    with Shared(make, is_sound=lambda up: serves(up[1]["nats"], 2)) as shared:
-        yield shared
-
-
-@pytest.fixture
-def nats(ups: Shared[tuple[Any, dict[str, Any]]]) -> str:
-    """Return the NATS address of the shared fleet."""
-    return str(ups.get()[1]["nats"])
 
 
 def write(path: Path, *lines: dict[str, object]) -> Path:
@@ -95,7 +72,7 @@ def test_status_watch_scrolls_a_terminal_in_place(nats: str) -> None:
     assert sum("local-0" in line and "serving" in line for line in left) == 1
 
 
-@pytest.mark.parametrize(("options", "fleet"), [((), "default"), (("--json",), "default"), ((), "nobody")])
+@pytest.mark.parametrize(("options", "fleet"), [(("--json",), "default"), ((), "nobody")])
 def test_status_watch_writes_state_after_state_into_a_pipe(nats: str, options: tuple[str, ...], fleet: str) -> None:
     """Into a pipe, `status --watch` writes state after state, also of an empty fleet, and Ctrl-C exits with 0."""
     args = ("status", "--watch", "--fleet", fleet, *options)
@@ -122,26 +99,19 @@ def test_status_watch_ends_if_its_reader_closes_the_pipe(nats: str) -> None:
         assert process.wait() == ExitCode.OK
 
 
-@pytest.mark.parametrize("json_option", [(), ("--json",)])
-def test_an_empty_fleet_gives_exit_code_5(nats: str, json_option: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_empty_fleet_gives_exit_code_5(nats: str, tmp_path: Path) -> None:
     """Without workers, a command sends nothing and exits with code 5 and one line that names fleet and server."""
-    status = rollbus("status", "--fleet", "nobody", *json_option, nats=nats)
+    status, as_json = (rollbus("status", "--fleet", "nobody", *more, nats=nats) for more in ((), ("--json",)))
     path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]})
     code, _, stderr = generate(nats, path, "--fleet", "nobody")
 
-    assert (status.returncode, code) == (ExitCode.NO_WORKERS, ExitCode.NO_WORKERS)
-    for line in (status.stderr, stderr):
+    assert (status.returncode, as_json.returncode, code) == (ExitCode.NO_WORKERS,) * 3
+    for line in (status.stderr, as_json.stderr, stderr):
         assert "fleet nobody " in line
         assert nats in line
         assert line.count("\n") == 1
-    if json_option:
-        assert json.loads(status.stdout) == {
-            "fleet": "nobody",
-            "workers": [],
-            "queues": [],
-            "queue_problems": {},
-            "desired": {},
-        }
+    nothing: dict[str, object] = {"workers": [], "queues": [], "queue_problems": {}, "desired": {}}
+    assert json.loads(as_json.stdout) == {"fleet": "nobody", **nothing}
 
 
 def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
@@ -270,44 +240,21 @@ def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:
     assert "--tokenizer DIR" in stderr
 
 
-def test_up_stops_in_order(tmp_path: Path) -> None:
-    """SIGTERM stops `up` with exit code 0. Stdout has one line of JSON, stderr has the workers' logs and states."""
-    with running_up("--engine", "synthetic", log=tmp_path / "log") as (process, info):
-        assert (info["http"].startswith("http://127.0.0.1:"), info["workers"]) == (True, ["local-0"])
-        assert len(processes_with(info["nats"])) == 1
-        process.terminate()
-        assert process.stdout.read() == ""
-
-    assert process.returncode == 0
-    assert processes_with(info["nats"]) == []
-    log = (tmp_path / "log").read_text()
-    assert "[local-0] " in log
-    assert re.search(r"^local-0  serving  \d+ s$", log, re.MULTILINE)
-    assert log.endswith("stopped\n")
-
-
 def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
     """`rollbus worker` serves under its id and exits with code 0 after SIGTERM."""
     worker = subprocess.Popen(
-        command("worker", "--engine", "synthetic", "--worker-id", "by-hand", "--served-model-name", "other"),
+        command("worker", "--engine", "synthetic", "--worker-id", "by-hand", "--fleet", "hand"),
         env={**ENV, "ROLLBUS_NATS": nats},
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert becomes_true(lambda: "serving  by-hand  other" in rollbus("status", nats=nats).stdout)
+        assert becomes_true(
+            lambda: "serving  by-hand  synthetic" in rollbus("status", "--fleet", "hand", nats=nats).stdout
+        )
     finally:
         worker.terminate()
 
     assert worker.wait() == 0
-
-
-def test_the_workers_of_a_killed_up_exit(tmp_path: Path) -> None:
-    """After SIGKILL of `rollbus up`, its workers exit."""
-    with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
-        assert len(processes_with(info["nats"])) == 2
-        process.kill()
-
-        assert becomes_true(lambda: processes_with(info["nats"]) == [])
 
 
 def is_replaced(worker: str, pid: int, nats: str) -> bool:
@@ -315,11 +262,16 @@ def is_replaced(worker: str, pid: int, nats: str) -> bool:
     return processes_with(f"--worker-id {worker}", nats) not in ([], [pid])
 
 
-def test_up_restarts_a_dead_worker(tmp_path: Path) -> None:
-    """`up` reports each dead worker in one line and restarts it, even the last one, and serves waiting requests."""
+def test_up_restarts_a_dead_worker_and_stops_in_order(tmp_path: Path) -> None:
+    """`up` reports each dead worker in one line and restarts it, even the last one, and serves waiting requests.
+
+    SIGTERM stops it with exit code 0. Stdout has one line of JSON, stderr has the workers' logs and states.
+    """
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
         nats = info["nats"]
+        assert (info["http"].startswith("http://127.0.0.1:"), info["workers"]) == (True, ["local-0", "local-1"])
+        assert len(processes_with(nats)) == 2
         for worker in ("local-1", "local-0"):
             (pid,) = processes_with(f"--worker-id {worker}", nats)
             os.kill(pid, signal.SIGKILL)
@@ -337,20 +289,9 @@ def test_up_restarts_a_dead_worker(tmp_path: Path) -> None:
 
     assert process.returncode == 0
     assert processes_with(nats) == []
-
-
-async def test_up_keeps_running_while_its_only_worker_restarts(tmp_path: Path) -> None:
-    """`up` keeps running while its only worker restarts, and a request of the dead worker finishes on the new one."""
-    with running_up("--engine", "synthetic", "--engine-args", '{"step_s": 0.02}', log=tmp_path / "log") as (_, info):
-        async with bus.connect(info["nats"]) as rb:
-            await rb.fleet.wait_for_workers()
-            stream = rb.generate(greedy(1, 100))
-            chunks = [await anext(stream)]
-            os.kill(processes_with("--worker-id local-0", info["nats"])[0], signal.SIGKILL)
-            chunks += [chunk async for chunk in stream]
-
-    assert sum(chunk.num_tokens for chunk in chunks) == 100
-    assert {chunk.attempt for chunk in chunks} == {0, 1}
+    assert "[local-0] " in log.read_text()
+    assert re.search(r"^local-0  serving  \d+ s$", log.read_text(), re.MULTILINE)
+    assert log.read_text().endswith("stopped\n")
 
 
 def test_up_fails_after_its_last_worker_was_stopped(tmp_path: Path) -> None:

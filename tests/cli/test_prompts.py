@@ -5,8 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,10 +28,9 @@ from rollbus.frontend.cli.generate.run import GenerateRun, wait_reason
 from rollbus.frontend.tokenization import load_tokenizer
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerState
-from tests.cli.support import ENV, command, rollbus, running_up, serves
+from tests.cli.support import ENV, command, rollbus
 from tests.http.support import make_byte_level, save
 from tests.support.presences import presence
-from tests.support.waits import Shared
 
 
 class Letters:
@@ -212,36 +210,12 @@ def test_results_of_another_input_are_refused(tmp_path: Path) -> None:
 USER = {"role": "user", "content": "the"}
 
 
-@pytest.fixture(scope="module")
-def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, dict[str, Any]]]]:
-    """Start a fleet that all tests of this module share."""
-    log = tmp_path_factory.mktemp("up") / "log"
-
-    def make() -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
-        return running_up("--engine", "synthetic", log=log)
-
-    with Shared(make, is_sound=lambda up: serves(up[1]["nats"], 1)) as shared:
-        yield shared
-
-
-@pytest.fixture
-def nats(ups: Shared[tuple[Any, dict[str, Any]]]) -> str:
-    """Return the NATS address of the shared fleet."""
-    return str(ups.get()[1]["nats"])
-
-
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
     """Return the directory of a tokenizer."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     return str(save(make_byte_level(), folder))
-
-
-def write_of_generate(path: Path, *rows: dict[str, Any]) -> str:
-    """Write rows as JSONL."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def generate(nats: str, source: str, output: Path, *args: str, code: int = 0) -> str:
@@ -265,7 +239,7 @@ def test_rows_of_data_give_results_with_the_row(nats: str, tmp_path: Path, token
         {"question": "the", "request_id": "a"},
     ]
     output = tmp_path / "out.jsonl"
-    source = write_of_generate(tmp_path / "in.jsonl", *rows, rows[1])
+    source = write(tmp_path / "in.jsonl", *rows, rows[1]).name
     stderr = generate(nats, source, output, "--prompt-field", "question", "--with-prompt", "--tokenizer", tokenizer)
 
     first, second, third = read(output)
@@ -281,7 +255,7 @@ def test_messages_become_tokens_with_the_chat_template(nats: str, tmp_path: Path
     """Messages are rendered by the template of the tokenizer, and their special tokens are not added twice."""
     output = tmp_path / "out.parquet"
     row = {"messages": [USER, {"role": "assistant", "content": "th"}], "id": 1}
-    source = write_of_generate(tmp_path / "in.jsonl", row)
+    source = write(tmp_path / "in.jsonl", row).name
     assert "line 1: messages end with the assistant" in generate(nats, source, output, code=ExitCode.USAGE)
     args = ("--messages", "continue", "--with-prompt", "--tokenizer", tokenizer)
     generate(nats, source, output, *args)
@@ -297,13 +271,13 @@ def test_messages_become_tokens_with_the_chat_template(nats: str, tmp_path: Path
 @pytest.mark.slow
 def test_a_changed_option_is_named(nats: str, tmp_path: Path) -> None:
     """A later run with another option names it with its first value, and one with other rows names the row."""
-    source, output = write_of_generate(tmp_path / "in.jsonl", {"prompt_token_ids": [1], "x": 1}), tmp_path / "out.jsonl"
+    source, output = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1], "x": 1}).name, tmp_path / "out.jsonl"
     generate(nats, source, output)
     before = output.read_bytes()
 
     changed = generate(nats, source, output, "--max-tokens", "40", "--seed", "3", code=ExitCode.USAGE)
     assert "the options changed: --max-tokens 40, first run 2, --seed 3, first run without; choose an" in changed
-    write_of_generate(tmp_path / "in.jsonl", {"prompt_token_ids": [1], "x": 2})
+    write(tmp_path / "in.jsonl", {"prompt_token_ids": [1], "x": 2})
     assert "line 1 differs from the row of its result: the input changed" in generate(
         nats, source, output, code=ExitCode.USAGE
     )
@@ -315,7 +289,7 @@ def test_an_unknown_model_is_found_before_the_first_request(nats: str, tmp_path:
     """A model that nobody serves is a usage error with its place, the nearest name and all names."""
     output = tmp_path / "out.jsonl"
     rows: list[dict[str, Any]] = [{"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "model": "sintetic"}]
-    source = write_of_generate(tmp_path / "in.jsonl", *rows)
+    source = write(tmp_path / "in.jsonl", *rows).name
 
     error = generate(nats, source, output, code=ExitCode.USAGE)
     assert error == f"rollbus: {source} line 2: model sintetic (did you mean synthetic?); allowed: synthetic\n"
@@ -355,7 +329,7 @@ def test_a_model_without_a_chat_template_is_found_first(nats: str, tmp_path: Pat
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     save(make_byte_level(), folder, chat_template=None)
-    source = write_of_generate(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"messages": [USER]})
+    source = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"messages": [USER]}).name
     output = tmp_path / "out.jsonl"
 
     assert "has no chat template" in generate(nats, source, output, "--tokenizer", str(folder), code=1)
@@ -402,7 +376,7 @@ def test_only_an_id_in_flight_is_replaced() -> None:
 )
 def test_a_wrong_place_of_the_output_is_found_first(tmp_path: Path, place: str, problem: str) -> None:
     """An output that cannot be written is a usage error before the command connects."""
-    source = write_of_generate(tmp_path / "in.jsonl", {"prompt_token_ids": [1]})
+    source = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}).name
 
     assert problem in generate("nats://127.0.0.1:9", source, tmp_path / place, code=ExitCode.USAGE)
 
@@ -411,7 +385,7 @@ def test_a_full_disk_is_found_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A disk that cannot hold the shortest results fails before the command connects, with both sizes."""
-    source = write_of_generate(tmp_path / "in.jsonl", *({"prompt_token_ids": [1]} for _ in range(5000)))
+    source = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [1]} for _ in range(5000))).name
     usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
 
@@ -422,7 +396,7 @@ def test_a_full_disk_is_found_first(
 @pytest.mark.slow
 def test_a_disk_that_becomes_full_is_named_and_the_same_command_continues(nats: str, tmp_path: Path) -> None:
     """The error has the file, and the size of the missing results. With free space, the same command completes them."""
-    source = write_of_generate(tmp_path / "in.jsonl", *({"prompt_token_ids": [1]} for _ in range(30)))
+    source = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [1]} for _ in range(30))).name
     words = ["generate", "--input", source, "--output", str(tmp_path / "out.jsonl"), "--json"]
     # The limit of 4 KiB a file stands for a full disk.
     full = subprocess.run(

@@ -12,7 +12,7 @@ from rollbus.frontend.cli.watch.traces import Browser, request_rows
 from rollbus.frontend.command_json import RequestQuery
 from rollbus.schemas.telemetry import RequestProgress
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.cli.support import on_terminal, run_rollbus
+from tests.cli.support import on_terminal, run_rollbus, run_together
 from tests.cli.test_trace import LIFE, timeline
 from tests.support.fleet import synthetic_worker
 from tests.support.requests import endless, start_stream
@@ -84,9 +84,8 @@ async def test_the_list_in_a_pipe_and_the_trace_in_a_terminal(nats_url: str, fle
     ):
         await rb.fleet.wait_for_workers()
         stream = await start_stream(tasks, rb, endless("my request"))
-        table = await run_rollbus(nats_url, fleet, "requests", "--client", "alice")
-        told = json.loads((await run_rollbus(nats_url, fleet, "requests", "running", "--json")).stdout)
-        nothing = await run_rollbus(nats_url, fleet, "requests", "failed")
+        lines = ("requests --client alice", "requests running --json", "requests failed")
+        table, as_json, nothing = await run_together(nats_url, fleet, *lines)
         with on_terminal(*args, size=(100, 30)) as terminal:
             await asyncio.to_thread(terminal.read_until, "my request")
             terminal.press(b"\r")
@@ -102,6 +101,7 @@ async def test_the_list_in_a_pipe_and_the_trace_in_a_terminal(nats_url: str, fle
         await stream.reading
     alone = await run_rollbus(nats_url, fleet, "requests")
 
+    told = json.loads(as_json.stdout)
     assert (table.code, table.stderr) == (ExitCode.OK, "")
     title, _, head, row = table.stdout.splitlines()
     assert title == "1 request at 1 worker: in flight, the longest time without a token first"

@@ -22,7 +22,7 @@ from rollbus.schemas.options import pip_install
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.cli.support import run_rollbus
+from tests.cli.support import run_rollbus, run_together
 from tests.support.expert_counts import asked_until, planes_of
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
@@ -192,7 +192,7 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
     """`trace` prints tables, also for the id of an OpenAI response, and JSON with complete timelines."""
     async with one_worker(worker_id="w0", options={"client": "alice", "placement": False}) as (rb, *_):
         await rb.complete(short("r"))
-        shown, as_json = [await run_rollbus(nats_url, fleet, "trace", *args) for args in (["cmpl-r"], ["r", "--json"])]
+        shown, as_json = await run_together(nats_url, fleet, "trace cmpl-r", "trace r --json")
 
     assert (shown.code, shown.stderr, as_json.code, as_json.stderr) == (0, "", 0, "")
     head, attempts, _, phases, _, events = shown.stdout.split("\n\n")
@@ -235,7 +235,7 @@ async def test_an_unknown_request_gives_exit_code_1(one_worker: StartServed, nat
     Without workers, the exit code is 5.
     """
     async with one_worker():
-        unknown, wrong = [await run_rollbus(nats_url, fleet, "trace", name) for name in ("nothing", "a ")]
+        unknown, wrong = await run_together(nats_url, fleet, "trace nothing", "trace 'a '")
     alone = await run_rollbus(nats_url, fleet, "trace", "nothing")
 
     assert (unknown.code, unknown.stdout) == (ExitCode.FAILED, "")
@@ -313,9 +313,8 @@ async def test_the_command_shows_the_counts_of_the_workers(
     async with one_worker(worker_id="w0", config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         results = [await rb.complete(sized(64, 20)), await rb.complete(sized(80, 7))]
         await asked_until(rb, lambda window: window.generated.computed == 25)
-        shown = await run_rollbus(nats_url, fleet, "experts", "--worker", "w0")
-        versions = await run_rollbus(nats_url, fleet, "experts", "--versions", "--plane", "prompt")
-        asked = await run_rollbus(nats_url, fleet, "experts", "--json", "--png", str(tmp_path / "map.png"))
+        options = ("--worker w0", "--versions --plane prompt", f"--json --png {tmp_path / 'map.png'}")
+        shown, versions, asked = await run_together(nats_url, fleet, *(f"experts {each}" for each in options))
 
     wanted = planes_of(results, 16)
     found = json.loads(asked.stdout)

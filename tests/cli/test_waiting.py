@@ -36,9 +36,9 @@ def kill_worker(url: str) -> None:
 async def test_new_requests_wait_while_up_restarts_its_only_worker(tmp_path: Path) -> None:
     """After SIGKILL of the only worker, 50 new requests on the bus and 50 over HTTP end whole on the next process.
 
-    Meanwhile, presence shows the worker as starting, with the number of the restart.
+    So does a request in flight. Meanwhile, presence shows the worker as starting, with the number of the restart.
     """
-    options = ("--engine", "synthetic", "--http", "127.0.0.1:0")
+    options = ("--engine", "synthetic", "--engine-args", '{"step_s": 0.02}', "--http", "127.0.0.1:0")
     with running_up(*options, log=tmp_path / "log") as (_, info):
         async with (
             rollbus.connect(info["nats"]) as rb,
@@ -46,6 +46,8 @@ async def test_new_requests_wait_while_up_restarts_its_only_worker(tmp_path: Pat
             asyncio.TaskGroup() as tasks,
         ):
             await rb.fleet.wait_for_workers()
+            stream = rb.generate(greedy(1, 100))
+            chunks = [await anext(stream)]
             kill_worker(info["nats"])
             await until_true(lambda: [worker.state for worker in rb.fleet.workers] == [WorkerState.STARTING])
             assert "restart 1 of 5" in str(rb.fleet.workers[0].last_error)
@@ -53,8 +55,10 @@ async def test_new_requests_wait_while_up_restarts_its_only_worker(tmp_path: Pat
             body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "ignore_eos": True}}
             by_http = [tasks.create_task(http.post("/inference/v1/generate", json=body)) for _ in range(COUNT)]
             generations, answers = [await task for task in on_bus], [await task for task in by_http]
+            chunks += [chunk async for chunk in stream]
 
     assert "duplicate" not in (tmp_path / "log").read_text()
+    assert (sum(chunk.num_tokens for chunk in chunks), {chunk.attempt for chunk in chunks}) == (100, {0, 1})
     assert [len(generation.token_ids) for generation in generations] == [5] * COUNT
     assert [len(answer.json()["choices"][0]["token_ids"]) for answer in answers] == [5] * COUNT
 

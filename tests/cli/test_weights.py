@@ -9,7 +9,7 @@ import rollbus
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.weights import COLUMNS, ModelWeights, weights_as_json, weights_rows
 from rollbus.schemas.manifest import ChainRecord, Link
-from tests.cli.support import run_rollbus
+from tests.cli.support import run_rollbus, run_together
 from tests.control.support import MODEL, folders, serving
 from tests.support.fleet import synthetic_worker
 
@@ -23,8 +23,7 @@ async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_pa
     first = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--store-only", *own)
     based = ("--base", str(one), "--store-only", "--json")
     second = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", *based, *own)
-    shown = await run_rollbus(nats_url, fleet, "weights", *own)
-    told = await run_rollbus(nats_url, fleet, "weights", *own, "--json")
+    shown, told = await run_together(nats_url, fleet, f"weights --model {MODEL}", f"weights --model {MODEL} --json")
 
     assert (first.code, second.code, shown.code, told.code) == (0, 0, 0, 0), first.stderr + second.stderr + shown.stderr
     assert "published version 1 as an anchor" in first.stdout
@@ -61,9 +60,8 @@ async def test_workers_load_the_published_version(nats_url: str, fleet: str, tmp
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2):
         ended = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", "--json")
-        told = await run_rollbus(nats_url, fleet, "weights", "--json")
-        shown = await run_rollbus(nats_url, fleet, "weights")
-        refused = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2")
+        lines = ("weights --json", "weights", f"publish-weights {two} --version 2")
+        told, shown, refused = await run_together(nats_url, fleet, *lines)
     assert ended.code == 0, ended.stderr
     assert json.loads(ended.stdout)["ledger"]["complete"]
     [model] = json.loads(told.stdout)["models"]
@@ -88,8 +86,7 @@ def test_only_a_version_in_the_desired_state_is_recorded() -> None:
 async def test_without_workers_a_published_version_is_stored(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Without workers, the version is stored. A missing model name and a model without versions are errors."""
     one, _ = folders(tmp_path)
-    nameless = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1")
-    nothing = await run_rollbus(nats_url, fleet, "weights")
+    nameless, nothing = await run_together(nats_url, fleet, f"publish-weights {one} --version 1", "weights")
     stored = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--model", MODEL)
     assert (nameless.code, nothing.code, stored.code) == (ExitCode.USAGE, ExitCode.FAILED, ExitCode.NO_WORKERS)
     assert "--model NAME is required" in nameless.stderr
@@ -97,57 +94,29 @@ async def test_without_workers_a_published_version_is_stored(nats_url: str, flee
     assert "version 1 is stored as objects:" in stored.stderr
 
 
-async def test_an_unknown_model_is_named_with_the_known_ones(nats_url: str, fleet: str) -> None:
-    """`weights --model` with an unknown name lists the models of the fleet and exits with 2."""
-    async with synthetic_worker(nats_url, fleet, model="m"), rollbus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
-        ended = await run_rollbus(nats_url, fleet, "weights", "--model", "nope")
-
-    assert ended.code == ExitCode.USAGE
-    assert ended.stderr == f"rollbus: --model: fleet {fleet} has no model nope; allowed: m\n"
-
-
-async def test_a_fleet_without_workers_is_named_with_those_that_have_some(nats_url: str, fleet: str) -> None:
-    """A command for a fleet without workers names it, the server, and the fleets that have workers there."""
-    async with synthetic_worker(nats_url, fleet, model="m"), rollbus.connect(nats_url, fleet=fleet) as rb:
-        await rb.fleet.wait_for_workers()
-        for command in ("pause", "status"):
-            ended = await run_rollbus(nats_url, f"{fleet}-2", command)
-            begin, _, fleets = ended.stderr.strip().partition("; fleets with workers there: ")
-
-            assert (ended.code, begin) == (
-                ExitCode.NO_WORKERS,
-                f"rollbus: fleet {fleet}-2 has no workers at {nats_url}",
-            )
-            assert fleet in fleets.split(", ")
-
-
-async def test_the_only_worker_that_refuses_is_named_with_its_reason(nats_url: str, fleet: str) -> None:
-    """`update-weights` of a missing path says that it does not exist on the machine of the only worker."""
+async def test_an_error_names_what_the_fleet_has(nats_url: str, fleet: str) -> None:
+    """The error of a wrong model, worker, path or fleet has the known names, and the reason of the only worker."""
+    lines = (
+        *("weights --model nope", "pause --worker nope", "drain nope"),
+        *("update-weights /nope --version 1", "update-weights /proc --version 1"),
+    )
     async with (
         synthetic_worker(nats_url, fleet, model="m", worker_id="a"),
         rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         await rb.fleet.wait_for_workers()
-        missing = await run_rollbus(nats_url, fleet, "update-weights", "/nope", "--version", "1")
-        outside = await run_rollbus(nats_url, fleet, "update-weights", "/proc", "--version", "1")
+        model, worker, drained, missing, outside = await run_together(nats_url, fleet, *lines)
+        elsewhere = await run_together(nats_url, f"{fleet}-2", "pause", "status")
 
+    assert (model.code, worker.code) == (ExitCode.USAGE, ExitCode.USAGE)
+    assert model.stderr == f"rollbus: --model: fleet {fleet} has no model nope; allowed: m\n"
+    assert worker.stderr == "rollbus: --worker names no live worker: nope; allowed: a (m)\n"
+    assert drained.stderr == "rollbus: WORKER names no live worker: nope; allowed: a (m)\n"
     refused = "rollbus: update_weights was not started: the only worker, a, refused: "
     assert missing.stderr.startswith(f"{refused}bad_source: /nope does not exist on the worker's machine.")
     assert outside.stderr.startswith(f"{refused}path_refused: /proc is outside the worker's directories of weights")
     assert "start the worker with --weight-root DIR" in outside.stderr
-
-
-async def test_an_unknown_worker_is_named_with_the_live_ones(nats_url: str, fleet: str) -> None:
-    """`pause --worker` with an unknown id names the option and the live workers, and exits with 2."""
-    async with (
-        synthetic_worker(nats_url, fleet, model="m", worker_id="a"),
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers()
-        ended = await run_rollbus(nats_url, fleet, "pause", "--worker", "nope")
-        drained = await run_rollbus(nats_url, fleet, "drain", "nope")
-
-    assert ended.code == ExitCode.USAGE
-    assert ended.stderr == "rollbus: --worker names no live worker: nope; allowed: a (m)\n"
-    assert drained.stderr == "rollbus: WORKER names no live worker: nope; allowed: a (m)\n"
+    for ended in elsewhere:
+        begin, _, fleets = ended.stderr.strip().partition("; fleets with workers there: ")
+        assert (ended.code, begin) == (ExitCode.NO_WORKERS, f"rollbus: fleet {fleet}-2 has no workers at {nats_url}")
+        assert fleet in fleets.split(", ")

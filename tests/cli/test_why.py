@@ -15,7 +15,7 @@ from rollbus.frontend.cli.watch.why import MAX_REQUESTS, Cause, cause_lines, fin
 from rollbus.schemas.control import DesiredState, Pause, Recorded, Sleep
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import OpenTransfer
-from tests.cli.support import run_rollbus
+from tests.cli.support import run_rollbus, run_together
 from tests.cli.test_requests import SLOW, running
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import presence
@@ -132,9 +132,8 @@ async def test_why_shows_a_pause_on_one_screen(nats_url: str, fleet: str) -> Non
             return [each["cause"] for each in told["causes"]]
 
         await until(causes, ["paused (keep)", "no token (held by pause at w)"])
-        paused = await run_rollbus(nats_url, fleet, "why")
-        of_it = await run_rollbus(nats_url, fleet, "why", "--model", "synthetic")
-        unknown = await run_rollbus(nats_url, fleet, "why", "--model", "nope")
+        lines = ("why", "why --model synthetic", "why --model nope")
+        paused, of_it, unknown = await run_together(nats_url, fleet, *lines)
         await rb.fleet.resume()
         await rb.fleet.abort(["r"])
         await stream.reading
