@@ -11,14 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from ... import bus
@@ -38,41 +37,7 @@ from .local.display import FleetObserver
 from .local.fleet import TINY_MOE, LocalFleet, check_vllm, default_state_dir, make_tiny_moe, run_fleet
 from .local.processes import RestartRule
 from .options import EXAMPLES_DIR, refuse_options
-from .tables import print_table
-
-NUM_EXPERTS_SHOWN = 3
-"""Number of experts that the table names as most used, and as least used."""
-COLUMNS = ("layer", "most used experts", "least used experts", "unused")
-
-
-def count_experts(arrays: Iterable[Rows], num_layers: int, num_experts: int) -> npt.NDArray[np.int64]:
-    """Count the choices of each expert over all positions.
-
-    Args:
-        arrays: u1 or <u2, [num_rows, num_layers, top_k] each.
-
-    Returns:
-        i8[num_layers, num_experts]
-    """
-    counts = np.zeros((num_layers, num_experts), np.int64)
-    for rows in arrays:
-        for layer in range(num_layers):
-            counts[layer] += np.bincount(rows[:, layer].reshape(-1), minlength=num_experts)
-    return counts
-
-
-def expert_rows(counts: npt.NDArray[np.int64]) -> list[list[str]]:
-    """Return the cells of `COLUMNS` for each layer. A share is a fraction of all choices in that layer."""
-    rows = []
-    for layer, of_layer in enumerate(counts):
-        order = np.argsort(-of_layer, kind="stable")
-        shares = [f"{expert} ({of_layer[expert] / max(of_layer.sum(), 1):.0%})" for expert in order]
-        unused = int((of_layer == 0).sum())
-        rows.append(
-            [str(layer), ", ".join(shares[:NUM_EXPERTS_SHOWN]), ", ".join(shares[-NUM_EXPERTS_SHOWN:]), str(unused)]
-        )
-    return rows
-
+from .watch.experts import LEGEND, map_lines
 
 NEXT = """
 What to try next
@@ -95,6 +60,8 @@ NUM_SHOWN_CHARS = 60
 
 NUM_STREAMED = 16
 """Number of tokens of the streamed answer. Each token is a line."""
+MAP_WIDTH = 74
+"""Columns of the map of experts. With its margin it fits a terminal of 80 columns."""
 FIRST_VERSION = 1
 """Version of the weights with which the worker starts."""
 NEXT_VERSION = 2
@@ -247,54 +214,51 @@ class Tour:
                 experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
                 self._write(f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
 
+    async def _complete(
+        self, requests: Sequence[GenerateRequest], advance: Callable[[], None] = lambda: None
+    ) -> list[Generation]:
+        """Complete the requests, and check that each of them succeeded."""
+        generations: list[Generation] = []
+        async for generation in self.rb.complete_many(requests):
+            error = first_error(generation)
+            require(error is None, f"a request failed: {error}")
+            generations += [generation, *generation.siblings]
+            advance()
+        return generations
+
     async def _complete_all(self, routing: RoutedExpertsInfo) -> None:
         """Complete all prompts at once and check that each result is complete. Print their routed experts."""
         self._write(f"All {len(self.prompts)} questions of {self.source.name} at once")
         requests = [prompt.request(self.tokenizer) for prompt in self.prompts]
-        generations: list[Generation] = []
         started = time.monotonic()
         with progress("      generating", len(requests), shown=not self.as_json) as advance:
-            async for generation in self.rb.complete_many(requests):
-                error = first_error(generation)
-                if error is not None:
-                    raise CommandFailed(f"a request failed: {error}")
-                generations += [generation, *generation.siblings]
-                advance()
+            generations = await self._complete(requests, advance)
         seconds = time.monotonic() - started
-        for generation in generations:
-            check_rows(generation)
-        self._summarize(routing, generations, seconds)
-
-    def _summarize(self, routing: RoutedExpertsInfo, generations: Sequence[Generation], seconds: float) -> None:
-        arrays = [generation.routed_experts for generation in generations if generation.routed_experts is not None]
-        counts = count_experts(arrays, routing.num_layers, routing.num_experts)
+        arrays = [check_rows(generation) for generation in generations]
+        rows = np.concatenate(arrays)
+        counts = np.stack([np.bincount(of.ravel(), minlength=routing.num_experts) for of in rows.swapaxes(0, 1)])
         num_tokens = sum(len(generation.token_ids) for generation in generations)
-        num_rows, num_bytes = sum(len(array) for array in arrays), sum(array.nbytes for array in arrays)
         self.report.update(
             prompts=len(self.prompts),
             tokens=num_tokens,
             seconds=round(seconds, 3),
             tokens_per_s=round(num_tokens / seconds, 1),
-            routed_experts={"rows": num_rows, "bytes": num_bytes, "counts": counts.tolist()},
+            routed_experts={"rows": len(rows), "bytes": rows.nbytes, "counts": counts.tolist()},
         )
         longest = max(generations, key=lambda generation: len(generation.token_ids))
-        rows = longest.routed_experts if longest.routed_experts is not None else arrays[0]
-        self._write(
-            f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine"
-        )
-        self._write(
-            f"      Routed experts of one answer: array of shape {rows.shape} (rows, layers, top k), "
-            f"dtype {rows.dtype}, {rows.nbytes} bytes"
-        )
-        self._write(
-            f"        {len(rows)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1: "
-            "the last token is not an input of the model"
-        )
-        self._write(f"      All {len(arrays)} answers: {num_rows} rows, {num_bytes} bytes; no row is missing")
-        self._write(
-            f"        an even share is {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n"
-        )
-        print_table(COLUMNS, expert_rows(counts), out=self._out)
+        own = check_rows(longest)
+        shape = f"array of shape {own.shape} (rows, layers, top k), dtype {own.dtype}, {own.nbytes} bytes"
+        parts = f"{len(own)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1"
+        for line in (
+            f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine",
+            f"Routed experts of one answer: {shape}",
+            f"  {parts}: the last token is not an input of the model",
+            f"All {len(arrays)} answers: {len(rows)} rows, {rows.nbytes} bytes; no row is missing",
+            "",
+            *map_lines(counts, routing.top_k, MAP_WIDTH),
+            LEGEND,
+        ):
+            self._write(f"      {line}".rstrip())
 
     async def _pause_and_resume(self) -> None:
         """Send requests to a paused fleet. They wait in the queue, and the fleet answers them after the resume."""
@@ -303,7 +267,7 @@ class Tour:
         requests = [self._request(prompt, max_tokens=16) for prompt in prompts]
         self._write_result(await self.rb.fleet.pause())
         async with asyncio.TaskGroup() as tasks:
-            answers = tasks.create_task(_complete(self.rb, requests), name="requests of the paused fleet")
+            answers = tasks.create_task(self._complete(requests), name="requests of the paused fleet")
             await _until_waiting(self.rb, len(requests))
             require(not answers.done(), "a paused worker answered a request")
             self._write(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
@@ -338,31 +302,25 @@ class Tour:
             async for chunk in chunks:
                 version = chunk.weight_version
                 require(version in lines, f"a token has the unexpected weight version {version}")
-                require(
-                    version == NEXT_VERSION or not new, "a token of the old weights follows a token of the new weights"
-                )
-                for token_id in chunk.token_ids.tolist():
-                    text = f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{version:>7}"
-                    if version == NEXT_VERSION and not new:
-                        self._write_last(old[NUM_SHOWN:])
-                    lines[version].append(text)
-                    if len(lines[version]) <= NUM_SHOWN:
-                        self._write(text)
+                is_ordered = version == NEXT_VERSION or not new
+                require(is_ordered, "a token of the old weights follows a token of the new weights")
+                lines[version] += [
+                    f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{version:>7}"
+                    for token_id in chunk.token_ids.tolist()
+                ]
                 if update is None and len(old) >= NUM_SHOWN:
                     update = tasks.create_task(self.rb.fleet.update_weights(str(checkpoint), version=NEXT_VERSION))
                 if len(new) >= NUM_SHOWN:
                     break
-            require(update is not None and bool(new), "the answer ended before the weights changed")
+        for line in old[:NUM_SHOWN]:
+            self._write(line)
+        self._write(f"           ... {max(len(old) - 2 * NUM_SHOWN, 0)} more ...")
+        for line in (*old[NUM_SHOWN:][-NUM_SHOWN:], *new[:NUM_SHOWN]):
+            self._write(line)
+        require(update is not None and bool(new), "the answer ended before the weights changed")
         if update is not None:
             self._write_result(update.result())
         self.report["update"] = {"tokens": {str(version): len(texts) for version, texts in lines.items() if texts}}
-
-    def _write_last(self, lines: Sequence[str]) -> None:
-        """Write the last tokens of the old weights, and how many were skipped."""
-        if len(lines) > NUM_SHOWN:
-            self._write(f"           ... {len(lines) - NUM_SHOWN} more ...")
-        for line in lines[-NUM_SHOWN:]:
-            self._write(line)
 
     async def _flush_cache(self) -> None:
         """Send a long prompt until it is in the prefix cache, then flush the cache."""
@@ -393,12 +351,12 @@ class Tour:
             self._request(prompt, max_tokens=room, temperature=0.0, ignore_eos=True)
             for prompt in self.prompts[:NUM_PAUSED]
         ]
-        undisturbed = {generation.request_id: generation for generation in await _complete(self.rb, requests)}
+        undisturbed = {generation.request_id: generation for generation in await self._complete(requests)}
         (worker,) = (await self.rb.fleet.state()).workers
         if worker.pid is None:
             raise CommandFailed(f"worker {worker.worker} reports no process id")
         async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(_complete(self.rb, requests), name="requests of the killed worker")
+            answering = tasks.create_task(self._complete(requests), name="requests of the killed worker")
             calls = runtime_of(self.rb).coordinator
             for _ in range(MAX_POLLS):
                 if calls.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
@@ -449,25 +407,18 @@ def require(condition: bool, problem: str) -> None:
         raise CommandFailed(problem)
 
 
-def check_rows(generation: Generation) -> None:
-    """Check that a result has the routed experts of each position.
+def check_rows(generation: Generation) -> Rows:
+    """Return the routed experts of a result.
 
     Raises:
-        CommandFailed: rows are missing.
+        CommandFailed: a position has none.
     """
+    rows = generation.routed_experts
     expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
-    found = None if generation.routed_experts is None else len(generation.routed_experts)
-    if found != expected:
+    if rows is None or len(rows) != expected:
+        found = None if rows is None else len(rows)
         raise CommandFailed(f"request {generation.request_id} has {found} rows of routed experts, not {expected}")
-
-
-async def _complete(rb: bus.Client, requests: Sequence[GenerateRequest]) -> list[Generation]:
-    generations = [generation async for generation in rb.complete_many(requests)]
-    for generation in generations:
-        error = first_error(generation)
-        if error is not None:
-            raise CommandFailed(f"a request failed: {error}")
-    return generations
+    return rows
 
 
 async def _until_waiting(rb: bus.Client, count: int) -> None:

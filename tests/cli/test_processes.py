@@ -6,7 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,6 @@ from rollbus.frontend.cli.local.processes import (
     run_tool,
     run_workers,
 )
-from rollbus.frontend.cli.tour import count_experts, expert_rows
 from rollbus.schemas.errors import EXIT_DUPLICATE_WORKER
 from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true, is_alive, python_program
@@ -318,24 +316,6 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
 
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
-
-
-def test_experts_are_counted_by_layer() -> None:
-    """Each choice counts once for its layer, in arrays of any length and dtype."""
-    one = np.array([[[0, 1], [3, 3]], [[1, 2], [3, 0]]], np.uint8)
-    other = np.array([[[1, 0], [0, 2]]], "<u2")
-
-    counts = count_experts([one, other, np.zeros((0, 2, 2), np.uint8)], num_layers=2, num_experts=4)
-
-    assert counts.tolist() == [[2, 3, 1, 0], [2, 0, 1, 3]]
-
-
-def test_the_most_and_the_least_used_experts_are_named() -> None:
-    """The shares refer to the choices of the layer. Experts that were never chosen are counted."""
-    assert expert_rows(np.array([[6, 3, 1, 0], [0, 0, 0, 0]])) == [
-        ["0", "0 (60%), 1 (30%), 2 (10%)", "1 (30%), 2 (10%), 3 (0%)", "1"],
-        ["1", "0 (0%), 1 (0%), 2 (0%)", "1 (0%), 2 (0%), 3 (0%)", "4"],
-    ]
 
 
 @pytest.mark.parametrize(

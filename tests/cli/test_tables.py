@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +19,6 @@ from rollbus.frontend.cli.control import show_ledger
 from rollbus.frontend.cli.doctor.machine import fail, ok
 from rollbus.frontend.cli.doctor.server import show_findings
 from rollbus.frontend.cli.tables import lay_out, print_table, print_text, table_text
-from rollbus.frontend.cli.tour import COLUMNS as EXPERT_COLUMNS
-from rollbus.frontend.cli.tour import expert_rows
 from rollbus.frontend.cli.watch.experts import VERSION_COLUMNS
 from rollbus.frontend.cli.watch.status import (
     DESIRED_COLUMNS,
@@ -133,9 +130,8 @@ def show_command(worker: str, model: str) -> None:
 
 
 def show_experts(worker: str, model: str) -> None:
-    """Print the tables of `experts` and `demo`, which have no names."""
+    """Print the table of `experts`, which has no names."""
     print_table(VERSION_COLUMNS, [["7", "generated", "1,000,000", "100%", "1.25", "12.50", "0.987", "12"]])
-    print_table(EXPERT_COLUMNS, expert_rows(np.arange(512).reshape(2, 256)))
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -469,37 +465,16 @@ def test_the_names_of_the_state_are_documented() -> None:
 
 
 def test_the_names_of_the_state_are_stable() -> None:
-    """The names in `rollbus status --json` are stable for programs: names may be added, but not changed."""
+    """The names in `rollbus status --json` are stable for programs: names may be added, but not changed.
+
+    Those of presence, capabilities and commands are names of the wire, which has golden bytes.
+    """
     written = msgspec.json.decode(msgspec.json.encode(state_as_json(STATE)))
 
-    capabilities = [
-        "engine", "engine_version", "max_model_len", "vocab_size", "max_num_seqs", "max_logprobs", "dtype",
-        "routed_experts", "logprobs_mode", "priority", "extra", "signature", "weight_updates", "weight_transfer",
-        "max_loras", "sleep", "data_parallel_size", "role", "kv_connector", "max_lora_rank",
-        "world_size", "version_labels", "sampling_mask", "weight_deltas",
-    ]  # fmt: skip
-    worker = [
-        "worker", "incarnation", "model", "state", "weight_version", "in_flight", "free_slots", "uptime_s", "lease_s",
-        "capabilities", "held_bytes", "last_error", "model_path", "pause_mode", "queued", "target_version", "epoch",
-        "loras", "lease_age_s", "counters",
-    ]  # fmt: skip
     assert sorted(written) == ["desired", "fleet", "queue_problems", "queues", "workers"]
-    [told] = written["workers"]
-    assert set(told) >= set(worker)
-    assert set(told["capabilities"]) >= set(capabilities)
-    assert set(told["capabilities"]["routed_experts"]) >= {"num_layers", "top_k", "num_experts", "dtype"}
-    assert told["loras"] == [{"name": "math", "version": 2}, {"name": "code", "version": 1}]
-    [queue] = written["queues"]
-    assert queue == {
-        "model": "m",
-        "lane": "high",
-        "waiting": 3,
-        "in_hand": 0,
-        "leader": "",
-        "replicas": 1,
-        "behind": [],
-    }
-    desired = written["desired"]["m"]
+    [worker], [queue], desired = written["workers"], written["queues"], written["desired"]["m"]
+    assert worker["loras"] == [{"name": "math", "version": 2}, {"name": "code", "version": 1}]
+    assert set(queue) == {"model", "lane", "waiting", "in_hand", "leader", "replicas", "behind"}
     assert sorted(desired) == ["epoch", "registers", "workers"]
     weights = desired["registers"]["weights"]
     assert (weights["epoch"], weights["command"]["command"]) == (7, "update_weights")

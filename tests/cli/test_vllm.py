@@ -156,7 +156,7 @@ def test_the_demo_shows_experts_pause_new_weights_an_empty_cache_and_a_killed_wo
     assert len(re.findall(r"^ +\d+  ['\"].*['\"] +-\d+\.\d{3} ( +\d+){4}$", out, re.MULTILINE)) in range(1, 17)
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", out)
     assert f"All {len(prompts)} answers: " in out
-    assert re.findall(r"^ *(\d)  +\d+ \(\d+%\)", out, re.MULTILINE) == list("0123")
+    assert re.findall(r"^ +(\d) \|.{16}\| +\d+\.\d\d ", out, re.MULTILINE) == list("0123")
     assert f"{min(len(prompts), 8)} requests sent meanwhile: all of them wait in the queue" in out
     versions = re.findall(r"^ +\d+  ['\"].*['\"] +([12])$", out, re.MULTILINE)
     assert versions == sorted(versions)
