@@ -17,7 +17,7 @@ from rollbus.bus.subjects import Subjects
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerCounters
-from tests.cli.support import Terminal, on_terminal, run_rollbus
+from tests.cli.support import Terminal, on_terminal, run_rollbus, run_together
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_server import require_binary
 from tests.support.presences import presence
@@ -28,12 +28,16 @@ pytestmark = pytest.mark.slow
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"
 FAILING = """
+import asyncio, time
 from rich.text import Text
-from rollbus.frontend.cli.watch.terminal import FullScreen
+from rollbus.frontend.cli.watch.terminal import open_screen
 
-with FullScreen() as screen:
-    screen.show(Text("drawn"))
-    raise RuntimeError("in the middle")
+async def main():
+    with open_screen() as screen:
+        await screen.show(lambda width, height: Text("drawn"), lambda key: True, time.monotonic())
+        raise RuntimeError("in the middle")
+
+asyncio.run(main())
 """
 
 
@@ -113,7 +117,7 @@ async def test_top_keeps_the_last_state_while_nats_is_down(fleet: str) -> None:
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str, number: signal.Signals) -> None:
     """After a signal, `top` has left the alternate screen, shown the cursor and restored the terminal's settings."""
     async with announced(nats_url, fleet, "a"):
@@ -174,8 +178,7 @@ async def test_top_prints_the_tables_once_into_a_pipe(nats_url: str, fleet: str)
 
 async def test_without_workers_top_exits_with_code_5(nats_url: str, fleet: str) -> None:
     """Without workers, the exit code is 5, as with `status`. An invalid interval is a usage error."""
-    done = await run_rollbus(nats_url, fleet, "top", "--once")
-    wrong = await run_rollbus(nats_url, fleet, "top", "--interval", "0")
+    done, wrong = await run_together(nats_url, fleet, "top --once", "top --interval 0")
 
     assert (done.code, done.stdout) == (ExitCode.NO_WORKERS, "")
     assert f"rollbus: fleet {fleet} has no workers at {nats_url}; " in done.stderr

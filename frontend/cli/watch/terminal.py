@@ -15,10 +15,9 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from types import TracebackType
-from typing import Any, Final, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Final
 
 from rich.console import Console
 from rich.live import Live
@@ -40,66 +39,50 @@ READ_EVERY_S: Final = 1.0
 """Seconds between two reads. Workers publish presence at the same interval."""
 
 
-class FleetFollower:
-    """The state of a fleet and its rates. It sends nothing to workers, which publish presence every second."""
+@asynccontextmanager
+async def following(watch: FleetWatch) -> AsyncIterator[Callable[[], Awaitable[TopView]]]:
+    """Follow a fleet while the block lasts. Yield a function that returns the known state immediately.
 
-    def __init__(self, watch: FleetWatch) -> None:
-        self._watch = watch
-        self._heard = Heard()
-        self._recorded = RecordedReader(lists_clients=False)
-        self._problem: str | None = None
-        self._has_read = asyncio.Event()
-        self._heard_at = time.time()
+    This sends nothing to workers, which publish presence every second. NATS has half a second to answer first.
+    """
+    heard, recorded = Heard(), RecordedReader(lists_clients=False)
+    has_read, unread, heard_at = asyncio.Event(), "", time.time()
 
-    async def refresh(self) -> TopView:
-        """Return the known state immediately.
-
-        Raises:
-            BusClosed: the client was closed.
-        """
-        await self._heard.update(self._watch)
-        recorded, problem = self._recorded.latest, self._watch.problem
-        if problem is None:
-            self._heard_at = time.time()
-            problem = self._problem or recorded.problem
-        else:
-            problem = f"{problem}; this is what was known {time.time() - self._heard_at:.0f} s ago"
-        state = FleetState(
-            fleet=self._watch.fleet,
-            workers=tuple(each.presence for each in self._heard.workers.values()),
-            queues=recorded.queues,
-            queue_problems=recorded.queue_problems,
-            desired=recorded.desired,
-        )
-        return TopView(state, self._heard.rates, time.time(), problem)
-
-    async def read(self) -> None:
-        """Read the state from NATS periodically, until cancelled."""
+    async def read() -> None:
+        nonlocal unread
         while True:
-            self._problem = None
+            unread = ""
             try:
-                await self._recorded.read(self._watch)
+                await recorded.read(watch)
             except RollbusError as exc:
                 # The presence of the workers is still valid.
-                self._problem = f"cannot read the queues: {exc}"
-            self._has_read.set()
+                unread = f"cannot read the queues: {exc}"
+            has_read.set()
             await asyncio.sleep(READ_EVERY_S)
 
-    async def wait_until_read(self) -> None:
-        """Wait until NATS has answered once, at most half a second."""
+    async def refresh() -> TopView:
+        nonlocal heard_at
+        await heard.update(watch)
+        known, now = recorded.latest, time.time()
+        if watch.problem is None:
+            heard_at, problem = now, unread or known.problem
+        else:
+            problem = f"{watch.problem}; this is what was known {now - heard_at:.0f} s ago"
+        state = FleetState(
+            fleet=watch.fleet,
+            workers=tuple(each.presence for each in heard.workers.values()),
+            queues=known.queues,
+            queue_problems=known.queue_problems,
+            desired=known.desired,
+        )
+        return TopView(state, heard.rates, now, problem)
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read(), name="top.read")
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READ_S):
-                await self._has_read.wait()
-
-
-@asynccontextmanager
-async def following(watch: FleetWatch) -> AsyncIterator[FleetFollower]:
-    """Follow a fleet while the block lasts."""
-    follower = FleetFollower(watch)
-    async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(follower.read(), name="top.read")
-        await follower.wait_until_read()
-        yield follower
+                await has_read.wait()
+        yield refresh
         reading.cancel()
 
 
@@ -110,70 +93,6 @@ MAX_HELD_LOGS: Final = 20
 def is_capable() -> bool:
     """Return True if stdout is a terminal on which lines can change in place."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
-
-
-class FullScreen:
-    """The terminal's alternate screen. Entering saves the settings of the terminal, and leaving restores them."""
-
-    def __init__(self) -> None:
-        self._console = Console(markup=False, highlight=False)
-        self._keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._before: list[Any] | None = None
-        self._live: Live | None = None
-
-    @property
-    def keys(self) -> int | None:
-        """File descriptor of the keys; None if stdin is not a terminal."""
-        return self._keys
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Current columns and lines."""
-        return self._console.size
-
-    def __enter__(self) -> Self:
-        """Enter the alternate screen."""
-        with ExitStack() as undo:
-            undo.callback(self._give_back)
-            self._take()
-            undo.pop_all()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Restore the terminal."""
-        self._give_back()
-
-    def show(self, text: Text) -> None:
-        """Replace the text on the screen."""
-        if self._live is not None:
-            self._live.update(text, refresh=True)
-
-    def suspend(self) -> None:
-        """Restore the terminal and stop this process as Ctrl-Z does. Return when the process continues."""
-        self._give_back()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._take()
-
-    def _take(self) -> None:
-        if self._keys is not None:
-            self._before = termios.tcgetattr(self._keys)
-            tty.setcbreak(self._keys, termios.TCSANOW)
-        self._live = Live(
-            console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-        self._live.start()
-
-    def _give_back(self) -> None:
-        try:
-            if self._live is not None:
-                self._live.stop()
-        finally:
-            self._live = None
-            if self._keys is not None and self._before is not None:
-                # TCSANOW does not wait for pending output, which a stopped terminal would not accept.
-                termios.tcsetattr(self._keys, termios.TCSANOW, self._before)
 
 
 class _LogBuffer(logging.Handler):
@@ -213,12 +132,12 @@ _ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 async def read_view(rb: Client) -> TopView:
     """Follow the fleet for `SAMPLE_S` seconds and return the state at the end."""
-    async with following(watch_fleet(rb)) as follower:
+    async with following(watch_fleet(rb)) as refresh:
         ends = time.monotonic() + SAMPLE_S
         while time.monotonic() < ends:
-            await follower.refresh()
+            await refresh()
             await asyncio.sleep(LOOK_EVERY_S)
-        return await follower.refresh()
+        return await refresh()
 
 
 async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
@@ -238,30 +157,42 @@ async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
         options = pressed or options
         return pressed is not None
 
-    with open_screen() as events:
-        async with following(watch_fleet(rb)) as follower:
+    with open_screen() as screen:
+        async with following(watch_fleet(rb)) as refresh:
             began = time.monotonic()
             goes_on = True
             while goes_on:
                 looked_at = time.monotonic()
-                view = await follower.refresh()
+                view = await refresh()
                 # Update more often at first, to show workers that answer late and the first rates.
                 wait_s = interval_s if looked_at - began > SAMPLE_S else min(interval_s, LOOK_EVERY_S)
-                goes_on = await events.show(draw_view, press_key, looked_at + wait_s)
+                goes_on = await screen.show(draw_view, press_key, looked_at + wait_s)
 
 
 @contextmanager
-def open_screen() -> Iterator["Events"]:
-    """Use the whole terminal while the block lasts. The log is held."""
-    with held_logs(), FullScreen() as screen, Events(screen).listening() as events:
-        yield events
+def open_screen() -> Iterator["FullScreen"]:
+    """Use the whole terminal while the block lasts: show the alternate screen, and receive keys and signals.
+
+    The log is held. The end restores the settings of the terminal.
+    """
+    with held_logs():
+        screen = FullScreen()
+        try:
+            screen.take()
+            with screen.listening():
+                yield screen
+        finally:
+            screen.give_back()
 
 
-class Events:
-    """Receives keys, signals and changes of the terminal's size on the event loop."""
+class FullScreen:
+    """The terminal's alternate screen, with its keys, signals and changes of size on the event loop."""
 
-    def __init__(self, screen: FullScreen) -> None:
-        self._screen = screen
+    def __init__(self) -> None:
+        self._console = Console(markup=False, highlight=False)
+        self._stdin = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._before: list[Any] | None = None
+        self._live: Live | None = None
         self._reader = KeyReader()
         self._pressed: deque[Key] = deque(maxlen=MAX_KEYS)
         self._changed = asyncio.Event()
@@ -279,9 +210,14 @@ class Events:
             False if a key has ended the display.
         """
         while True:
-            self._screen.show(draw_text(*self._screen.size))
-            if not await self._wait_until(ends):
+            if self._live is not None:
+                self._live.update(draw_text(*self._console.size), refresh=True)
+            try:
+                async with asyncio.timeout(None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
+                    await self._changed.wait()
+            except TimeoutError:
                 return True
+            self._changed.clear()
             while self._pressed:
                 if not press_key(self._pressed.popleft()):
                     return False
@@ -290,56 +226,69 @@ class Events:
         """Draw again, because there is something new to show."""
         self._changed.set()
 
-    async def _wait_until(self, ends: float) -> bool:
-        """Return True as soon as there is an event, or False at `ends`."""
+    def take(self) -> None:
+        """Save the settings of the terminal and enter the alternate screen."""
+        if self._stdin is not None:
+            self._before = termios.tcgetattr(self._stdin)
+            tty.setcbreak(self._stdin, termios.TCSANOW)
+        self._live = Live(
+            console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start()
+
+    def give_back(self) -> None:
+        """Leave the alternate screen and restore the settings."""
         try:
-            async with asyncio.timeout(None if math.isinf(ends) else max(ends - time.monotonic(), 0)):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
+            if self._live is not None:
+                self._live.stop()
+        finally:
+            self._live = None
+            if self._stdin is not None and self._before is not None:
+                # TCSANOW does not wait for pending output, which a stopped terminal would not accept.
+                termios.tcsetattr(self._stdin, termios.TCSANOW, self._before)
 
     @contextmanager
-    def listening(self) -> Iterator["Events"]:
+    def listening(self) -> Iterator[None]:
         """Receive events while the block lasts."""
         loop = asyncio.get_running_loop()
         for number in _ENDS:
             loop.add_signal_handler(number, self._end)
-        loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
+        loop.add_signal_handler(signal.SIGWINCH, self.wake)
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
-        if self._screen.keys is not None:
-            loop.add_reader(self._screen.keys, self._read)
+        if self._stdin is not None:
+            loop.add_reader(self._stdin, self._read, self._stdin)
             # uvloop makes stdin non-blocking, and with it stdout, which is the same terminal. A write to a slow
             # terminal would then fail.
-            os.set_blocking(self._screen.keys, True)
+            os.set_blocking(self._stdin, True)
         try:
-            yield self
+            yield
         finally:
-            if self._screen.keys is not None:
-                loop.remove_reader(self._screen.keys)
+            if self._stdin is not None:
+                loop.remove_reader(self._stdin)
             for number in (*_ENDS, signal.SIGWINCH, signal.SIGTSTP):
                 loop.remove_signal_handler(number)
 
     def _end(self) -> None:
         self._pressed.append("quit")
-        self._changed.set()
+        self.wake()
 
     def _suspend(self) -> None:
-        self._screen.suspend()
-        self._changed.set()
+        """Restore the terminal and stop this process as Ctrl-Z does. Continue when the process continues."""
+        self.give_back()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.take()
+        self.wake()
 
-    def _read(self) -> None:
-        keys = self._screen.keys
+    def _read(self, stdin: int) -> None:
         try:
-            data = b"" if keys is None else os.read(keys, READ_BYTES)
+            data = os.read(stdin, READ_BYTES)
         except OSError:  # Linux raises this if the terminal is closed
             data = b""
         if not data:
             self._end()
             return
         self._pressed.extend(self._reader.read(data))
-        self._changed.set()
+        self.wake()
 
 
 async def show_pages(
@@ -362,16 +311,16 @@ async def show_pages(
                 problem = str(state)
             else:
                 shown, problem = state, ""
-            events.wake()
+            screen.wake()
 
     def draw_state(width: int, height: int) -> Text:
         lines = lines_of(shown, width) if shown is not None else ["waiting for the state of the fleet"]
         return page.draw([problem, *lines] if problem else lines, width, height)
 
-    with open_screen() as events:
+    with open_screen() as screen:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read(), name="status.read")
-            await events.show(draw_state, page.press)
+            await screen.show(draw_state, page.press)
             reading.cancel()
     if shown is not None:
         write("\n".join(lines_of(shown, shutil.get_terminal_size().columns)))

@@ -325,7 +325,7 @@ async def browse(rb: Client, query: RequestQuery) -> None:
             began = time.monotonic()
             wanted.clear()
             await _read(rb, browser)
-            events.wake()
+            screen.wake()
             try:
                 async with asyncio.timeout(max(began + READ_EVERY_S - time.monotonic(), 0)):
                     await wanted.wait()
@@ -339,10 +339,10 @@ async def browse(rb: Client, query: RequestQuery) -> None:
             wanted.set()
         return goes_on
 
-    with open_screen() as events:
+    with open_screen() as screen:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read(), name="requests.read")
-            await events.show(browser.draw, press_key)
+            await screen.show(browser.draw, press_key)
             reading.cancel()
 
 
