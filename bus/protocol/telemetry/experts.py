@@ -212,7 +212,8 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
     equal = sorted(worker for worker in loads if shapes[worker] == shape)
     for worker in loads.keys() - set(equal):
         left_out[worker] = f"its routed experts have the shape {shapes[worker]}; allowed: {shape or 'fewer cells'}"
-    newest = _newest(counts.weight_version for worker in equal for counts in loads[worker].counts)
+    versions = {counts.weight_version for worker in equal for counts in loads[worker].counts}
+    newest = sorted(versions, reverse=True)[:MAX_EXPERT_VERSIONS]
     merged: dict[int, VersionLoad] = {}
     usable: list[str] = []
     for worker in equal:
@@ -226,12 +227,15 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
         if loads[worker].counts and not decoded:
             left_out[worker] = f"other workers have {MAX_EXPERT_VERSIONS} versions that are higher than all of its own"
             continue
-        _add(merged, decoded)
+        for load in decoded:
+            before = merged.get(load.weight_version)
+            merged[load.weight_version] = load if before is None else before + load
         usable.append(worker)
     if shape is None or not usable:
         return None, left_out
     seconds = max(loads[worker].seconds for worker in usable)
-    return ExpertWindow(shape, seconds, _sorted(merged), tuple(usable)), left_out
+    ordered = tuple(merged[version] for version in newest if version in merged)
+    return ExpertWindow(shape, seconds, ordered, tuple(usable)), left_out
 
 
 def imbalance(counts: npt.NDArray[Any], top_k: int) -> Imbalance:
@@ -258,32 +262,14 @@ def imbalance(counts: npt.NDArray[Any], top_k: int) -> Imbalance:
     return Imbalance(ratios, np.clip(entropy, 0.0, 1.0), unused.astype(np.int32), routes)
 
 
-def _newest(versions: Iterable[int]) -> frozenset[int]:
-    return frozenset(sorted(set(versions), reverse=True)[:MAX_EXPERT_VERSIONS])
-
-
-def _add(merged: dict[int, VersionLoad], versions: Iterable[VersionLoad]) -> None:
-    for version in versions:
-        before = merged.get(version.weight_version)
-        merged[version.weight_version] = version if before is None else before + version
-
-
-def _sorted(merged: dict[int, VersionLoad]) -> tuple[VersionLoad, ...]:
-    return tuple(merged[version] for version in sorted(merged, reverse=True))
-
-
 def _decode(counts: ExpertCounts, shape: ExpertShape) -> VersionLoad:
-    version = counts.weight_version
-    return VersionLoad(
-        version,
-        _plane(counts.prompt, counts.prompt_tokens, shape, f"prompt of version {version}"),
-        _plane(counts.generated, counts.generated_tokens, shape, f"generated of version {version}"),
-    )
+    def plane(name: str, data: bytes, tally: TokenTally) -> PlaneLoad:
+        place = f"{name} of version {counts.weight_version}"
+        table = decode_counts(data, shape.num_layers, shape.num_experts, name=place)
+        return PlaneLoad(table, tally.computed, tally.seen)
 
-
-def _plane(data: bytes, tally: TokenTally, shape: ExpertShape, name: str) -> PlaneLoad:
-    counts = decode_counts(data, shape.num_layers, shape.num_experts, name=name)
-    return PlaneLoad(counts, tally.computed, tally.seen)
+    prompt = plane("prompt", counts.prompt, counts.prompt_tokens)
+    return VersionLoad(counts.weight_version, prompt, plane("generated", counts.generated, counts.generated_tokens))
 
 
 @dataclass(frozen=True, slots=True)

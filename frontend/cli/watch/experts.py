@@ -38,22 +38,18 @@ def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
     }
     if window is None:
         return found
-    num_layers, num_experts, top_k = window.shape
+
+    def planes(load: ExpertWindow | VersionLoad) -> dict[str, dict[str, Any]]:
+        return {"prompt": _plane(load.prompt, top_k), "generated": _plane(load.generated, top_k)}
+
+    top_k = window.shape.top_k
     return {
         **found,
         "seconds": window.seconds,
-        "num_layers": num_layers,
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "planes": _planes(window, top_k),
-        "versions": [
-            {"weight_version": version.weight_version, **_planes(version, top_k)} for version in window.versions
-        ],
+        **window.shape._asdict(),
+        "planes": planes(window),
+        "versions": [{"weight_version": version.weight_version, **planes(version)} for version in window.versions],
     }
-
-
-def _planes(load: ExpertWindow | VersionLoad, top_k: int) -> dict[str, dict[str, Any]]:
-    return {"prompt": _plane(load.prompt, top_k), "generated": _plane(load.generated, top_k)}
 
 
 def _plane(plane: PlaneLoad, top_k: int) -> dict[str, Any]:
@@ -169,23 +165,26 @@ async def run(args: argparse.Namespace) -> int:
     elif args.json:
         refuse_options(args, ["plane"], "with --json, which has both")
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
-        answers = await rb.fleet.experts(
-            args.model,
-            workers=args.only_workers,
-            last_s=None if args.versions else args.last_s,
-            timeout_s=args.timeout_s,
-        )
-    if args.png is not None and answers.window is not None:
-        plane = _chosen_plane(answers.window, args.plane)
-        draw(args.png, answers.window, plane, _title(args, answers, answers.window))
-        note(f"rollbus: the map is in {args.png}")
+        last_s = None if args.versions else args.last_s
+        answers = await rb.fleet.experts(args.model, workers=args.only_workers, last_s=last_s, timeout_s=args.timeout_s)
+    window = answers.window
+    if window is not None:
+        plane = {"prompt": window.prompt, "generated": window.generated}.get(args.plane)
+        plane = window.prompt + window.generated if plane is None else plane
+        what = "all tokens" if args.plane == "both" else f"{args.plane} tokens"
+        when = "of the last versions" if args.versions else f"of {window.seconds:.0f} s"
+        workers = f"{len(window.workers)} of {answers.num_workers} workers"
+        title = f"{answers.model}: {what} {when}, {workers}; {window.shape}"
+        if args.png is not None:
+            draw(args.png, window, plane, title)
+            note(f"rollbus: the map is in {args.png}")
+        if not args.json:
+            _show(title, window, plane, has_versions=args.versions)
     if args.json:
         print_json(answers_as_json(answers))
-    elif answers.window is not None:
-        _show(args, answers, answers.window)
     left_out = [f"{worker}: {why}" for worker, why in sorted(answers.left_out.items())]
     named = list_names(left_out, "; ", MAX_NAMED)
-    if answers.window is None:
+    if window is None:
         raise CommandFailed(f"no worker of {answers.model} has counted experts: {named}")
     if left_out:
         note(f"rollbus: not counted: {named}")
@@ -193,28 +192,14 @@ async def run(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _show(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> None:
-    plane = _chosen_plane(window, args.plane)
-    print_text(_title(args, answers, window))
+def _show(title: str, window: ExpertWindow, plane: PlaneLoad, *, has_versions: bool) -> None:
+    print_text(title)
     for name, one in (("prompt", window.prompt), ("generated", window.generated)):
         write(f"{name}: {one.computed:,} tokens computed, {share_text(one)} of them seen")
     if not plane.seen:
         write("no routed experts were seen in that time")
         return
-    if args.versions:
+    if has_versions:
         print_table(VERSION_COLUMNS, version_rows(window.versions, window.shape.top_k))
     for line in (*map_lines(plane.counts, window.shape.top_k, shutil.get_terminal_size().columns), LEGEND):
         write(line)
-
-
-def _chosen_plane(window: ExpertWindow, name: str) -> PlaneLoad:
-    if name == "both":
-        return window.prompt + window.generated
-    return window.prompt if name == "prompt" else window.generated
-
-
-def _title(args: argparse.Namespace, answers: ExpertAnswers, window: ExpertWindow) -> str:
-    what = "all tokens" if args.plane == "both" else f"{args.plane} tokens"
-    when = "of the last versions" if args.versions else f"of {window.seconds:.0f} s"
-    workers = f"{len(window.workers)} of {answers.num_workers} workers"
-    return f"{answers.model}: {what} {when}, {workers}; {window.shape}"
