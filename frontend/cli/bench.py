@@ -14,7 +14,7 @@ import uuid
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 import numpy as np
@@ -448,10 +448,7 @@ class Report:
             "model": self.workers[0].model,
             "engines": self._engines(),
             "workers": [worker.worker for worker in self.workers],
-            "input_tokens": options.input_tokens,
-            "output_tokens": options.output_tokens,
-            "logprobs": options.logprobs,
-            "routing": options.routing,
+            **{name: getattr(options, name) for name in ("input_tokens", "output_tokens", "logprobs", "routing")},
             "stream": options.streams,
             "seed": options.seed,
             "rounds": options.rounds,
@@ -480,17 +477,8 @@ def _counted(failures: Counter[str]) -> str:
 
 async def run(args: argparse.Namespace) -> int:
     """Measure and print the result."""
-    options = BenchOptions(
-        input_tokens=args.input_tokens,
-        output_tokens=args.output_tokens,
-        logprobs=args.logprobs,
-        routing=args.routing,
-        concurrencies=list(dict.fromkeys(args.concurrency)),
-        rounds=args.rounds,
-        num_requests=args.requests,
-        streams=args.stream,
-        seed=args.seed,
-    )
+    given = {each.name: getattr(args, each.name) for each in fields(BenchOptions) if hasattr(args, each.name)}
+    options = BenchOptions(**given, concurrencies=list(dict.fromkeys(args.concurrency)))
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         present = (await rb.fleet.state()).workers
         workers = workers_to_measure(present, args.model, nats_url=args.nats, fleet=args.fleet)

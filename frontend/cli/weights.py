@@ -170,7 +170,9 @@ async def publish(args: argparse.Namespace) -> int:
                 settings["timeout_s"] = args.timeout_s
             show("storing")
             try:
-                published = await _publish(rb, model, args, settings)
+                async with WeightPublisher(rb, model=model, checkpoint=args.folder, base=args.base) as publisher:
+                    tensors = folder_tensors(args.folder)
+                    published = await publisher.publish(tensors, version=args.version, **settings)
             except bus.CommandIncomplete as error:
                 incomplete = error
             else:
@@ -192,12 +194,6 @@ async def only_model(rb: Client) -> str:
         found = f"the fleet has the models {', '.join(models)}" if models else "the fleet has no model"
         raise CommandFailed(f"--model NAME is required: {found}", ExitCode.USAGE)
     return models[0]
-
-
-async def _publish(rb: Client, model: str, args: argparse.Namespace, settings: PublishSettings) -> PublishedWeights:
-
-    async with WeightPublisher(rb, model=model, checkpoint=args.folder, base=args.base) as publisher:
-        return await publisher.publish(folder_tensors(args.folder), version=args.version, **settings)
 
 
 def _show_published(args: argparse.Namespace, published: PublishedWeights) -> None:

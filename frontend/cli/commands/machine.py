@@ -496,7 +496,12 @@ def generate() -> None:
         nargs="+",
         default=[64, 256],
     ),
-    arg("--requests", "N", "number of requests of each round (default: four times the concurrency, at least 32)"),
+    arg(
+        "--requests",
+        "N",
+        "number of requests of each round (default: four times the concurrency, at least 32)",
+        dest="num_requests",
+    ),
     arg("--input-tokens", "N", "tokens of each prompt (default: %(default)s)", default=128),
     arg("--output-tokens", "N", "tokens of each answer (default: %(default)s)", default=128),
     arg(
@@ -513,7 +518,7 @@ def generate() -> None:
         action=argparse.BooleanOptionalAction,
     ),
     arg("--rounds", "N", "number of rounds (default: %(default)s)", default=5),
-    flag("--stream", "stream chunks and measure their times"),
+    flag("--stream", "stream chunks and measure their times", dest="streams"),
     arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0),
 )
 def bench() -> None:

@@ -6,13 +6,13 @@ the latter beside them or under `sampling`. A row with any other field is data: 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.structs import replace
+from msgspec import structs
 
 from ....schemas import limits
 from ....schemas.checks import check_int, describe
@@ -60,25 +60,68 @@ class Defaults:
     """What happens with messages that end with the assistant. None: they are an error."""
 
 
+START: Final = "routed_experts_prompt_start"
+ROUTING: Final = "return_routed_experts"
+
+
 @dataclass(frozen=True, slots=True)
-class RowParts:
-    """A row in its parts. Only the prompt and the names of the other fields are checked."""
+class PromptLine:
+    """One row of the input. All checks that need no tokenizer of the model are done."""
 
+    index: int
+    """0-based position of the row."""
     request_id: object
-    """Id of the row; None: it has none."""
+    """Id of the row in the results, in any of JSON's types. It may repeat."""
+    fingerprint: str
+    """Digest of all values that affect the result. The same row with the same options has the same digest."""
     prompt: str | Messages | None
-    """The prompt if it is text or messages. None: it is under `prompt_token_ids` in `fields`."""
-    fields: dict[str, object]
-    """Fields of the request that the row states, also those of sampling."""
-    tools: Messages | None
-    continues: bool
-    """True if the model continues the last message."""
-    row: Mapping[str, object] | None
+    """The prompt if it is text or messages. None: it is token ids."""
+    fields: Mapping[str, object]
+    """The other fields of the request, in JSON's types, without the id."""
+    row: Mapping[str, object] | None = None
     """The row as it came, if it is data or a line of a batch."""
+    tools: Messages | None = None
+    """Tools of messages."""
+    continues: bool = False
+    """True if the model continues the last message."""
+
+    @property
+    def text(self) -> str | None:
+        """The prompt if it is text."""
+        return self.prompt if isinstance(self.prompt, str) else None
+
+    def request(self, tokenizer: Encoder | None, request_id: str | None = None) -> GenerateRequest:
+        """Return the request to send. A prompt of text or messages is tokenized.
+
+        Args:
+            request_id: id of the request; None: the id of the row.
+
+        Raises:
+            InvalidRequest: the tokens of the text do not fit the other fields, the text has no tokens, the chat
+                template rejects the messages, or there is no tokenizer.
+            TokenizerUnavailable: the prompt is messages, and the tokenizer has no chat template.
+        """
+        fields = {**self.fields, "request_id": self.request_id if request_id is None else request_id}
+        if self.prompt is None:
+            return request_from_json(fields)
+        if tokenizer is None:
+            problem = "is text" if isinstance(self.prompt, str) else "is messages"
+            raise InvalidRequest(field="prompt", problem=problem, allowed="prompt_token_ids, without a tokenizer")
+        if isinstance(self.prompt, str):
+            ids = tokenizer.encode(self.prompt)
+        else:
+            text = tokenizer.apply_chat_template(
+                self.prompt,
+                tools=self.tools,
+                add_generation_prompt=not self.continues,
+                continue_final_message=self.continues,
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        return request_from_json({**fields, "prompt_token_ids": ids})
 
 
-def read_row(row: Mapping[str, object], defaults: Defaults) -> RowParts:
-    """Return the parts of a row.
+def read_row(index: int, row: Mapping[str, object], defaults: Defaults) -> PromptLine:
+    """Return the parts of a row. Only the prompt and the names of the other fields are checked.
 
     Raises:
         InvalidRequest: the row has no prompt or several, its prompt is not valid, or it has options among data.
@@ -95,15 +138,17 @@ def read_row(row: Mapping[str, object], defaults: Defaults) -> RowParts:
         fields, is_data = _read_options(row, name, defaults.row_options)
         kept = row if is_data else None
     tools = fields.pop("tools", None)
+    if request_id is None:
+        request_id = f"input-{index}"
     if isinstance(value, str) and value:
-        return RowParts(request_id, value, fields, None, False, kept)
+        return PromptLine(index, request_id, "", value, fields, kept)
     if not isinstance(value, list) or (not value and name != "prompt_token_ids"):
         allowed = "a non-empty string, token ids or messages"
         raise InvalidRequest(field=name, problem=f"is {describe(value)}", allowed=allowed)
     if name == "messages" or any(isinstance(item, Mapping) for item in value):
         messages, continues = _read_messages(name, value, defaults.messages)
-        return RowParts(request_id, messages, fields, _read_tools(tools), continues, kept)
-    return RowParts(request_id, None, {**fields, "prompt_token_ids": value}, None, False, kept)
+        return PromptLine(index, request_id, "", messages, fields, kept, _read_tools(tools), continues)
+    return PromptLine(index, request_id, "", None, {**fields, "prompt_token_ids": value}, kept)
 
 
 @lru_cache(maxsize=1024)  # A data set has the same columns in all rows.
@@ -207,66 +252,6 @@ def _read_batch(row: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     return name, fields
 
 
-START: Final = "routed_experts_prompt_start"
-ROUTING: Final = "return_routed_experts"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLine:
-    """One row of the input. All checks that need no tokenizer of the model are done."""
-
-    index: int
-    """0-based position of the row."""
-    request_id: object
-    """Id of the row in the results, in any of JSON's types. It may repeat."""
-    fingerprint: str
-    """Digest of all values that affect the result. The same row with the same options has the same digest."""
-    prompt: str | Messages | None
-    """The prompt if it is text or messages. None: it is token ids."""
-    fields: Mapping[str, object]
-    """The other fields of the request, in JSON's types, without the id."""
-    row: Mapping[str, object] | None = None
-    """The row as it came, if it is data."""
-    tools: Messages | None = None
-    """Tools of messages."""
-    continues: bool = False
-    """True if the model continues the last message."""
-
-    @property
-    def text(self) -> str | None:
-        """The prompt if it is text."""
-        return self.prompt if isinstance(self.prompt, str) else None
-
-    def request(self, tokenizer: Encoder | None, request_id: str | None = None) -> GenerateRequest:
-        """Return the request to send. A prompt of text or messages is tokenized.
-
-        Args:
-            request_id: id of the request; None: the id of the row.
-
-        Raises:
-            InvalidRequest: the tokens of the text do not fit the other fields, the text has no tokens, the chat
-                template rejects the messages, or there is no tokenizer.
-            TokenizerUnavailable: the prompt is messages, and the tokenizer has no chat template.
-        """
-        fields = {**self.fields, "request_id": self.request_id if request_id is None else request_id}
-        if self.prompt is None:
-            return request_from_json(fields)
-        if tokenizer is None:
-            problem = "is text" if isinstance(self.prompt, str) else "is messages"
-            raise InvalidRequest(field="prompt", problem=problem, allowed="prompt_token_ids, without a tokenizer")
-        if isinstance(self.prompt, str):
-            ids = tokenizer.encode(self.prompt)
-        else:
-            text = tokenizer.apply_chat_template(
-                self.prompt,
-                tools=self.tools,
-                add_generation_prompt=not self.continues,
-                continue_final_message=self.continues,
-            )
-            ids = tokenizer.encode(text, add_special_tokens=False)
-        return request_from_json({**fields, "prompt_token_ids": ids})
-
-
 @dataclass(frozen=True, slots=True)
 class InputSummary:
     """Result of the check of an input."""
@@ -350,34 +335,32 @@ def parse_prompt(index: int, raw: Row, defaults: Defaults) -> PromptLine:
     Raises:
         InvalidRequest: the row is not a JSON object, or a field is not valid, missing or stated twice.
     """
-    parts = read_row(_decode(raw) if isinstance(raw, bytes) else raw, defaults)
-    if parts.fields.get(ROUTING) and defaults.fields.get(ROUTING) is False:
+    row = read_row(index, _decode(raw) if isinstance(raw, bytes) else raw, defaults)
+    if row.fields.get(ROUTING) and defaults.fields.get(ROUTING) is False:
         raise InvalidRequest(field=ROUTING, problem="is true", allowed="false, with --routed-experts none")
-    sampling = {**defaults.sampling, **_sampling_of(parts.fields)}
-    fields = {**defaults.fields, **parts.fields, "sampling": sampling}
-    shown_id = f"input-{index}" if parts.request_id is None else parts.request_id
+    own = dict(row.fields)
+    sampling = {**defaults.sampling, **_take_sampling(own)}
+    fields = {**defaults.fields, **own, "sampling": sampling}
     digest = blake2b(digest_size=16)
     try:
-        sent_id = check_given_id("request_id", shown_id)
+        sent_id = check_given_id("request_id", row.request_id)
     except InvalidRequest:
         sent_id = f"input-{index}"
-        digest.update(_as_json(shown_id))
+        digest.update(_as_json(row.request_id))
     checked = {**fields, "request_id": sent_id}
-    if parts.prompt is not None:
+    if row.prompt is not None:
         # The length of the prompt, which limits the start of the routed experts, is known only after tokenization.
         start = check_int(START, fields.get(START, 0), 0, limits.MAX_PROMPT_TOKENS)
         checked |= {START: 0, "prompt_token_ids": [0]}
         digest.update(f"{start} ".encode())
-        digest.update(parts.prompt.encode() if isinstance(parts.prompt, str) else _as_json(parts.prompt))
+        digest.update(row.prompt.encode() if isinstance(row.prompt, str) else _as_json(row.prompt))
     # These fields do not change a result. For example, a user may raise the timeout and resume the run.
     free = dict.fromkeys(("timeout_s", "session_id", "group_id", "traceparent", "tracestate"))
-    digest.update(encode(replace(request_from_json(checked), **free, priority=0)))
-    for part in (parts.row, parts.tools, parts.continues or None):
+    digest.update(encode(structs.replace(request_from_json(checked), **free, priority=0)))
+    for part in (row.row, row.tools, row.continues or None):
         if part is not None:
             digest.update(_as_json(part))
-    return PromptLine(
-        index, shown_id, digest.hexdigest(), parts.prompt, fields, parts.row, parts.tools, parts.continues
-    )
+    return replace(row, fingerprint=digest.hexdigest(), fields=fields)
 
 
 def _as_json(value: object) -> bytes:
@@ -396,7 +379,7 @@ def _decode(raw: bytes) -> dict[str, object]:
     return value
 
 
-def _sampling_of(fields: dict[str, object]) -> dict[str, object]:
+def _take_sampling(fields: dict[str, object]) -> dict[str, object]:
     """Remove the sampling parameters from `fields`. Return them together with the parameters under `sampling`."""
     nested = fields.pop("sampling", {})
     if not isinstance(nested, dict):

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -41,46 +41,14 @@ EXPIRE_EVERY_S: Final = 1.0
 """Seconds between two checks for expired leases. Workers publish presence at the same interval."""
 
 
-class LocalFleetWatch:
-    """The workers that publish presence.
-
-    Args:
-        changed: event that `watcher` sets when a worker appears, disappears or changes its state.
-    """
-
-    def __init__(self, watcher: PresenceWatcher, changed: asyncio.Event) -> None:
-        self._watcher = watcher
-        self._changed = changed
-
-    async def wait_until_serving(self, workers: Sequence[str], timeout_s: float) -> None:
-        """Wait until all of `workers` serve.
-
-        Raises:
-            CommandFailed: some of them do not serve after `timeout_s` seconds. The message has the states of workers
-                that do not serve.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._num_serving(workers) < len(workers):
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError as exc:
-            raise CommandFailed(
-                f"{self._num_serving(workers)} of {len(workers)} workers serve after {timeout_s:g} s"
-                f"{self._watcher.snapshot.describe_others(None)}",
-                ExitCode.TIMEOUT,
-            ) from exc
-
-    def _num_serving(self, workers: Sequence[str]) -> int:
-        live = self._watcher.snapshot.workers
-        return sum(worker.state is WorkerState.SERVING and worker.worker in workers for worker in live)
-
-
 @asynccontextmanager
 async def watch_fleet(
     server: Server, fleet: str, on_presence: Callable[[Sequence[WorkerPresence]], None]
-) -> AsyncIterator[LocalFleetWatch]:
+) -> AsyncIterator[Callable[[Sequence[str], float], Awaitable[None]]]:
     """Watch the presence of a fleet's workers while the body runs.
+
+    Yield a function that waits until these workers serve, at most so many seconds. After that it raises `CommandFailed`
+    with the states of the workers that do not serve.
 
     The watcher is not a client: it publishes no presence, so workers do not know of it.
 
@@ -96,13 +64,30 @@ async def watch_fleet(
         await watcher.receive(message)
         on_presence(watcher.table.workers())
 
+    def num_serving(workers: Sequence[str]) -> int:
+        live = watcher.snapshot.workers
+        return sum(worker.state is WorkerState.SERVING and worker.worker in workers for worker in live)
+
+    async def until_serving(workers: Sequence[str], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while num_serving(workers) < len(workers):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError as exc:
+            raise CommandFailed(
+                f"{num_serving(workers)} of {len(workers)} workers serve after {timeout_s:g} s"
+                f"{watcher.snapshot.describe_others(None)}",
+                ExitCode.TIMEOUT,
+            ) from exc
+
     async with connected(server, name="rollbus up") as nats:
         subjects = Subjects(fleet)
         watcher = PresenceWatcher(nats, subjects, lambda _: None, changed.set)
         await subscribe(nats, subjects.presences, receive)
         async with asyncio.TaskGroup() as tasks:
             expiring = tasks.create_task(_expire(watcher), name="expire leases")
-            yield LocalFleetWatch(watcher, changed)
+            yield until_serving
             expiring.cancel()
 
 
@@ -423,10 +408,10 @@ async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator
 
         try:
             async with (
-                watch_fleet(login, fleet.fleet, on_presence) as seen,
+                watch_fleet(login, fleet.fleet, on_presence) as until_serving,
                 run_workers(specs, observer.add_line, observer.add_end, announcer=announcer) as workers,
             ):
-                await seen.wait_until_serving(fleet.worker_ids, fleet.start_timeout_s)
+                await until_serving(fleet.worker_ids, fleet.start_timeout_s)
                 workers.can_lose_some, workers.rule = True, fleet.restarts
                 yield login
         finally:

@@ -249,13 +249,8 @@ def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
             newest[worker.model] = found
     return [
         [
-            model,
-            str(found.version),
-            size(found.stored_bytes),
-            size(found.model_bytes),
-            str(found.chain_length),
-            size(found.used_bytes),
-            size(found.limit_bytes) if found.limit_bytes else NONE,
+            *(model, str(found.version), size(found.stored_bytes), size(found.model_bytes), str(found.chain_length)),
+            *(size(found.used_bytes), size(found.limit_bytes) if found.limit_bytes else NONE),
         ]
         for model, found in sorted(newest.items())
     ]
@@ -269,21 +264,13 @@ def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
         if counters is None or not (counters.prompt_tokens or counters.placements_refused):
             continue
         ratio = None if stats is None else prefix_cache_hit_ratio(stats)
-        rows.append(
-            [
-                worker.worker,
-                NONE if ratio is None else f"{100 * ratio:.1f} %",
-                f"{counters.prompt_tokens:,}",
-                f"{counters.recomputed_prompt_tokens:,}",
-                f"{counters.requests - counters.placed:,}",
-                f"{counters.placed:,}",
-                f"{counters.placed_prefix:,}",
-                f"{counters.placed_group:,}",
-                f"{counters.placed_session:,}",
-                f"{counters.placed_able:,}",
-                f"{counters.placements_refused:,}",
-            ]
+        figures = (
+            *(counters.prompt_tokens, counters.recomputed_prompt_tokens),
+            *(counters.requests - counters.placed, counters.placed, counters.placed_prefix, counters.placed_group),
+            *(counters.placed_session, counters.placed_able, counters.placements_refused),
         )
+        hits = NONE if ratio is None else f"{100 * ratio:.1f} %"
+        rows.append([worker.worker, hits, *(f"{figure:,}" for figure in figures)])
     return rows
 
 
