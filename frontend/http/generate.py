@@ -15,7 +15,6 @@ from starlette.responses import Response
 from ...schemas import limits
 from ...schemas.checks import describe
 from ..tokenization import Tokenizer
-from . import Settings
 from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
 from .errors import HttpError, invalid, unsupported
@@ -24,8 +23,7 @@ from .openai.shapes import AnswerShape, Namer, TokenBlocks
 from .requests import RequestTarget, build_request, check_length, find_target
 from .sampling import SamplingFields, bus_sampling, check_sampling, check_stream_options, sampling_names
 from .service import HttpRoute, RouteTable, Service
-from .text import stop_strings
-from .tokens import BLOCK, RowsFormat, SampledToken, Scored, Tokens, TopToken, list_json, rows_json
+from .tokens import BLOCK, RowsFormat, SampledToken, Scored, Tokens, TopToken, list_json
 from .writer import AnswerWriter, respond
 
 
@@ -230,26 +228,17 @@ async def _prepare(service: Service, request: Request, body: GenerateBody) -> An
         target=target,
         tokenizer=tokenizer,
         requests=[built],
-        options=_options(body, built.sampling.logprobs, service.settings),
+        options=Options.of(
+            body,
+            body.sampling_params,
+            service.settings,
+            text=bool(body.sampling_params.stop),
+            top_logprobs=built.sampling.logprobs,
+            as_token_ids=True,
+            extra=frozenset(),
+            routed_experts=True,
+        ),
         names=body_names(body),
-    )
-
-
-def _options(body: GenerateBody, logprobs: int | None, settings: Settings) -> Options:
-    params, stream = body.sampling_params, body.stream_options or GenerateStreamOptions()
-    return Options(
-        text=bool(params.stop),
-        stops=stop_strings(params.stop),
-        include_stop=params.include_stop_str_in_output is True,
-        skip_special_tokens=params.skip_special_tokens is not False,
-        top_logprobs=logprobs,
-        token_ids=settings.returns_tokens or bool(body.return_token_ids),
-        as_token_ids=True,
-        extra=frozenset(),
-        routed_experts=True,
-        as_json=rows_json(body.routed_experts_format, npy=settings.routed_experts_npy),
-        usage=bool(stream.include_usage),
-        continuous_usage=bool(stream.include_usage and stream.continuous_usage_stats),
     )
 
 

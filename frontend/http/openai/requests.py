@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,17 +18,18 @@ from ..body import LaxReader
 from ..chat import Chat, encode_chat, encode_text
 from ..errors import invalid, unsupported
 from ..requests import RequestTarget
-from ..sampling import bus_sampling, check_stream_options, sampling_names
+from ..sampling import SamplingFields, bus_sampling, check_stream_options, sampling_names
 from ..text import stop_strings
 from ..tokens import RowsJson, Scored, Scores, rows_json
-from .body import ChatBody, CommonBody, CompletionBody, NvExt
+from .body import ChatBody, CommonBody, CompletionBody
 from .parsers import ParsePlan, Parsers, ToolQuestion
 
+TOKENS: Final = ("nvext.token_data", "tokens")
+"""Fields with the token ids of a prompt."""
 MAX_PROMPTS: Final = 256
 """Maximum prompts in one body. Each prompt becomes a separate request to the fleet."""
 FUNCTION_FIELDS: Final = ("name", "description", "parameters")
 """Fields of a tool that vLLM passes to templates even if they are null."""
-T = TypeVar("T")
 TokenizerLoader = Callable[[], Awaitable[Tokenizer]]
 """Loads the model's tokenizer. Prompts of token ids do not need it."""
 
@@ -44,25 +45,48 @@ class BodyPrompt:
     """The text of the prompt in the body; None: the prompt was token ids or a chat."""
 
 
-def one_of(**values: T | None) -> T | None:
-    """Return the value of several fields with the same meaning; None if no field has a value.
+FIELDS: Final = {
+    "request_id": ("request_id",),
+    "timeout_s": ("timeout_s",),
+    "cache_salt": ("nvext.cache_salt", "cache_salt"),
+    "priority": ("nvext.agent_hints.priority", "priority"),
+    "routed_experts_prompt_start": ("nvext.routed_experts_prompt_start", "routed_experts_prompt_start"),
+    "session_id": ("nvext.session_control.session_id", "session_id"),
+    "group_id": ("prompt_cache_key",),
+}
+"""By field of `rollbus.GenerateRequest`: the fields of a body with this meaning."""
+URGENCY: Final = "nvext.agent_hints.priority"
+"""Dynamo's priority: a higher number is more urgent, on the bus a lower number."""
 
-    In the names of the arguments, `__` stands for a dot.
+
+def given_values(body: CommonBody, *names: str) -> dict[str, Any]:
+    """Return the values of the fields that have one, by name."""
+    found = {}
+    for name in names:
+        value: Any = body
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if value is not None:
+            found[name] = -value if name == URGENCY else value
+    return found
+
+
+def one_of(body: CommonBody, *names: str) -> Any:
+    """Return the value of several fields with the same meaning; None if no field has a value.
 
     Raises:
         HttpError: 400, the values of the fields differ.
     """
-    given = [(name.replace("__", "."), value) for name, value in values.items() if value is not None]
-    for name, value in given[1:]:
-        if value != given[0][1]:
-            raise invalid(name, f"contradicts {given[0][0]}", "one of the two")
-    return given[0][1] if given else None
+    first, *others = given_values(body, *names).items() or [("", None)]
+    for name, value in others:
+        if value != first[1]:
+            raise invalid(name, f"contradicts {first[0]}", "one of the two")
+    return first[1]
 
 
 def _given_tokens(body: CommonBody) -> BodyPrompt | None:
-    token_data = None if body.nvext is None else body.nvext.token_data
-    token_ids = one_of(nvext__token_data=token_data, tokens=body.tokens)
-    return None if token_ids is None else BodyPrompt(token_ids, "tokens" if token_data is None else "nvext.token_data")
+    names = given_values(body, *TOKENS)
+    return BodyPrompt(one_of(body, *TOKENS), next(iter(names))) if names else None
 
 
 async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
@@ -149,9 +173,7 @@ def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:
 
 def template_variables(body: ChatBody) -> dict[str, Any]:
     """Return the variables of the chat template that a body sets."""
-    variables = dict(
-        one_of(chat_template_kwargs=body.chat_template_kwargs, chat_template_args=body.chat_template_args) or {}
-    )
+    variables = dict(one_of(body, "chat_template_kwargs", "chat_template_args") or {})
     if body.reasoning_effort is None:
         return variables
     # vLLM sets the same two variables.
@@ -209,6 +231,27 @@ class Options:
         """True if the answer needs routed experts, provided that the model has experts."""
         return self.routed_experts or not self.extra.isdisjoint({"engine_data", "routed_experts"})
 
+    @classmethod
+    def of(cls, body: Any, sampling: SamplingFields, settings: Settings, **own: Any) -> "Options":
+        """Return the contents that a body asks for in the same way on all routes, and the route's `own`.
+
+        Args:
+            body: has `stream_options`, `return_token_ids` and `routed_experts_format`.
+            sampling: the body, or the part of it with the sampling fields.
+        """
+        stream = body.stream_options
+        usage = stream is not None and bool(stream.include_usage)
+        return cls(
+            stops=stop_strings(sampling.stop),
+            include_stop=sampling.include_stop_str_in_output is True,
+            skip_special_tokens=sampling.skip_special_tokens is not False,
+            token_ids=settings.returns_tokens or bool(body.return_token_ids),
+            as_json=rows_json(body.routed_experts_format, npy=settings.routed_experts_npy),
+            usage=usage,
+            continuous_usage=usage and bool(stream.continuous_usage_stats),
+            **own,
+        )
+
 
 def read_options(body: ChatBody | CompletionBody, target: RequestTarget, settings: Settings) -> Options:
     """Return the contents of the answer.
@@ -234,20 +277,15 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, setting
         with_rows = body.routed_experts_format is not None or has_rows
     if settings.returns_tokens and top_logprobs is None:
         top_logprobs = 0
-    stream = body.stream_options
-    return Options(
+    return Options.of(
+        body,
+        body,
+        settings,
         text=body.detokenize is not False,
-        stops=stop_strings(body.stop),
-        include_stop=body.include_stop_str_in_output is True,
-        skip_special_tokens=body.skip_special_tokens is not False,
         top_logprobs=top_logprobs,
-        token_ids=settings.returns_tokens or bool(body.return_token_ids),
         as_token_ids=bool(body.return_tokens_as_token_ids),
         extra=_extra_fields(body, target),
         routed_experts=with_rows,
-        as_json=rows_json(body.routed_experts_format, npy=settings.routed_experts_npy),
-        usage=stream is not None and bool(stream.include_usage),
-        continuous_usage=stream is not None and bool(stream.include_usage and stream.continuous_usage_stats),
     )
 
 
@@ -275,7 +313,7 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
     """
     fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **bus_sampling(body, tokenizer)}
     if isinstance(body, ChatBody):
-        fields["max_tokens"] = one_of(max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens)
+        fields["max_tokens"] = one_of(body, "max_completion_tokens", "max_tokens")
     elif body.echo:
         # As in vLLM, the engine generates at least one token, even if the client asks only for the prompt.
         fields["max_tokens"] = fields["max_tokens"] or 1
@@ -294,7 +332,7 @@ def _more_extra(body: CommonBody) -> dict[str, Any]:
         raise invalid("structured_outputs", "is given with response_format", "one of the two")
     extra = {
         "structured_outputs": structure,
-        "extra_args": one_of(vllm_xargs=body.vllm_xargs, extra_args=body.extra_args),
+        "extra_args": one_of(body, "vllm_xargs", "extra_args"),
         "kv_hints": body.kv_hints,
     }
     return {name: value for name, value in extra.items() if value is not None}
@@ -316,40 +354,23 @@ def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
-    """Return the fields of `rollbus.GenerateRequest` except the prompt and the sampling parameters.
+    """Return the fields of `rollbus.GenerateRequest` that the body sets, except the prompt and the sampling parameters.
 
     Raises:
         HttpError: 400, two fields of the body contradict each other.
     """
-    nvext = body.nvext or NvExt()
-    hinted = None if nvext.agent_hints is None else nvext.agent_hints.priority
-    session = None if nvext.session_control is None else nvext.session_control.session_id
-    fields = {
-        "request_id": body.request_id,
-        "timeout_s": body.timeout_s,
-        "cache_salt": one_of(nvext__cache_salt=nvext.cache_salt, cache_salt=body.cache_salt),
-        # In Dynamo a higher number is more urgent, on the bus a lower number.
-        "priority": one_of(nvext__agent_hints__priority=None if hinted is None else -hinted, priority=body.priority)
-        or 0,
-        "routed_experts_prompt_start": one_of(
-            nvext__routed_experts_prompt_start=nvext.routed_experts_prompt_start,
-            routed_experts_prompt_start=body.routed_experts_prompt_start,
-        )
-        or 0,
-        "return_routed_experts": None if options.routing else False,
-        # The OpenAI routes have no field for sampling masks.
-        "return_sampling_mask": False,
-    }
-    session_id = one_of(nvext__session_control__session_id=session, session_id=body.session_id)
-    # If the body has no value, the value of the header counts.
-    hints = {"session_id": session_id, "group_id": body.prompt_cache_key}
-    return fields | {name: value for name, value in hints.items() if value is not None}
+    fields = {name: one_of(body, *sources) for name, sources in FIELDS.items()}
+    # If the body names no session and no group, the headers count.
+    given = {name: value for name, value in fields.items() if value is not None}
+    # The OpenAI routes have no field for sampling masks.
+    return {**given, "return_routed_experts": None if options.routing else False, "return_sampling_mask": False}
 
 
 def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, str]:
     """Return this body's names for fields of the bus request, for `named_errors`."""
-    nvext = body.nvext or NvExt()
+    given = {name: given_values(body, *sources) for name, sources in FIELDS.items()}
     names = {
+        **{name: next(iter(values)) for name, values in given.items() if values},
         "prompt_token_ids": prompt_field,
         **sampling_names(body),
         "lora": "model",
@@ -366,15 +387,6 @@ def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, s
             names["sampling.max_tokens"] = "max_completion_tokens"
     elif body.echo and body.prompt_logprobs is None:
         names["sampling.prompt_logprobs"] = "logprobs"
-    for name in ("cache_salt", "routed_experts_prompt_start"):
-        if getattr(nvext, name) is not None:
-            names[name] = f"nvext.{name}"
-    if body.prompt_cache_key is not None:
-        names["group_id"] = "prompt_cache_key"
-    if body.session_id is not None:
-        names["session_id"] = "session_id"
-    elif nvext.session_control is not None:
-        names["session_id"] = "nvext.session_control.session_id"
     return names
 
 

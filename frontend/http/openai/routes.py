@@ -34,43 +34,40 @@ from .requests import (
 )
 from .shapes import CHAT, COMPLETION, Reading, RequestClock
 
+AnyBody = ChatBody | CompletionBody
 AS_GIVEN: Final = ("timeout_s", "return_token_ids", "routed_experts_format")
 """Fields with the same names and meanings in a rendered body, which has them only if they are given."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, as in OpenAI's API. With `nvext.token_data`, continue these token ids."""
-    clock = RequestClock()
-    service.admit(request)
-    body = decode_body(await read_body(request, service.settings), ChatBody)
-    return await _answer(service, request, body, clock)
+    return await _answer(service, request, ChatBody)
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue texts or token ids, as in OpenAI's API."""
-    clock = RequestClock()
-    service.admit(request)
-    body = decode_body(await read_body(request, service.settings), CompletionBody)
-    return await _answer(service, request, body, clock)
+    return await _answer(service, request, CompletionBody)
 
 
 async def render_chat(service: Service, request: Request) -> Response:
     """Return the body of `/inference/v1/generate` that continues a chat. This generates nothing."""
-    service.admit(request)
-    body = decode_body(await read_body(request, service.settings), ChatBody)
-    job = await _prepare(service, request, body, RequestClock())
-    return json_response(_rendered(body, job, job.requests[0]))
+    (rendered,) = await _render(service, request, ChatBody)
+    return json_response(rendered)
 
 
 async def render_completions(service: Service, request: Request) -> Response:
     """Return a body of `/inference/v1/generate` for each prompt of a completion. This generates nothing."""
+    return json_response(await _render(service, request, CompletionBody))
+
+
+async def _render(service: Service, request: Request, kind: type[AnyBody]) -> list[dict[str, Any]]:
     service.admit(request)
-    body = decode_body(await read_body(request, service.settings), CompletionBody)
+    body: AnyBody = decode_body(await read_body(request, service.settings), kind)
     job = await _prepare(service, request, body, RequestClock())
-    return json_response([_rendered(body, job, each) for each in job.requests])
+    return [_rendered(body, job, each) for each in job.requests]
 
 
-def _rendered(body: ChatBody | CompletionBody, job: AnswerWriter, request: bus.GenerateRequest) -> dict[str, Any]:
+def _rendered(body: AnyBody, job: AnswerWriter, request: bus.GenerateRequest) -> dict[str, Any]:
     """Return the body of `/inference/v1/generate` that generates the tokens of a request."""
     request_id = f"{job.shape.id_prefix}{request.request_id}"
     if len(request_id) > MAX_GIVEN_ID_CHARS or request.id_scope != job.requests[0].id_scope:
@@ -104,16 +101,17 @@ def _rendered(body: ChatBody | CompletionBody, job: AnswerWriter, request: bus.G
     }
 
 
-async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock) -> Response:
+async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Response:
+    clock = RequestClock()
+    service.admit(request)
+    body: AnyBody = decode_body(await read_body(request, service.settings), kind)
     prepare = partial(_prepare, service, request, body, clock)
     shape, num_prompts = (CHAT, 1) if isinstance(body, ChatBody) else (COMPLETION, count_prompts(body))
     num_choices = num_prompts * min(max(body.n or 1, 1), MAX_N)
     return await respond(service, request, body, shape, prepare, num_choices=num_choices)
 
 
-async def _prepare(
-    service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock
-) -> AnswerWriter:
+async def _prepare(service: Service, request: Request, body: AnyBody, clock: RequestClock) -> AnswerWriter:
     check_served(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
