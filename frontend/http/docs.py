@@ -1,7 +1,7 @@
 """The OpenAPI document, from the route tables and the structs that decode bodies."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from inspect import getdoc
 from typing import Any, Final, TypeAlias
@@ -14,7 +14,8 @@ from ... import __version__
 from . import Settings
 from .service import HttpRoute, RouteTable, Service
 
-Key: TypeAlias = tuple[str, str]
+Schemas: TypeAlias = Mapping[object, dict[str, Any]]
+"""By type: its schema, mostly a reference to a component."""
 REF: Final = "#/components/schemas/{name}"
 PATH_PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
 
@@ -57,20 +58,15 @@ def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: 
         admin: routes that need the admin token, if it is set.
     """
     routes = {**public, **data, **admin}
-    kinds: list[object] = [route.body for route in routes.values()]
-    kinds += [*(route.query for route in routes.values()), ErrorAnswer]
-    kinds += [kind for route in routes.values() for _, kind in _by_status(route.answer)]
-    kinds = [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
-    made, components = msgspec.json.schema_components(kinds, schema_hook=_schema_of, ref_template=REF)
-    # Types are compared by identity, because not every union can be hashed.
-    schemas = {id(kind): schema for kind, schema in zip(kinds, made, strict=True)}
-
-    def schema(kind: object) -> dict[str, Any]:
-        return schemas[id(kind)]
-
+    kinds: list[object] = [ErrorAnswer]
+    for route in routes.values():
+        kinds += [route.body, route.query, *(kind for _, kind in _by_status(route.answer))]
+    described = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type)]
+    made, components = msgspec.json.schema_components(described, schema_hook=_schema_of, ref_template=REF)
+    schemas: Schemas = dict(zip(described, made, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), route in routes.items():
-        operation = _operation(method, path, route, schema)
+        operation = _operation(method, path, route, schemas)
         if (method, path) in data and settings.token is not None:
             operation["security"] = [{"token": []}, {"admin_token": []}]
         elif (method, path) in admin and settings.admin_token is not None:
@@ -92,7 +88,7 @@ def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: 
     }
 
 
-def _operation(method: str, path: str, route: HttpRoute, schema: Callable[[object], dict[str, Any]]) -> dict[str, Any]:
+def _operation(method: str, path: str, route: HttpRoute, schemas: Schemas) -> dict[str, Any]:
     summary, _, description = (getdoc(route.handler) or "").partition("\n\n")
     operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
@@ -109,15 +105,18 @@ def _operation(method: str, path: str, route: HttpRoute, schema: Callable[[objec
         parameters += _query_parameters(route.query, is_all=body is None)
     if parameters:
         operation["parameters"] = parameters
+    fields = () if body is None else msgspec.structs.fields(body)
     if body is not None:
-        content = {"application/json": {"schema": schema(body)}}
-        operation["requestBody"] = {"required": _needs_fields(body), "content": content}
-    answers = {}
-    for status, kind in _by_status(route.answer):
-        answers[status] = _response(status, kind, schema)
-        if status == "200" and _streams(body):
-            answers[status]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    answers |= {each: _response(each, ErrorAnswer, schema) for each in ("4XX", "5XX")}
+        # An empty body counts as `{}`.
+        is_required = any(field.required for field in fields)
+        operation["requestBody"] = {
+            "required": is_required,
+            "content": {"application/json": {"schema": schemas[body]}},
+        }
+    answers = {status: _response(status, kind, schemas) for status, kind in _by_status(route.answer)}
+    if "200" in answers and any(field.encode_name == "stream" for field in fields):
+        answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    answers |= {each: _response(each, ErrorAnswer, schemas) for each in ("4XX", "5XX")}
     operation["responses"] = answers
     return operation
 
@@ -128,13 +127,13 @@ def _by_status(answer: object) -> list[tuple[str, object]]:
     return [("200", answer)]
 
 
-def _response(status: str, kind: object, schema: Callable[[object], dict[str, Any]]) -> dict[str, Any]:
+def _response(status: str, kind: object, schemas: Schemas) -> dict[str, Any]:
     description = HTTPStatus(int(status)).phrase if status.isdecimal() else "An error"
     if kind is None:
         return {"description": description}
     if isinstance(kind, str):
         return {"description": description, "content": {kind: {"schema": {"type": "string"}}}}
-    content = {"application/json": {"schema": {} if kind is Any else schema(kind)}}
+    content = {"application/json": {"schema": {} if kind is Any else schemas[kind]}}
     return {"description": description, "content": content}
 
 
@@ -159,21 +158,6 @@ def _has_objects(schema: Mapping[str, Any]) -> bool:
     """True if the schema allows an object."""
     kinds = schema.get("anyOf", [schema])
     return any("$ref" in kind or kind.get("type") == "object" for kind in kinds)
-
-
-def _structs(body: object) -> list[type[msgspec.Struct]]:
-    kinds = getattr(body, "__args__", (body,))
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
-
-
-def _needs_fields(body: object) -> bool:
-    """True if the body has required fields. An empty body counts as `{}`."""
-    structs = _structs(body)
-    return bool(structs) and all(any(field.required for field in msgspec.structs.fields(kind)) for kind in structs)
-
-
-def _streams(body: object) -> bool:
-    return any(field.encode_name == "stream" for kind in _structs(body) for field in msgspec.structs.fields(kind))
 
 
 def _schema_of(_kind: type) -> dict[str, Any]:

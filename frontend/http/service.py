@@ -6,7 +6,7 @@ users' turns. Otherwise a flood from one user would delay all later requests of 
 """
 
 import asyncio
-import heapq
+import bisect
 import itertools
 import time
 import uuid
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -150,7 +151,7 @@ class Turns:
         self._default_room = default_room
         self._metrics = metrics
         self._serials = itertools.count()
-        # By model: the heaps of all users with waiting requests, in the order of the users' turns.
+        # By model: the waiting requests of all users, the most urgent first, in the order of the users' turns.
         self._waiting: dict[str, dict[str, list[_Waiting]]] = {}
         # Open samples by model and user.
         self._open: dict[str, Counter[str]] = {}
@@ -165,7 +166,7 @@ class Turns:
         """
         arrived_at, due = time.monotonic(), asyncio.get_running_loop().create_future()
         waiting = _Waiting(request.priority, next(self._serials), user, request, due)
-        heapq.heappush(self._waiting.setdefault(waiting.model, {}).setdefault(user, []), waiting)
+        bisect.insort(self._waiting.setdefault(waiting.model, {}).setdefault(user, []), waiting)
         with ExitStack() as until_end:
             until_end.callback(self._end, waiting)
             self._call_up(waiting.model)
@@ -208,13 +209,8 @@ class Turns:
     def _leave(self, waiting: _Waiting) -> None:
         """Remove a waiting request."""
         users = self._waiting[waiting.model]
-        others = users[waiting.user]
-        if others[0] is waiting:
-            heapq.heappop(others)
-        else:
-            others.remove(waiting)
-            heapq.heapify(others)
-        if not others:
+        users[waiting.user].remove(waiting)
+        if not users[waiting.user]:
             del users[waiting.user]
         if not users:
             del self._waiting[waiting.model]
@@ -463,7 +459,7 @@ class HttpRoute:
     """A route: its handler, and the types that the OpenAPI document shows for it."""
 
     handler: Handler
-    body: object = None
+    body: type[msgspec.Struct] | None = None
     """Type that the handler decodes from the body; None if it reads no body."""
     answer: object = Any
     """Type of the JSON answer, a media type for text, None for an empty answer, or a dict of these by status.
