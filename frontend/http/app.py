@@ -114,7 +114,7 @@ class _Endpoint:
             server_span(self._service.tracer, request, self._path, seen, is_trusted=trusted),
             ExitStack() as until_answered,
         ):
-            request.state.until_answered = until_answered
+            request.state.until_answered, request.state.seen = until_answered, seen
             request.state.waited_s = 0.0
             try:
                 response = await self._answer(request)

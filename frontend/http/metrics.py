@@ -12,9 +12,8 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -72,6 +71,30 @@ CLIENT_COUNTERS: Final = {
 """Monotonic fields of `ClientStats`, with their help texts."""
 
 
+CLIENT_TABLES: Final = {
+    "retries": ("model", "Attempts that followed a lost attempt of the same request"),
+    "placed": (
+        "reason",
+        (
+            "Requests by destination and reason: the queue (queued), or the worker that has a prefix of the prompt"
+            " cached (placed_prefix), serves the same group (placed_group) or session (placed_session), or is able to"
+            " serve a request that others cannot (placed_able)"
+        ),
+    ),
+    "prefill_fallbacks": (
+        "reason",
+        "Attempts that a decode worker served alone although the fleet has prefill workers",
+    ),
+}
+"""Fields of `ClientStats` with counts by a label: the label and the help text."""
+
+QUEUE_GAUGES: Final = {
+    "waiting": "Requests that the queue has not delivered to a worker",
+    "in_hand": "Requests that the queue delivered to a worker and that have no queue ack yet",
+}
+"""Fields of `QueueDepth`, with their help texts."""
+
+
 class FleetCollector(Collector):
     """Collects the last fleet state: set `latest` to the result of `ask`."""
 
@@ -107,26 +130,11 @@ class FleetCollector(Collector):
         )
         for name, text in CLIENT_COUNTERS.items():
             yield CounterMetricFamily(f"rollbus_client_{name}", text, getattr(stats, name))
-        yield _counter(
-            "rollbus_client_retries",
-            "Attempts that followed a lost attempt of the same request",
-            "model",
-            stats.retries,
-        )
-        yield _counter(
-            "rollbus_client_placed",
-            "Requests by destination and reason: the queue (queued), or the worker that has a prefix of the prompt"
-            " cached (placed_prefix), serves the same group (placed_group) or session (placed_session), or is able to"
-            " serve a request that others cannot (placed_able)",
-            "reason",
-            stats.placed,
-        )
-        yield _counter(
-            "rollbus_client_prefill_fallbacks",
-            "Attempts that a decode worker served alone although the fleet has prefill workers",
-            "reason",
-            stats.prefill_fallbacks,
-        )
+        for name, (label, text) in CLIENT_TABLES.items():
+            counter = CounterMetricFamily(f"rollbus_client_{name}", text, labels=(label,))
+            for key, value in getattr(stats, name).items():
+                counter.add_metric((key,), value)
+            yield counter
         waits = HistogramMetricFamily(
             "rollbus_client_queue_wait_seconds",
             "Seconds from the publication of a request to a worker's offer, for each attempt",
@@ -136,13 +144,6 @@ class FleetCollector(Collector):
             buckets = [("+Inf" if math.isinf(end_s) else str(end_s), count) for end_s, count in durations.cumulative()]
             waits.add_metric((model,), buckets, durations.total_s)
         yield waits
-
-
-def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    counter = CounterMetricFamily(name, text, labels=(label,))
-    for key, value in values.items():
-        counter.add_metric((key,), value)
-    return counter
 
 
 def _workers(workers: Sequence[WorkerPresence], queues: Sequence[bus.QueueDepth]) -> Iterator[Metric]:
@@ -159,20 +160,11 @@ def _workers(workers: Sequence[WorkerPresence], queues: Sequence[bus.QueueDepth]
 
 
 def _queues(queues: Sequence[bus.QueueDepth]) -> Iterator[Metric]:
-    labels = ("model", "lane")
-    waiting = GaugeMetricFamily(
-        "rollbus_queue_waiting", "Requests that the queue has not delivered to a worker", labels=labels
-    )
-    in_hand = GaugeMetricFamily(
-        "rollbus_queue_in_hand",
-        "Requests that the queue delivered to a worker and that have no queue ack yet",
-        labels=labels,
-    )
-    for queue in queues:
-        waiting.add_metric((queue.model, queue.lane), queue.waiting)
-        in_hand.add_metric((queue.model, queue.lane), queue.in_hand)
-    yield waiting
-    yield in_hand
+    for name, text in QUEUE_GAUGES.items():
+        gauge = GaugeMetricFamily(f"rollbus_queue_{name}", text, labels=("model", "lane"))
+        for queue in queues:
+            gauge.add_metric((queue.model, queue.lane), getattr(queue, name))
+        yield gauge
 
 
 MAX_VERSIONS: Final = 8
@@ -197,9 +189,6 @@ class HttpRequestRecord:
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
-_seen: ContextVar[HttpRequestRecord | None] = ContextVar("seen", default=None)
-
-
 class Metrics:
     """The metrics of one service, in their own registry."""
 
@@ -219,6 +208,7 @@ class Metrics:
     def _make_metrics(self) -> None:
         counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
         histogram = partial(self._add, Histogram)
+        of_model, of_version = ("model",), ("model", "weight_version")
         self._requests = counter(
             "rollbus_http_requests",
             "Answered HTTP requests; status 499: the client disconnected before the answer",
@@ -230,11 +220,11 @@ class Metrics:
             ("method", "route"),
             buckets=SECONDS,
         )
-        self.in_flight = gauge("rollbus_http_generations_in_flight", "Open token requests", ("model",))
+        self.in_flight = gauge("rollbus_http_generations_in_flight", "Open token requests", of_model)
         self.waiting = gauge(
             "rollbus_http_generations_waiting",
             "Token requests that wait in the service until the workers have capacity",
-            ("model",),
+            of_model,
         )
         self.ended = counter(
             "rollbus_http_generations",
@@ -243,34 +233,32 @@ class Metrics:
             ("model", "outcome"),
         )
         self.prompt_tokens = counter(
-            "rollbus_http_prompt_tokens", "Prompt tokens of all requests, with any outcome", ("model",)
+            "rollbus_http_prompt_tokens", "Prompt tokens of all requests, with any outcome", of_model
         )
         self.tokens = counter(
-            "rollbus_http_generated_tokens",
-            "Generated tokens by the weight version that generated them",
-            ("model", "weight_version"),
+            "rollbus_http_generated_tokens", "Generated tokens by the weight version that generated them", of_version
         )
         self.routing_bytes = counter(
             "rollbus_http_routing_bytes",
             "Raw bytes of routed experts by weight version; of an unstreamed result, by that of its last token",
-            ("model", "weight_version"),
+            of_version,
         )
         self.seconds = histogram(
             "rollbus_http_generation_seconds",
             "Seconds from a token request to its last token",
-            ("model",),
+            of_model,
             buckets=SECONDS,
         )
         self.first_token = histogram(
             "rollbus_http_time_to_first_token_seconds",
             "For streams: seconds from the request to the first token, including the time in the queue",
-            ("model", "weight_version"),
+            of_version,
             buckets=SECONDS,
         )
         self.inter_token = histogram(
             "rollbus_http_inter_token_seconds",
             "For streams: seconds between two chunks, divided by the tokens of the later chunk",
-            ("model", "weight_version"),
+            of_version,
             buckets=TOKEN_SECONDS,
         )
 
@@ -303,26 +291,17 @@ class Metrics:
     def request(self, method: str, route: str) -> Iterator[HttpRequestRecord]:
         """Count one HTTP request with any outcome."""
         seen = HttpRequestRecord()
-        token = _seen.set(seen)
         begun = time.perf_counter()
         try:
             yield seen
         finally:
-            _seen.reset(token)
             self._note_use(seen.model)
             self._requests.labels(method, route, str(seen.status), seen.model).inc()
             self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
 
-    def is_for(self, model: str) -> None:
-        """Set the model of the current request. Live workers serve this model."""
-        seen = _seen.get()
-        if seen is not None:
-            seen.model = model
-
     @contextmanager
     def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
         """Count one token request while it is open, and then its outcome."""
-        self.is_for(model)
         self._note_use(model, 1)
         self.prompt_tokens.labels(model).inc(prompt_len)
         progress = GenerationTimer(self, model)

@@ -121,7 +121,7 @@ async def find_target(
         timeout_s = _timeout_s(service, request, timeout_s)
         target = await until_disconnect(request.receive, _wait_for_target(service, request, model, timeout_s))
     service.is_for(request, (target.worker.model,))
-    service.metrics.is_for(target.worker.model)
+    request.state.seen.model = target.worker.model
     return target
 
 
