@@ -9,18 +9,20 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from .... import bus
-from ....bus.protocol.telemetry.experts import ExpertAnswers, PlaneLoad, imbalance
+from ....bus.protocol.telemetry.experts import ExpertAnswers, ExpertShape, PlaneLoad, imbalance
 from ....schemas.checks import list_names
 from ....schemas.errors import RollbusError
 from .events import EXPERTS, encode_event
 from .viewers import Viewer, contained
 
+PLANES: Final = ("prompt", "generated")
 MAX_NAMED: Final = 5
 """Limit on workers whose problem the event names. It counts the others."""
 MAX_COUNT: Final = 2**32 - 1
@@ -76,28 +78,22 @@ class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
 def experts_event(answers: ExpertAnswers, *, worker: str | None, at: float) -> ExpertsEvent:
     """Build the event from the counts of the last minute."""
     window = answers.window
-    common = ExpertsEvent(
+    counted: dict[str, Any] = {}
+    if window is not None:
+        counted = {
+            "seconds": round(window.seconds, 1),
+            "workers_answered": len(window.workers),
+            **window.shape._asdict(),
+            "planes": {name: _plane(getattr(window, name), window.shape.top_k) for name in PLANES},
+        }
+    return ExpertsEvent(
         model=answers.model,
         worker=worker,
         at=at,
         workers_asked=len(answers.asked),
         workers_total=answers.num_workers,
         problem=_problem(answers),
-    )
-    if window is None:
-        return common
-    shape = window.shape
-    return msgspec.structs.replace(
-        common,
-        seconds=round(window.seconds, 1),
-        workers_answered=len(window.workers),
-        num_layers=shape.num_layers,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        planes={
-            "prompt": _plane(window.prompt, shape.top_k),
-            "generated": _plane(window.generated, shape.top_k),
-        },
+        **counted,
     )
 
 
@@ -108,29 +104,26 @@ def with_last_counts(event: ExpertsEvent, versions: ExpertAnswers | None, before
         versions: all counts by weight version; None if the workers were not asked yet.
         before: the previous event, with the counts that it kept; None for the first one.
     """
-    planes = dict(event.planes or {})
+    planes, shape = dict(event.planes or {}), _shape(event)
     if before is not None and before.planes is not None:
-        if event.planes is None or _shape(event) == _shape(before):
-            for name, last in before.planes.items():
-                if last.seen and (name not in planes or not planes[name].seen):
-                    planes[name] = msgspec.structs.replace(
-                        last, kept=last.kept or "minute", counted_at=last.counted_at if last.kept else before.at
-                    )
         if event.planes is None:
-            shape = dict(zip(("num_layers", "num_experts", "top_k"), _shape(before), strict=True))
-            event = msgspec.structs.replace(event, **shape)
+            shape = _shape(before)
+        kept = before.planes.items() if shape == _shape(before) else ()
+        for name, last in kept:
+            if last.seen and not (name in planes and planes[name].seen):
+                planes[name] = last if last.kept else replace(last, kept="minute", counted_at=before.at)
     window = None if versions is None else versions.window
-    if window is not None and window.shape == _shape(event):
-        for name, plane in planes.items():
-            found = next((load for each in window.versions if (load := getattr(each, name)).seen), None)
-            if not plane.seen and found is not None:
-                counted = _plane(found, window.shape.top_k)
-                planes[name] = msgspec.structs.replace(counted, kept="version")
-    return msgspec.structs.replace(event, planes=planes or None)
+    if window is not None and window.shape == shape:
+        for name in [name for name, plane in planes.items() if not plane.seen]:
+            loads = [getattr(version, name) for version in window.versions]
+            found = next((load for load in loads if load.seen), None)
+            if found is not None:
+                planes[name] = replace(_plane(found, window.shape.top_k), kept="version")
+    return replace(event, **shape._asdict(), planes=planes or None)
 
 
-def _shape(event: ExpertsEvent) -> tuple[int, int, int]:
-    return event.num_layers, event.num_experts, event.top_k
+def _shape(event: ExpertsEvent) -> ExpertShape:
+    return ExpertShape(event.num_layers, event.num_experts, event.top_k)
 
 
 def _plane(load: PlaneLoad, top_k: int) -> PlaneEvent:
