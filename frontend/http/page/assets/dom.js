@@ -45,7 +45,7 @@ const kept = new WeakMap();
 
 /**
  * Show items as children. Items that remain keep their element with its focus and its open details.
- * `make(item)` returns an element, `update(element, item)` fills it.
+ * `make(item)` returns an element that `update(element, item)` fills, or `{root, update(item)}`.
  */
 export function keyed(parent, items, keyOf, make, update) {
   const old = kept.get(parent) ?? new Map();
@@ -53,15 +53,27 @@ export function keyed(parent, items, keyOf, make, update) {
   let place = parent.firstElementChild;
   for (const item of items) {
     const key = keyOf(item);
-    const node = old.get(key) ?? make(item);
+    const made = old.get(key) ?? make(item);
+    const node = made.root ?? made;
     old.delete(key);
-    now.set(key, node);
-    update(node, item);
+    now.set(key, made);
+    if (made.update) made.update(item);
+    else update(node, item);
     if (node === place) place = place.nextElementSibling;
     else parent.insertBefore(node, place);
   }
-  for (const node of old.values()) node.remove();
+  for (const made of old.values()) (made.root ?? made).remove();
   kept.set(parent, now);
+}
+
+/** Create a sign with words. `fillMark` fills it. */
+export const mark = (tag = "span", words = "span") => el(tag, { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el(words));
+
+/** Show a sign in the colour of a kind, and words. */
+export function fillMark(node, kind, sign, words) {
+  setAttr(node, "data-kind", kind);
+  setText(node.firstElementChild, sign);
+  setText(node.lastElementChild, words);
 }
 
 /** Add a bar for a share from 0 to 1 with a text on it. Returns the function that fills it. */

@@ -1,7 +1,7 @@
 // The view of the fleet: its numbers, workers, queues, desired states and commands.
 
 import { actButtons } from "./act.js";
-import { el, keyed, setAttr, setText, timeOf } from "./dom.js";
+import { el, fillMark, keyed, mark, setAttr, setText, timeOf } from "./dom.js";
 import { clock, compareNames, count, duration, NONE, plural, rate, version } from "./format.js";
 import { ledgersPanel } from "./ledgers.js";
 import { on } from "./store.js";
@@ -41,11 +41,9 @@ function fleetTiles() {
         setAttr(node, "data-kind", stateOf(name).kind);
         node.style.flexGrow = String(number);
       });
-      keyed(list, states, ([name]) => name, () => el("li", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("span")), (node, [name, number]) => {
+      keyed(list, states, ([name]) => name, () => mark("li"), (node, [name, number]) => {
         const { words, sign, kind } = stateOf(name);
-        setAttr(node, "data-kind", kind);
-        setText(node.firstElementChild, sign);
-        setText(node.lastElementChild, `${count(number)} ${words}`);
+        fillMark(node, kind, sign, `${count(number)} ${words}`);
       });
       const rates = rows.filter(({ tokens_per_s: each }) => each !== null);
       const serving = rates.filter(({ state }) => state === "serving");
@@ -79,43 +77,39 @@ function fact(title, testid) {
 function modelCard() {
   const name = el("h3");
   const facts = { pause: fact("Pause", "told-pause"), weights: fact("Weights", "told-weights"), epoch: fact("Epoch", "told-epoch") };
-  const since = el("time");
+  const [words, since] = [el("span"), el("time")];
   const behind = el("ul", { class: "behind", data: { testid: "behind" } });
   const done = el("p", { class: "tile-more" });
   const holders = el("ul", { class: "behind", data: { testid: "holders" } });
-  const root = el("article", { class: "card" }, name, el("dl", { class: "facts" }, ...Object.values(facts).flatMap(({ nodes }) => nodes)), holders, done, behind);
-  const words = el("span");
   facts.pause.value.append(words, " ", since);
-  return { root, name, facts, words, since, holders, behind, done };
-}
-
-const cards = new WeakMap();
-
-function fillCard(node, { told, workers }) {
-  const card = cards.get(node);
-  setText(card.name, told.model);
-  setText(card.words, told.pause ? `${told.pause}, since` : "none");
-  setAttr(card.facts.pause.value, "data-kind", told.pause ? "held" : null);
-  card.since.hidden = !told.pause || !told.paused_since;
-  if (told.paused_since) timeOf(card.since, told.paused_since, clock(told.paused_since));
-  setText(card.facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
-  setText(card.facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
-  keyed(card.holders, holderLines(told), ([text]) => text, () => el("li"), (item, [text]) => setText(item, text));
-  const late = told.behind;
-  setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not reached it:` : workers === 0 ? "There are no workers." : workers === 1 ? "The one worker has reached it." : `All ${count(workers)} workers have reached it.`);
-  const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
-  if (late.length > MAX_NAMED) named.push(["", `and ${plural(late.length - MAX_NAMED, "more worker")}`]);
-  keyed(card.behind, named, ([worker]) => worker, () => el("li", {}, el("strong"), " ", el("span")), (item, [worker, why]) => {
-    setText(item.firstElementChild, worker);
-    setText(item.lastElementChild, why);
-  });
+  return {
+    root: el("article", { class: "card" }, name, el("dl", { class: "facts" }, ...Object.values(facts).flatMap(({ nodes }) => nodes)), holders, done, behind),
+    update({ told, workers }) {
+      setText(name, told.model);
+      setText(words, told.pause ? `${told.pause}, since` : "none");
+      setAttr(facts.pause.value, "data-kind", told.pause ? "held" : null);
+      since.hidden = !told.pause || !told.paused_since;
+      if (told.paused_since) timeOf(since, told.paused_since, clock(told.paused_since));
+      setText(facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
+      setText(facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
+      keyed(holders, holderLines(told), (text) => text, () => el("li"), setText);
+      const late = told.behind;
+      setText(done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not reached it:` : workers === 0 ? "There are no workers." : workers === 1 ? "The one worker has reached it." : `All ${count(workers)} workers have reached it.`);
+      const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
+      if (late.length > MAX_NAMED) named.push(["", `and ${plural(late.length - MAX_NAMED, "more worker")}`]);
+      keyed(behind, named, ([worker]) => worker, () => el("li", {}, el("strong"), " ", el("span")), (item, [worker, why]) => {
+        setText(item.firstElementChild, worker);
+        setText(item.lastElementChild, why);
+      });
+    },
+  };
 }
 
 /** Name who stopped workers, and who has an open transfer of weights. */
 function holderLines({ stops, transfers }) {
   return [
-    ...(stops ?? []).map(({ worker, what, by, since }) => [`${worker ?? "all workers"}: ${what}${by ? ` by ${by}` : ""}${since ? `, since ${clock(since)}` : ""}`]),
-    ...(transfers ?? []).map(({ by, age_s, chunks, workers }) => [`${plural(workers, "worker")}: transfer of weights by ${by}, open for ${duration(age_s)}, ${plural(chunks, "chunk")}`]),
+    ...(stops ?? []).map(({ worker, what, by, since }) => `${worker ?? "all workers"}: ${what}${by ? ` by ${by}` : ""}${since ? `, since ${clock(since)}` : ""}`),
+    ...(transfers ?? []).map(({ by, age_s, chunks, workers }) => `${plural(workers, "worker")}: transfer of weights by ${by}, open for ${duration(age_s)}, ${plural(chunks, "chunk")}`),
   ];
 }
 
@@ -128,11 +122,7 @@ function toldPanel() {
     update({ models, workers }) {
       none.hidden = models.length > 0;
       const items = models.map((told) => ({ told, workers: workers.filter(({ model }) => model === told.model).length }));
-      keyed(list, items, ({ told }) => told.model, () => {
-        const card = modelCard();
-        cards.set(card.root, card);
-        return card.root;
-      }, fillCard);
+      keyed(list, items, ({ told }) => told.model, modelCard);
     },
   };
 }

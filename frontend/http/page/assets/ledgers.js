@@ -1,7 +1,7 @@
 // What happened: commands with the ack of each worker, live, and recorded commands and restarts of the last day.
 
 import { dayEvents, dayTimeline, eventWords, joinedEvents, kindOf as kindOfEvent, sinceWords } from "./day.js";
-import { el, keyed, meter, setAttr, setText, timeOf } from "./dom.js";
+import { el, fillMark, keyed, mark, meter, setText, timeOf } from "./dom.js";
 import { bytes, clock, compareNames, count, duration, percent } from "./format.js";
 
 /** Limit on listed workers of one command. Workers that have applied it come last. */
@@ -27,92 +27,90 @@ function lineWords(line) {
   return [line.stage && line.stage !== line.status ? line.stage : "", size].filter(Boolean).join(" ");
 }
 
-const meters = new WeakMap();
-
-function makeLine() {
-  const bar = el("td");
-  const row = el("tr", {}, el("th", { scope: "row" }), el("td", {}, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("span"))), bar, el("td", { class: "numeric" }), el("td", { class: "wide" }));
-  meters.set(row, meter(bar));
-  return row;
+function ackLine() {
+  const [name, state, bar] = [el("th", { scope: "row" }), mark(), el("td")];
+  const [seconds, error] = [el("td", { class: "numeric" }), el("td", { class: "wide" })];
+  const fill = meter(bar);
+  const root = el("tr", {}, name, el("td", {}, state), bar, seconds, error);
+  return {
+    root,
+    update([worker, line]) {
+      const kind = kindOf(line);
+      setText(name, worker);
+      root.dataset.key = worker;
+      fillMark(state, kind, SIGNS[kind], line.status);
+      fill(shareOf(line), lineWords(line));
+      setText(seconds, line.seconds ? duration(line.seconds) : "");
+      setText(error, line.error ?? "");
+    },
+  };
 }
 
-function fillLine(row, [worker, line]) {
-  const kind = kindOf(line);
-  const [name, state, , seconds, error] = row.children;
-  setText(name, worker);
-  row.dataset.key = worker;
-  setAttr(state.firstElementChild, "data-kind", kind);
-  setText(state.firstElementChild.firstElementChild, SIGNS[kind]);
-  setText(state.firstElementChild.lastElementChild, line.status);
-  meters.get(row)(shareOf(line), lineWords(line));
-  setText(seconds, line.seconds ? duration(line.seconds) : "");
-  setText(error, line.error ?? "");
-}
-
-const makeHead = (tag) => el(tag, { class: "line" }, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("strong")), el("span", { class: "ledger-bar" }), el("span", { class: "hint" }), el("time", { class: "hint" }));
+const makeHead = (tag) => el(tag, { class: "line" }, mark("span", "strong"), el("span", { class: "ledger-bar" }), el("span", { class: "hint" }), el("time", { class: "hint" }));
 
 function fillHead(head, kind, sign, name, by, at) {
   const [state, , words, time] = head.children;
-  setAttr(state, "data-kind", kind);
-  setText(state.firstElementChild, sign);
-  setText(state.lastElementChild, name.replaceAll("_", " "));
+  fillMark(state, kind, sign, name.replaceAll("_", " "));
   setText(words, by);
   timeOf(time, at, clock(at));
 }
 
-function makeLedger() {
-  const summary = makeHead("summary");
+function ledgerItem() {
+  const head = makeHead("summary");
   const body = el("tbody");
   const more = el("p", { class: "hint" });
   const heads = ["Worker", "Ack", "Progress", "Took", "Error"];
   const table = el("table", { class: "plain", "aria-label": "Ack of each worker" }, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })))), body);
-  const details = el("details", {}, summary, el("div", { class: "scroll-x" }, table), more);
-  const item = el("li", { class: "ledger", data: { testid: "ledger" } }, details);
-  meters.set(item, meter(summary.children[1]));
-  details.addEventListener("toggle", () => fillLines(item));
-  return item;
+  const details = el("details", { on: { toggle: () => fillLines() } }, head, el("div", { class: "scroll-x" }, table), more);
+  const root = el("li", { class: "ledger", data: { testid: "ledger" } }, details);
+  const fill = meter(head.children[1]);
+  let shown = null;
+
+  function fillLines() {
+    if (!details.open) return;
+    const { workers, counts } = shown;
+    const total = Object.values(counts).reduce((sum, number) => sum + number, 0);
+    const lines = Object.entries(workers).sort((a, b) => RANK[kindOf(a[1])] - RANK[kindOf(b[1])] || compareNames(a[0], b[0]));
+    keyed(body, lines.slice(0, MAX_LINES), ([worker]) => worker, ackLine);
+    const listed = Math.min(lines.length, MAX_LINES);
+    setText(more, total > listed ? `and ${count(total - listed)} more` : "");
+  }
+
+  function update(ledger) {
+    shown = ledger;
+    const lines = Object.values(ledger.workers);
+    const by = { good: 0, busy: 0, bad: 0, off: 0 };
+    for (const [status, number] of Object.entries(ledger.counts)) by[FINAL[status] ?? "busy"] += number;
+    const total = by.good + by.busy + by.bad + by.off;
+    const kind = by.bad ? "bad" : ledger.done ? "good" : "busy";
+    Object.assign(root.dataset, { command: ledger.command, id: ledger.id, done: ledger.done });
+    // `workers` does not list all workers that have applied the command.
+    const underWay = lines.reduce((sum, line) => sum + (kindOf(line) === "good" ? 0 : shareOf(line)), 0);
+    const share = total ? (by.good + underWay) / total : 0;
+    const answered = [`${count(by.good)} of ${count(total)}`];
+    if (by.off) answered.push(`${count(by.off)} superseded`);
+    if (by.bad) answered.push(`${count(by.bad)} failed`);
+    if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));
+    fill(share, answered.join(", "));
+    fillHead(head, kind, SIGNS[kind], ledger.command, `${ledger.done ? "" : "in progress, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`, ledger.at);
+    fillLines();
+  }
+
+  return { root, update };
 }
 
-const shown = new WeakMap();
-
-function fillLines(item) {
-  const details = item.firstElementChild;
-  if (!details.open) return;
-  const { workers, counts } = shown.get(item);
-  const total = Object.values(counts).reduce((sum, number) => sum + number, 0);
-  const lines = Object.entries(workers).sort((a, b) => RANK[kindOf(a[1])] - RANK[kindOf(b[1])] || compareNames(a[0], b[0]));
-  keyed(details.querySelector("tbody"), lines.slice(0, MAX_LINES), ([worker]) => worker, makeLine, fillLine);
-  const listed = Math.min(lines.length, MAX_LINES);
-  setText(details.lastElementChild, total > listed ? `and ${count(total - listed)} more` : "");
-}
-
-function fillLedger(item, ledger) {
-  shown.set(item, ledger);
-  const lines = Object.values(ledger.workers);
-  const by = { good: 0, busy: 0, bad: 0, off: 0 };
-  for (const [status, number] of Object.entries(ledger.counts)) by[FINAL[status] ?? "busy"] += number;
-  const total = by.good + by.busy + by.bad + by.off;
-  const kind = by.bad ? "bad" : ledger.done ? "good" : "busy";
-  setAttr(item, "data-command", ledger.command);
-  setAttr(item, "data-id", ledger.id);
-  setAttr(item, "data-done", String(ledger.done));
-  // `workers` does not list all workers that have applied the command.
-  const underWay = lines.reduce((sum, line) => sum + (kindOf(line) === "good" ? 0 : shareOf(line)), 0);
-  const share = total ? (by.good + underWay) / total : 0;
-  const answered = [`${count(by.good)} of ${count(total)}`];
-  if (by.off) answered.push(`${count(by.off)} superseded`);
-  if (by.bad) answered.push(`${count(by.bad)} failed`);
-  if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));
-  meters.get(item)(share, answered.join(", "));
-  fillHead(item.firstElementChild.firstElementChild, kind, SIGNS[kind], ledger.command, `${ledger.done ? "" : "in progress, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`, ledger.at);
-  fillLines(item);
-}
-
-function fillEvent(item, event) {
-  const { kind, sign } = kindOfEvent(event);
-  setAttr(item, "data-what", event.what);
-  setText(item.firstElementChild.children[1], eventWords(event));
-  fillHead(item.firstElementChild, kind, sign, event.what, event.epoch ? `${event.by ? `by ${event.by}, ` : ""}epoch ${event.epoch}` : "", event.at);
+function eventItem() {
+  const head = makeHead("div");
+  const root = el("li", { class: "ledger", data: { testid: "event" } }, head);
+  return {
+    root,
+    update(event) {
+      const { kind, sign } = kindOfEvent(event);
+      root.dataset.what = event.what;
+      setText(head.children[1], eventWords(event));
+      fillHead(head, kind, sign, event.what, event.epoch ? `${event.by ? `by ${event.by}, ` : ""}epoch ${event.epoch}` : "", event.at);
+    },
+  };
 }
 
 /** Make the panel with the last commands of all controllers, and the restarts of workers. */
@@ -128,7 +126,7 @@ export function ledgersPanel() {
       const events = joinedEvents(dayEvents().filter(({ id }) => !known.has(id)));
       const all = [...commands, ...events].sort((a, b) => b.at - a.at).slice(0, MAX_EVENTS);
       none.hidden = all.length > 0;
-      keyed(list, all, ({ id, controller, what, at, model, workers }) => (controller ? id : `${what} ${at} ${model} ${workers[0] ?? ""}`), (item) => (item.controller ? makeLedger() : el("li", { class: "ledger", data: { testid: "event" } }, makeHead("div"))), (node, item) => (item.controller ? fillLedger : fillEvent)(node, item));
+      keyed(list, all, ({ id, controller, what, at, model, workers }) => (controller ? id : `${what} ${at} ${model} ${workers[0] ?? ""}`), ({ controller }) => (controller ? ledgerItem() : eventItem()));
       timeline.update();
       setText(since, sinceWords());
     },

@@ -5,7 +5,7 @@ const waiting = new Set();
 let frame = 0;
 
 /** The newest event of each name; null before the first one. `fleet.workers` are objects here. */
-export const now = { hello: null, day: null, fleet: null, experts: null, link: { kind: "connecting", since: Date.now() } };
+export const now = { hello: null, day: null, fleet: null, experts: null, link: { kind: "connecting" } };
 
 /** Call `listener(value)` when `name` changes, at most once per drawn frame and not while the page is hidden. */
 export function on(name, listener) {

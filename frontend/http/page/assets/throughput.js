@@ -10,16 +10,16 @@ import { now, on } from "./store.js";
 
 /** Number of points in an hour. */
 const MAX_POINTS = 720;
-const nothing = (length) => new Array(length).fill(null);
 
-/** Append new points to the known points, with null where a series has none. Returns all series by name. */
+/** Append new points to known series, in objects of any depth, with null where a series has none. */
 function joined(known, added, before, number) {
-  const names = new Set([...Object.keys(known), ...Object.keys(added)]);
-  const pad = (list, length) => [...nothing(Math.max(0, length - list.length)), ...list];
-  return Object.fromEntries([...names].map((name) => [name, [...pad(known[name] ?? [], before), ...pad(added[name] ?? [], number)].slice(-MAX_POINTS)]));
+  if (Array.isArray(known ?? added)) {
+    const padded = (list = [], length) => [...new Array(Math.max(0, length - list.length)).fill(null), ...list];
+    return [...padded(known, before), ...padded(added, number)].slice(-MAX_POINTS);
+  }
+  const names = new Set([...Object.keys(known ?? {}), ...Object.keys(added ?? {})]);
+  return Object.fromEntries([...names].map((name) => [name, joined(known?.[name], added?.[name], before, number)]));
 }
-
-const joinedAll = (known, added, before, number) => Object.fromEntries([...new Set([...Object.keys(known), ...Object.keys(added)])].map((name) => [name, joined(known[name] ?? {}, added[name] ?? {}, before, number)]));
 
 const lengthOf = (series) => Math.max(0, ...Object.values(series).map((list) => list.length));
 
@@ -61,8 +61,7 @@ class History {
     const before = isNew ? 0 : this.length;
     const series = [body.fleet, ...Object.values(body.models), ...Object.values(body.workers)];
     const points = Math.max(0, ...series.map(lengthOf));
-    for (const part of ["models", "workers"]) this[part] = joinedAll(isNew ? {} : this[part], body[part], before, points);
-    this.fleet = joined(isNew ? {} : this.fleet, body.fleet, before, points);
+    for (const part of ["fleet", "models", "workers"]) this[part] = joined(isNew ? {} : this[part], body[part], before, points);
     this.length = Math.min(MAX_POINTS, before + points);
     Object.assign(this, { number: body.number, end: body.end, step: body.step_s });
   }

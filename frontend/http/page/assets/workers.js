@@ -1,6 +1,6 @@
 // The states of workers, and the table of workers. Colour is never the only sign of a state.
 
-import { el, meter, setAttr, setText } from "./dom.js";
+import { el, fillMark, mark, meter, setAttr, setText } from "./dom.js";
 import { bytes, compareNames, count, duration, percent, rate, version } from "./format.js";
 import { address, route, setParams } from "./router.js";
 import { textCell, VirtualTable, wrappedPx } from "./table.js";
@@ -60,14 +60,11 @@ function nameCell(td) {
 }
 
 function stateCell(td) {
-  const sign = el("span", { class: "glyph", "aria-hidden": "true" });
-  const words = el("span");
-  td.append(el("span", { class: "state" }, sign, words));
+  const node = mark();
+  td.append(node);
   return (row) => {
-    const { words: text, sign: shown, kind, sentence } = stateOf(row.state);
-    setText(sign, shown);
-    setText(words, text);
-    setAttr(td.firstElementChild, "data-kind", kind);
+    const { words, sign, kind, sentence } = stateOf(row.state);
+    fillMark(node, kind, sign, words);
     setAttr(td, "title", sentence);
   };
 }
