@@ -143,6 +143,17 @@ class Page:
         """URLs of the page's requests to other origins than the service."""
         return [url for url in self.urls if not url.startswith((f"{self.origin}/", "data:"))]
 
+    async def rows(self) -> dict[str, dict[str, str]]:
+        """Return the rows of the workers table that exist as elements now: by worker, the text of each column."""
+        return {row["worker"]: row for row in await self.run(ROWS)}
+
+
+ROWS = """
+const cells = row => [...row.querySelectorAll("td[data-column]")].map(td => [td.dataset.column, td.innerText.trim()]);
+return [...document.querySelectorAll("[data-testid=workers] tbody tr[data-key]")]
+    .map(row => ({worker: row.dataset.key, ...Object.fromEntries(cells(row))}));
+"""
+
 
 BLANK = "about:blank"
 

@@ -5,16 +5,10 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import pytest
-
 import rollbus
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
-from rollbus.schemas.rows import Rows
 from rollbus.schemas.weights import Staging
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.engines.synthetic.model import SyntheticModel, SyntheticWeights, checksum_of
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence
@@ -96,17 +90,3 @@ def in_trouble(_: int) -> Iterator[WorkerPresence]:
         last_error="storage: no space left on /var/cache/rollbus: 61.1 GB are needed, 12.4 GB are free",
     )
     yield presence(worker="gen-92", model=MODEL, state=WorkerState.STARTING, start_left_s=40.0)
-
-
-def bias_router(monkeypatch: pytest.MonkeyPatch, weights: Path) -> None:
-    """Bias the router of a folder's weights: in every third layer, the first experts receive half of the tokens."""
-    biased = SyntheticWeights.of(checksum_of(weights)).experts
-    chosen = SyntheticModel.rows
-
-    def rows(model: SyntheticModel, contexts: npt.NDArray[np.uint64], experts: npt.NDArray[np.uint64]) -> Rows:
-        found = chosen(model, contexts, experts)
-        is_biased = (experts == biased) & (contexts % np.uint64(2) == 0)
-        found[is_biased, ::3] = np.arange(model.config.top_k)
-        return found
-
-    monkeypatch.setattr(SyntheticModel, "rows", rows)

@@ -16,7 +16,6 @@ from rollbus.frontend.http.server import listen, serving
 from rollbus.schemas.errors import RequestRejected
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.browser.fleet_view import rows
 from tests.browser.page import PHONE, Page, Size, each, opened
 from tests.browser.small_fleet import under_load
 from tests.browser.test_fleet import check_leaves_no_trace, give
@@ -91,11 +90,18 @@ async def test_the_dialog_shows_the_size_of_a_pause_and_the_page_the_acks(
 
 
 async def test_a_filter_chooses_the_workers(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """A drain with an active filter goes only to the workers that the filter shows."""
+    """A command with an active filter goes only to the workers that the filter shows. If it shows none, to none."""
     async with two_workers(nats_url, fleet) as http, opened(browser, f"{http.url}/") as page:
         await page.until_text("[data-testid=tile-workers-value]", "2 of 2")
         await page.click("[data-testid=worker-filter]")
-        await page.press("w1")
+        await page.press("w1zzz")
+        await page.until(each("[data-testid=workers] tbody tr[data-key]", "one.dataset.key"), [])
+        await page.click("[data-testid=act-pause]")
+        await page.until_text("[data-testid=act-says]", "The filter shows no worker. Clear it to choose workers.")
+        assert await page.texts("[data-testid=act-confirm]") == []
+        await page.press(Keys.ESCAPE)
+        await page.click("[data-testid=worker-filter]")
+        await page.press(*[Keys.BACKSPACE] * 3)
         await page.until_text("[data-testid=worker-count]", "1 of 2")
         await page.click("[data-testid=act-drain]")
         await page.until_text("[data-testid=act-says]", lambda text: bool(text) and "1 worker" in text)
@@ -130,18 +136,6 @@ async def test_commands_require_the_admin_token(browser: Chrome, nats_url: str, 
         await send(page, "pause")
         await until_state(http.rb, lambda state: {one.state for one in state.workers} == {WorkerState.PAUSED})
         await check_leaves_no_trace(page, ADMIN)
-
-
-async def test_a_filter_that_shows_no_worker_selects_no_worker(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """If the filter shows no worker, the dialog offers no worker instead of all workers."""
-    async with two_workers(nats_url, fleet) as http, opened(browser, f"{http.url}/") as page:
-        await page.until(DISABLED, [False, False])
-        await page.click("[data-testid=worker-filter]")
-        await page.press("zzz")
-        await page.until(each("[data-testid=workers] tbody tr[data-key]", "one.dataset.key"), [])
-        await page.click("[data-testid=act-pause]")
-        await page.until_text("[data-testid=act-says]", "The filter shows no worker. Clear it to choose workers.")
-        assert await page.texts("[data-testid=act-confirm]") == []
 
 
 # The list of requests, and the timeline of one request, found by its id.
@@ -322,7 +316,7 @@ async def test_the_page_recovers_after_the_service_restarts(browser: Chrome, nat
             await first.aclose()
             await page.until_text("[data-testid=banner]", lambda text: bool(text) and "No data since" in text)
             # The page keeps the last known data and marks them as stale.
-            assert {*await rows(page)} == {"w0"}
+            assert {*await page.rows()} == {"w0"}
             assert await page.run("return document.body.classList.contains('stale')")
             async with synthetic_worker(nats_url, fleet, worker_id="w1"), service(nats_url, fleet, address):
                 await until_live(page)

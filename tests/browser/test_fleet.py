@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.keys import Keys
@@ -12,16 +11,13 @@ from rollbus.schemas.control import ReadRequest
 from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerPresence, WorkerState
 from rollbus.schemas.telemetry import RequestProgress, RequestTimeline, TimelineEvent
 from rollbus.schemas.weights import Staging
-from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.announcer import announced
-from tests.browser.fleet_view import ROWS, rows
-from tests.browser.page import DESKTOP, PHONE, Page, Size, Theme, nameless, opened, roles
+from tests.browser.page import PHONE, Page, nameless, opened, roles
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_control import APPLIED, controlled, unless
 from tests.support.presences import capabilities, presence
 
-SLOTS = 4
 MANY = 1000
 MAX_ROWS = 100
 """Maximum number of table rows that are elements at a time. A screen shows fewer than thirty rows."""
@@ -41,27 +37,6 @@ def many_workers(_: int) -> list[WorkerPresence]:
         )
         for i in range(MANY)
     ]
-
-
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_the_page_fits_on_the_screen(
-    browser: Chrome, nats_url: str, fleet: str, size: Size, theme: Theme
-) -> None:
-    """In light and dark mode, on desktop and phone, the page shows the workers and needs no horizontal scrolling."""
-    config = SyntheticConfig(max_num_seqs=SLOTS)
-    async with (
-        synthetic_worker(nats_url, fleet, config=config, worker_id="w0"),
-        synthetic_worker(nats_url, fleet, config=config, worker_id="w1"),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/", size=size, theme=theme) as page,
-    ):
-        await page.until_text("[data-testid=tile-workers-value]", "2 of 2")
-        assert await page.run("return document.documentElement.scrollWidth") <= size.width
-        assert await page.run("return matchMedia('(prefers-color-scheme: dark)').matches") == (theme == "dark")
-        background = await page.run("return getComputedStyle(document.body).backgroundColor")
-        red, green, blue, *_ = (int(part) for part in background.strip("rgba()").split(",")[:3])
-        assert (red + green + blue < 3 * 128) == (theme == "dark")
 
 
 async def test_rows_show_the_presence_of_the_workers(browser: Chrome, nats_url: str, fleet: str) -> None:
@@ -85,7 +60,7 @@ async def test_rows_show_the_presence_of_the_workers(browser: Chrome, nats_url: 
         opened(browser, f"{http.url}/") as page,
     ):
         await page.until_text("[data-testid=tile-workers-value]", "1 of 2")
-        shown = await rows(page)
+        shown = await page.rows()
     assert shown.keys() == {"w0", "w1"}
     wanted: dict[str, dict[str, Any]] = {
         "w0": {"state": "outdated", "weight_version": "v12", "in_flight": "3 / 8", "waiting": "2", "kv_use": "43 %"},
@@ -118,7 +93,7 @@ async def test_a_thousand_workers_are_scrolled_sorted_and_filtered(browser: Chro
         await page.click("[data-testid=worker-filter]")
         await page.press("w77")
         await page.until_text("[data-testid=worker-count]", "11 of 1,000")
-        assert {*await rows(page)} == {"w77", *(f"w77{i}" for i in range(10))}
+        assert {*await page.rows()} == {"w77", *(f"w77{i}" for i in range(10))}
 
 
 FIRST = "return document.querySelector('[data-testid=workers] tbody tr[data-key]').dataset.key"
@@ -146,7 +121,7 @@ async def _rows_while_scrolling(page: Page) -> list[str]:
             f"return last.bottom >= view.bottom - 1 || all.at(-1).ariaRowIndex == {MANY + 1};"
         )
         assert drawn
-        now_shown = [row["worker"] for row in await page.run(ROWS)]
+        now_shown = list(await page.rows())
         assert len(now_shown) <= MAX_ROWS
         seen += now_shown
     return seen
@@ -182,7 +157,7 @@ async def test_markup_in_texts_of_workers_is_shown_as_text(browser: Chrome, nats
         opened(browser, f"{http.url}/") as page,
     ):
         await page.until_text("[data-testid=tile-workers-value]", "2 of 2")
-        shown = await rows(page)
+        shown = await page.rows()
         assert shown["w0"]["note"].endswith(f"△ {IMAGE}")
         assert (shown["w0"]["model"], shown["w1"]["model"]) == (SCRIPT, IMAGE)
         assert shown["w0"]["note"].startswith(QUOTES)
@@ -250,8 +225,11 @@ async def tab_to(page: Page, testid: str) -> list[str]:
     return seen
 
 
-async def test_the_dialog_opens_and_closes(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Enter opens the dialog, the focus stays inside, and Escape closes it and returns the focus to its button."""
+async def test_the_page_works_without_a_mouse(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """Enter opens the dialog, the focus stays inside, and Escape closes it and returns the focus to its button.
+
+    The column headers are buttons that announce the sort order, and the filter is a search box with a name.
+    """
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet) as http,
@@ -271,15 +249,6 @@ async def test_the_dialog_opens_and_closes(browser: Chrome, nats_url: str, fleet
         await page.until("return document.querySelector('dialog')", None)
         assert await page.run(FOCUS) == "token-button"
 
-
-async def test_the_table_is_sorted_and_filtered(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """The column headers are buttons that announce the sort order, and the filter is a search box with a name."""
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="w0"),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/") as page,
-    ):
-        await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
         await tab_to(page, "worker-filter")
         await page.press("nobody")
         await page.until_text("[data-testid=worker-count]", "0 of 1")

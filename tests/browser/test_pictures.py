@@ -37,10 +37,13 @@ SCREENS: dict[str, tuple[Size, Theme]] = {
 
 
 @pytest.mark.parametrize("name", SCREENS)
-async def test_the_fleet_view_has_enough_contrast_and_names(
+async def test_the_fleet_view_fits_and_has_enough_contrast_and_names(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, name: str
 ) -> None:
-    """In each size and theme, all text of the fleet view has enough contrast and each element has a name."""
+    """In each size and theme, the fleet view needs no horizontal scrolling.
+
+    All text has enough contrast and each element has a name.
+    """
     size, theme = SCREENS[name]
     async with (
         busy_fleet(nats_url, fleet, tmp_path, WORKERS) as (_, two),
@@ -56,6 +59,10 @@ async def test_the_fleet_view_has_enough_contrast_and_names(
                 await page.until_text("[data-testid=tile-workers-value]", "6 of 8")
                 await page.until_text("[data-testid=tile-tokens-value]", lambda text: text not in (None, "–", "0"))
                 await photograph(page, name)
+                assert await page.run("return document.documentElement.scrollWidth") <= size.width
+                background = await page.run("return getComputedStyle(document.body).backgroundColor")
+                brightness = sum(int(part) for part in background.strip("rgba()").split(",")[:3])
+                assert (brightness < 3 * 128) == (theme == "dark")
                 assert await faint_texts(page) == []
                 assert await nameless(page) == []
 
