@@ -23,7 +23,7 @@ from rollbus.frontend.http.requests import RequestTarget
 from rollbus.frontend.http.tokens import ENCODED_BYTES, Tokens, routed_experts_json
 from rollbus.frontend.http.writer import AnswerWriter
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import CHAT, COMPLETIONS, Http, by_bus, byte_level, noted_requests, rows_of, talking
+from tests.http.support import CHAT, COMPLETIONS, Http, by_bus, byte_level, rows_of, talking
 from tests.support.fleet import until_idle
 from tests.support.presences import presence
 
@@ -266,14 +266,3 @@ async def test_prompt_logprobs_are_returned_as_in_vllm(nats_url: str, fleet: str
                 assert tops == [{str(i): 1} for (i,) in direct.prompt_top_token_ids.tolist()]
         none = (await http.client.post(CHAT, json={"nvext": {"token_data": PROMPT}, "max_tokens": 1})).json()
     assert none["prompt_logprobs"] is None
-
-
-async def test_bad_words_go_to_the_engine_as_tokens(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bad words reach the engine as token ids, at the start of a text and after a blank, as on the OpenAI routes."""
-    wanted = noted_requests(monkeypatch)
-    async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
-        one(await ask(http, max_tokens=1, bad_words=["the"]))
-    expected = [byte_level().encode(text, add_special_tokens=False) for text in ("the", " the")]
-    assert [list(ids) for ids in wanted[0].sampling.bad_words_token_ids or ()] == expected

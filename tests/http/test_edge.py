@@ -20,12 +20,13 @@ from rollbus.frontend.http.server import MAX_HEAD_BYTES, WANTED_DESCRIPTORS, rai
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Http, client_of, http_before, http_service, in_flight, make_byte_level, save
-from tests.http.test_metrics import parse, value
+from tests.http.test_metrics import parse
 from tests.support.fleet import StartServed, is_idle, until_idle
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true
 
 PATH = "/inference/v1/generate"
+TOKENS = Settings(token="data", admin_token="admin")
 BODY: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
 
 
@@ -41,6 +42,20 @@ async def connected(url: str, sent: bytes = b"") -> AsyncIterator[tuple[asyncio.
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+def post_head(path: str, length: int) -> bytes:
+    """Return the head of a request whose body has so many bytes."""
+    fields = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
+
+
+@contextlib.asynccontextmanager
+async def posted(http: Http, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request on a separate connection, which is closed when the block ends."""
+    data = json.dumps(body).encode()
+    async with connected(http.url, post_head(path, len(data)) + data) as (reader, _):
+        yield reader
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
@@ -69,50 +84,45 @@ async def test_bodies_may_be_larger_than_heads(nats_url: str, fleet: str) -> Non
             assert (await http.client.get("/health")).status_code == 200
 
 
-async def test_bytes_that_are_not_http_get_400(nats_url: str, fleet: str) -> None:
-    """Bytes that are not HTTP get 400, and the connection is closed."""
-    async with http_service(nats_url, fleet) as http, connected(http.url, b"\x00\x01\r\n\r\n") as (reader, _):
-        assert (await rest_of(reader)).startswith(b"HTTP/1.1 400 ")
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+TOKEN_IN_TRAILER = (
+    b"POST /v1/rl/pause HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nAuthorization: Bearer admin\r\n\r\n"
+)
 
 
-async def test_a_head_has_a_maximum_size(nats_url: str, fleet: str) -> None:
-    """The connection of a head without an end is closed."""
-    sent = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 2 * MAX_HEAD_BYTES
-    async with http_service(nats_url, fleet) as http, connected(http.url, sent) as (reader, _):
-        assert b" 200 " not in await rest_of(reader)
+async def test_what_is_not_http_1_1_is_refused_or_answered_safely(nats_url: str, fleet: str) -> None:
+    """Other bytes get 400, and a head without an end its end. An answer to HTTP/1.0 has no chunks.
 
-
-async def test_a_client_of_http_1_0_gets_no_chunks(nats_url: str, fleet: str) -> None:
-    """An answer to HTTP/1.0 ends with its connection."""
-    sent = b"GET /health HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n"
-    async with http_service(nats_url, fleet) as http, connected(http.url, sent) as (reader, _):
-        answer = (await rest_of(reader)).lower()
-    assert b"connection: close" in answer
-    assert b"chunked" not in answer
-
-
-async def test_trailers_are_no_headers(nats_url: str, fleet: str) -> None:
-    """A token in a trailer gives no access, because a proxy does not check trailers."""
-    sent = (
-        b"POST /v1/rl/pause HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nAuthorization: Bearer admin\r\n\r\n"
-    )
-    settings = Settings(token="data", admin_token="admin")
-    async with http_service(nats_url, fleet, settings) as http, connected(http.url, sent) as (reader, _):
-        assert b" 401 " in (await rest_of(reader)).splitlines()[0]
+    A token in a trailer gives no access, because a proxy does not check trailers.
+    """
+    sent = {
+        "no HTTP": b"\x00\x01\r\n\r\n",
+        "long head": HEALTH + b"X: " + b"x" * 2 * MAX_HEAD_BYTES,
+        "HTTP/1.0": HEALTH.replace(b"1.1", b"1.0") + b"\r\n",
+        "trailer": TOKEN_IN_TRAILER,
+    }
+    found = {}
+    async with http_service(nats_url, fleet, TOKENS) as http:
+        for name, data in sent.items():
+            async with connected(http.url, data) as (reader, _):
+                found[name] = (await rest_of(reader)).lower()
+    assert found["no HTTP"].startswith(b"http/1.1 400 ")
+    assert b" 200 " not in found["long head"]
+    assert (b"connection: close" in found["HTTP/1.0"], b"chunked" in found["HTTP/1.0"]) == (True, False)
+    assert b" 401 " in found["trailer"].splitlines()[0]
 
 
 async def test_idle_connections_are_closed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that is idle after its response is closed."""
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
-    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    async with http_service(nats_url, fleet) as http, connected(http.url, request) as (reader, _):
+    async with http_service(nats_url, fleet) as http, connected(http.url, HEALTH + b"\r\n") as (reader, _):
         assert b"200" in await rest_of(reader)
 
 
 async def test_pipelined_requests_are_all_answered(nats_url: str, fleet: str) -> None:
     """Pipelined requests on one connection are all answered, and the connection stays open."""
-    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    request = HEALTH + b"\r\n"
     async with http_service(nats_url, fleet) as http, connected(http.url, 3 * request) as (reader, writer):
         for _ in range(3):
             assert b"200" in await reader.readuntil(b"\r\n\r\n")
@@ -131,9 +141,6 @@ def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # Compressed bodies, and the header that forbids retries.
-
-
-TOKENS = Settings(token="data", admin_token="admin")
 
 
 async def test_a_compressed_body_is_refused(nats_url: str, fleet: str) -> None:
@@ -222,14 +229,11 @@ async def test_a_slow_client_receives_the_whole_response(nats_url: str, fleet: s
 
 async def test_a_body_that_does_not_arrive_gives_408(nats_url: str, fleet: str) -> None:
     """A body that does not arrive gives 408 and closes the connection."""
-    async with http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http:
-        host, port = http.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        sent = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
-        writer.write(f"{sent}{{".encode())
-        answer = await reader.read()
-        writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
+    async with (
+        http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http,
+        connected(http.url, post_head(PATH, 10) + b"{") as (reader, _),
+    ):
+        head, _, body = (await rest_of(reader)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert json.loads(body)["error"]["code"] == "body_timeout"
 
@@ -280,22 +284,6 @@ GENERATING: dict[str, dict[str, Any]] = {
 SLOW = SyntheticConfig(step_s=0.01)
 
 
-@contextlib.asynccontextmanager
-async def posted(http: Http, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """Send a request on a separate connection, which is closed when the block ends."""
-    host, port = http.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    writer.write(f"{head}\r\n\r\n".encode() + data)
-    try:
-        yield reader
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
 async def becomes(http: Http, name: str, wanted: float, **labels: str) -> None:
     """Wait until a counter has a value."""
     while True:
@@ -308,68 +296,59 @@ async def becomes(http: Http, name: str, wanted: float, **labels: str) -> None:
 async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
     """A body above the limit gives 413 on each route, if its length is declared and also if it is chunked."""
     async with http_service(nats_url, fleet, Settings(max_body_bytes=1000)) as http:
-        host, port = http.url.removeprefix("http://").split(":")
 
         async def chunked() -> AsyncIterator[bytes]:
             for _ in range(3):
                 yield b" " * 500
 
         for method, path in (key for key, route in {**DATA, **ADMIN}.items() if route.body is not None):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1001"
-            writer.write(f"{head}\r\n\r\n".encode())
-            assert (await reader.readline()).split()[1] == b"413", path
-            writer.close()
+            async with connected(http.url, post_head(path, 1001)) as (reader, _):
+                assert (await reader.readline()).split()[1] == b"413", path
             answer = await http.client.request(method, path, content=chunked())
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large"), path
         assert (await http.client.get("/health")).status_code == 200
 
 
-@pytest.mark.parametrize("path", GENERATING)
-async def test_a_request_beyond_the_limit_gives_429(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
-    """A request beyond the limit gives 429 with Retry-After, until another request has ended."""
+async def test_a_request_beyond_the_limit_gives_429(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """On each route, a request beyond the limit gives 429 with Retry-After, until another request has ended."""
     settings = Settings(max_in_flight=1, tokenizer=save(make_byte_level(), tmp_path))
-    body = GENERATING[path]
     async with http_service(nats_url, fleet, settings, config=SLOW) as http:
-        async with posted(http, path, {**body, "stream": True}) as reader:
-            assert b"200" in await reader.readline()
-            for stream in (False, True):
-                refused = await http.client.post(path, json={**body, "stream": stream})
-                assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
-        await becomes(http, "rollbus_http_generations_in_flight", 0, model="synthetic")
-        async with posted(http, path, {**body, "stream": True}) as reader:
-            assert b"200" in await reader.readline()
+        for path, body in GENERATING.items():
+            async with posted(http, path, {**body, "stream": True}) as reader:
+                assert b"200" in await reader.readline()
+                for stream in (False, True):
+                    refused = await http.client.post(path, json={**body, "stream": stream})
+                    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            await becomes(http, "rollbus_http_generations_in_flight", 0, model="synthetic")
         assert http.engine is not None
         await until_idle(http.engine, http.rb)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", GENERATING)
 async def test_the_request_of_a_disconnected_client_is_aborted_and_counted(
-    nats_url: str, fleet: str, tmp_path: Path, path: str, stream: bool
+    nats_url: str, fleet: str, tmp_path: Path, stream: bool
 ) -> None:
     """If a client disconnects, before or after the first token, its request is aborted in the engine and counted."""
     settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
-    body = {**GENERATING[path], "stream": stream}
     async with http_service(nats_url, fleet, settings, config=SLOW) as http:
         assert http.engine is not None
-        async with posted(http, path, body) as reader:
-            if stream:
-                await reader.readuntil(b"data: ")
-            engine = http.engine
-            await until_true(lambda: not is_idle(engine))
-        await becomes(http, "rollbus_http_generations_total", 1, model="synthetic", outcome="left")
-        await until_idle(http.engine, http.rb)
+        engine, left = http.engine, {"model": "synthetic", "outcome": "left"}
+        for number, (path, body) in enumerate(GENERATING.items()):
+            async with posted(http, path, {**body, "stream": stream}) as reader:
+                if stream:
+                    await reader.readuntil(b"data: ")
+                await until_true(lambda: not is_idle(engine))
+            await becomes(http, "rollbus_http_generations_total", 2 * number + 1, **left)
+            await until_idle(engine, http.rb)
 
-        await http.rb.fleet.pause()
-        async with posted(http, path, body):
-            await becomes(http, "rollbus_http_generations_in_flight", 1, model="synthetic")
-        await becomes(http, "rollbus_http_generations_total", 2, model="synthetic", outcome="left")
-        await http.rb.fleet.resume()
-        await until_idle(http.engine, http.rb)
-        found = parse((await http.client.get("/metrics")).text)
-    labels = {"method": "POST", "route": path, "model": "synthetic", "status": "499"}
-    assert value(found, "rollbus_http_requests_total", **labels) == 2
+            await http.rb.fleet.pause()
+            async with posted(http, path, {**body, "stream": stream}):
+                await becomes(http, "rollbus_http_generations_in_flight", 1, model="synthetic")
+            await becomes(http, "rollbus_http_generations_total", 2 * number + 2, **left)
+            await http.rb.fleet.resume()
+            await until_idle(engine, http.rb)
+            labels = {"method": "POST", "route": path, "model": "synthetic", "status": "499"}
+            await becomes(http, "rollbus_http_requests_total", 2, **labels)
 
 
 # A service that stops while clients wait.

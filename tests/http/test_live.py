@@ -80,25 +80,24 @@ async def test_an_event_shows_mode_and_time_of_a_pause(nats_url: str, fleet: str
         assert (event["models"][0]["pause"], event["models"][0]["paused_since"]) == (None, None)
 
 
-async def test_viewing_requires_the_data_token_and_commands_the_admin_token(nats_url: str, fleet: str) -> None:
+async def test_only_the_admin_token_permits_commands(nats_url: str, fleet: str) -> None:
     """The data token permits watching. Only with the admin token, the first event permits commands."""
     async with http_before(nats_url, fleet, TOKENS) as http:
-        for wrong in (None, "x"):
-            headers = {} if wrong is None else {"Authorization": f"Bearer {wrong}"}
-            answer = await http.client.get(PATH, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
         for token, may_act in (("data", False), ("admin", True)):
             async with watching(http, token=token) as stream:
                 assert (stream.hello["may_act"], stream.hello["may_trace"]) == (may_act, may_act)
 
 
-@pytest.mark.parametrize("query", ["?zzz=1", "?fleet=a&fleet=b"])
-async def test_a_malformed_query_gives_400(nats_url: str, fleet: str, query: str) -> None:
+WRONG_QUERIES = ("zzz=1", "fleet=a&fleet=b", "worker=w0", "experts=", f"experts={'x' * 1000}", "experts=a&experts=b")
+
+
+async def test_a_malformed_query_gives_400(nats_url: str, fleet: str) -> None:
     """A wrong query gives 400 with the parameter."""
     async with http_before(nats_url, fleet) as http:
-        answer = await http.client.get(f"{PATH}{query}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
-    assert answer.json()["error"]["param"] in query
+        for query in WRONG_QUERIES:
+            error = (answer := await http.client.get(f"{PATH}?{query}")).json()["error"]
+            found = (answer.status_code, error["code"], error["param"])
+            assert found == (400, "invalid_request", query.partition("=")[0])
 
 
 async def test_a_viewer_beyond_the_limit_gets_503(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:

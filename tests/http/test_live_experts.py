@@ -10,8 +10,8 @@ import rollbus
 from rollbus.bus.client import presence
 from rollbus.frontend.http.live import experts as expert_feeds
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.live_support import PATH, watching
-from tests.http.support import http_before, http_service
+from tests.http.live_support import watching
+from tests.http.support import http_service
 from tests.support.requests import greedy
 
 SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
@@ -98,11 +98,3 @@ async def test_viewers_of_the_same_counts_share_the_queries(
         while problem.endswith("allowed: 1"):
             async with watching(http, "?experts=another") as later:
                 problem = (await later.next("experts"))["problem"] or ""
-
-
-@pytest.mark.parametrize("query", ["?worker=w0", "?experts=", f"?experts={'x' * 1000}", "?experts=a&experts=b"])
-async def test_a_malformed_query_gives_400(nats_url: str, fleet: str, query: str) -> None:
-    """A wrong query gives 400 with the parameter."""
-    async with http_before(nats_url, fleet) as http:
-        answer = await http.client.get(f"{PATH}{query}")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query[1:].partition("=")[0])

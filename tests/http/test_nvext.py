@@ -17,7 +17,6 @@ import rollbus
 from rollbus.bus.nats.connection import subscribe
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.answers import AnswerChoice
-from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.openai.shapes import RequestClock, nvext_json
 from rollbus.frontend.http.requests import RequestTarget, given_trace
 from rollbus.frontend.http.text import text_of
@@ -33,7 +32,6 @@ from tests.http.support import (
     by_bus,
     byte_level,
     http_before,
-    http_service,
     noted_requests,
     rows_of,
     talking,
@@ -157,32 +155,6 @@ async def test_each_choice_has_the_rows_of_the_engine(nats_url: str, fleet: str,
         assert np.array_equal(streamed, direct.routed_experts)
 
 
-async def test_a_stop_string_cuts_tokens_logprobs_and_rows_at_the_same_token(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
-    """A stop string cuts token ids, logprobs and rows at the same token."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
-        (worker,) = http.rb.fleet.workers
-        body = renderers_body(seed=4, max_completion_tokens=40, ignore_eos=True)
-        body["nvext"]["extra_fields"].append("worker_id")
-        plain = (await ask(http, **body)).json()["nvext"]["engine_data"]
-        token = next(t for t in plain["completion_token_ids"][5:] if byte_level().token_bytes(t).isascii())
-        stop = byte_level().token_bytes(token).decode()
-        for stream in (False, True):
-            answer = await ask(http, **{**body, "stop": [stop], "stream": stream})
-            events = [json.loads(text.removeprefix("data: ")) for text in answer.text.split("\n\n")[:-2]]
-            nvext = (events[-1] if stream else answer.json())["nvext"]
-            assert nvext["worker_id"]["decode_worker_id"] == worker.worker
-            cut = nvext["engine_data"]
-            kept = len(cut["completion_token_ids"])
-            assert kept < 40
-            for name in ("completion_token_ids", "completion_logprobs"):
-                assert cut[name] == plain[name][:kept]
-            rows = rows_of(cut["routed_experts"])
-            assert np.array_equal(rows, rows_of(plain["routed_experts"])[: len(PROMPT) + kept - 1])
-            assert len(rows) == len(PROMPT) + kept - 1
-
-
 async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bus receives salt, session, group, sampling and the negated priority. Headers count if the body has none."""
     wanted = noted_requests(monkeypatch)
@@ -221,13 +193,6 @@ async def test_a_model_without_experts_has_no_rows(nats_url: str, fleet: str, tm
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "nvext.extra_fields")
 
 
-async def test_without_a_tokenizer_the_route_gives_501(nats_url: str, fleet: str) -> None:
-    """Without a tokenizer, the route gives 501, because its choices are text."""
-    async with http_service(nats_url, fleet) as http:
-        answer = await http.client.post(CHAT, json=renderers_body())
-    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_tokenizer")
-
-
 def target() -> RequestTarget:
     """Return the target of a synthetic worker."""
     model = CONFIG.capabilities
@@ -263,25 +228,6 @@ def test_an_answer_without_tokens_has_empty_lists() -> None:
     engine = found["engine_data"]
     assert engine["completion_token_ids"] == engine["completion_logprobs"] == []
     assert rows_of(engine["routed_experts"]).shape == (0, 4, 4)
-
-
-def test_tokens_with_missing_or_wrong_logprobs_or_rows_give_502() -> None:
-    """Tokens with missing or wrong logprobs or rows give 502, and are never filled up."""
-    wrong: list[tuple[list[float] | None, str]] = [
-        (None, "3 tokens came with 0"),
-        ([-1], "3 tokens came with 1"),
-        ([0, 1, np.nan], "not a number"),
-    ]
-    for logprobs, problem in wrong:
-        _, answer, tokens = choice()
-        values = None if logprobs is None else np.array(logprobs, "f4")
-        with pytest.raises(HttpError, match=problem) as failed:
-            answer.add(replace(tokens, scores=replace(tokens.scores, logprobs=values)))
-        assert failed.value.status == 502
-    wanted, answer, tokens = choice()
-    answer.add(replace(tokens, rows=np.ones((6, 4, 4), "u1")))
-    with pytest.raises(HttpError, match="6 rows of routed experts, not 7"):
-        nvext(wanted, answer.pop_update().tokens)
 
 
 def test_a_stop_string_within_a_chunk_removes_all_later_tokens_and_rows() -> None:

@@ -303,8 +303,6 @@ async def test_with_max_tokens_0_the_prompt_is_scored_without_a_completion(
 OPENAI_REFUSED_USER = {"role": "user", "content": "the"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"unheard": 1}, "unheard"),
-    ({"temperature": "hot"}, "temperature"),
     ({"temperature": 3}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"n": 0}, "n"),
@@ -317,83 +315,53 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop": [1]}, "stop[0]"),
     ({"stop_token_ids": [264]}, "stop_token_ids"),
     ({"logit_bias": {"264": 1}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"priority": 2**40}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream_options": {"include_usage": False}}, "stream_options"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
-    ({"use_beam_search": True}, "use_beam_search"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
     ({"bad_words": [" "], "max_tokens": 1}, "bad_words"),
     ({"nvext": {"token_data": []}}, "nvext.token_data"),
     ({"nvext": {"token_data": [264]}}, "nvext.token_data[0]"),
-    ({"nvext": {"token_data": [-1]}}, "nvext.token_data[0]"),
-    ({"nvext": {"token_data": "text"}}, "nvext.token_data"),
     ({"nvext": {"token_data": [1]}, "tokens": [2]}, "tokens"),
     ({"nvext": {"cache_salt": "a"}, "cache_salt": "b"}, "cache_salt"),
     ({"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
     ({"nvext": {"routed_experts_prompt_start": 500}}, "nvext.routed_experts_prompt_start"),
-    ({"nvext": {"routed_experts_prompt_start": 0.5}}, "nvext.routed_experts_prompt_start"),
-    ({"nvext": {"routed_experts_prompt_start": -1}}, "nvext.routed_experts_prompt_start"),
     ({"nvext": {"extra_fields": ["timing", "token_idz"]}}, "nvext.extra_fields[1]"),
     ({"timeout_s": 0}, "timeout_s"),
     ({"prompt_cache_key": "a\n"}, "prompt_cache_key"),
     ({"tokens": [1] * 512}, "tokens"),
 ]
 OF_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ({"tools": [TOOL]}, "tools"),
     ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"functions": [{"name": "f"}]}, "functions"),
-    ({"modalities": ["audio"]}, "modalities[0]"),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
     ({"prompt": ["the", 5]}, "prompt"),
     ({"prompt": ["the", [5]]}, "prompt"),
-    ({"prompt": [0.5]}, "prompt[0]"),
     ({"prompt": [[5], [264]]}, "prompt[1][0]"),
     ({"prompt": [[5], []]}, "prompt[1]"),
     ({"prompt": ["the"] * 257}, "prompt"),
     ({"prompt": ["a", "b"], "nvext": {"extra_fields": ["engine_data"]}}, "prompt"),
-    ({"logprobs": 21}, "logprobs"),
     ({"best_of": 3}, "best_of"),
-    ({"suffix": "end"}, "suffix"),
-    ({"messages": [OPENAI_REFUSED_USER]}, "messages"),
 ]
 HARMLESS: dict[str, Any] = {
-    "user": "me",
-    "metadata": {"run": "1"},
-    "store": False,
-    "service_tier": "auto",
-    "safety_identifier": "x",
     "stop": None,
     "echo": False,
     "stream_options": {},
     "response_format": {"type": "text"},
-    "spaces_between_special_tokens": True,
-    "nvext": {
-        "annotations": ["x"],
-        "backend_instance_id": 3,
-        "agent_hints": {"osl": 3},
-        "extra_fields": ["stop_reason"],
-    },
+    "nvext": {"annotations": ["x"], "agent_hints": {"osl": 3}, "extra_fields": ["stop_reason"]},
     "max_tokens": 2,
 }
 
@@ -414,18 +382,16 @@ async def test_a_refused_request_names_its_field(nats_url: str, fleet: str, tmp_
         assert http.own.stats().requests == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "prompt"), [(CHAT, {"messages": [OPENAI_REFUSED_USER]}), (COMPLETIONS, {"prompt": "the"})]
-)
-async def test_fields_that_only_other_servers_need_are_ignored(
-    nats_url: str, fleet: str, tmp_path: Path, path: str, prompt: dict[str, Any]
-) -> None:
-    """Fields that only other servers need, and unknown hints, are ignored."""
-    more: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto"} if path == CHAT else {"best_of": 1}
+async def test_fields_that_request_nothing_are_ignored(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Fields of other servers that request nothing, and unknown hints, are ignored."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
-        answer = await http.client.post(path, json={**prompt, **HARMLESS, **more})
-    assert answer.status_code == 200, answer.text
-    assert "nvext" not in answer.json()
+        for path, body in (
+            (CHAT, {"messages": [OPENAI_REFUSED_USER], "parallel_tool_calls": True, "tool_choice": "auto"}),
+            (COMPLETIONS, {"prompt": "the", "best_of": 1}),
+        ):
+            answer = await http.client.post(path, json={**body, **HARMLESS})
+            assert answer.status_code == 200, answer.text
+            assert "nvext" not in answer.json()
 
 
 async def test_tools_are_shown_to_the_model(nats_url: str, fleet: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Forced tool calls with vLLM: a model with random weights calls the required tool with valid arguments."""
+"""Structured outputs with vLLM: a model with random weights calls a required tool, or writes one of given texts."""
 
 import json
 from pathlib import Path
@@ -72,3 +72,17 @@ def _bias(token: bytes) -> float:
     if not token.strip():
         return -100
     return -50 if b"," in token else 0
+
+
+async def test_structured_outputs_give_one_of_the_allowed_texts(nats_url: str, real_fleet: str) -> None:
+    """With structured outputs, a model with random weights writes one of the given texts."""
+    async with http_before(nats_url, real_fleet) as http, client_of(http) as client:
+        await http.own.fleet.wait_for_workers()
+        (model,) = (await client.models.list()).data
+        answer = await client.completions.create(
+            model=model.id,
+            prompt="Yes or no?",
+            max_tokens=8,
+            extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+        )
+    assert answer.choices[0].text in ("yes", "no")

@@ -1,7 +1,9 @@
 """Users of one HTTP service share the capacity of the fleet, so many requests of one user do not delay others."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +20,7 @@ from rollbus.frontend.http.service import MIN_AHEAD, Turns, room_of
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.bus.test_waiting import announcing
+from tests.bus.test_waiting import Announce, announcing
 from tests.http.metrics_doc import NoClient
 from tests.http.support import Http, http_before, http_service
 from tests.http.test_edge import GENERATING, becomes
@@ -40,19 +42,27 @@ def turns_of(room: int) -> Turns:
     return Turns(list, room, Metrics(NoClient()))  # type: ignore[arg-type]
 
 
-async def order_of(asked: list[tuple[str, rollbus.GenerateRequest]], room: int = 1) -> list[str]:
-    """Return the users in the order of their turns, if their requests arrive in this order while another one runs."""
-    turns = turns_of(room)
-    order: list[str] = []
+async def order_of(asked: list[tuple[str, rollbus.GenerateRequest]], leaving: tuple[int, ...] = ()) -> list[int]:
+    """Return the requests in the order of their turns, if they arrive in this order while another one runs.
 
-    async def take_turn(user: str, request: rollbus.GenerateRequest) -> None:
+    Args:
+        leaving: requests that are cancelled while they wait.
+    """
+    turns = turns_of(1)
+    order: list[int] = []
+
+    async def take_turn(at: int, user: str, request: rollbus.GenerateRequest) -> None:
         async with turns.turn(user, request):
-            order.append(user)
+            order.append(at)
 
-    async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled(room)):
-        for user, request in asked:
-            tasks.create_task(take_turn(user, request))
+    async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled()):
+        waiting = []
+        for at, (user, request) in enumerate(asked):
+            waiting.append(tasks.create_task(take_turn(at, user, request)))
             await asyncio.sleep(0)
+        for at in leaving:
+            waiting[at].cancel()
+    assert [at for at, task in enumerate(waiting) if task.cancelled()] == [*leaving]
     assert not any(vars(turns)[name] for name in ("_waiting", "_open", "_by_request"))
     return order
 
@@ -65,7 +75,8 @@ def sampled(n: int = 1, priority: int = 0) -> rollbus.GenerateRequest:
 
 async def test_users_take_turns() -> None:
     """Users take turns, however many requests of one user were added before those of another."""
-    assert await order_of([(user, sampled()) for user in "aaaaabbc"]) == list("abcabaaa")
+    order = await order_of([(user, sampled()) for user in "aaaaabbc"])
+    assert "".join("aaaaabbc"[at] for at in order) == "abcabaaa"
 
 
 async def test_a_user_with_many_open_samples_waits_for_the_others() -> None:
@@ -90,19 +101,7 @@ async def test_a_user_with_many_open_samples_waits_for_the_others() -> None:
 
 async def test_the_most_urgent_request_of_a_user_is_first() -> None:
     """The requests of one user run by priority, then in order of arrival."""
-    requests = [sampled(priority=priority) for priority in (0, 5, 0, -1)]
-    turns = turns_of(1)
-    order: list[str] = []
-
-    async def take_turn(request: rollbus.GenerateRequest) -> None:
-        async with turns.turn("a", request) as turn:
-            order.append(turn.request.request_id)
-
-    async with asyncio.TaskGroup() as tasks, turns.turn("a", sampled()):
-        for request in requests:
-            tasks.create_task(take_turn(request))
-            await asyncio.sleep(0)
-    assert order == [requests[at].request_id for at in (3, 0, 2, 1)]
+    assert await order_of([("first", sampled(priority=priority)) for priority in (0, 5, 0, -1)]) == [3, 0, 2, 1]
 
 
 async def test_a_request_starts_as_soon_as_there_is_room_for_a_sample() -> None:
@@ -125,23 +124,8 @@ async def test_a_request_starts_as_soon_as_there_is_room_for_a_sample() -> None:
 
 async def test_a_request_that_leaves_the_line_takes_no_place() -> None:
     """Nothing is kept of requests that are cancelled while they wait, and later requests have their turns."""
-    turns = turns_of(1)
-
-    order: list[str] = []
-
-    async def take_turn(user: str) -> None:
-        async with turns.turn(user, sampled()):
-            order.append(user)
-
-    async with asyncio.TaskGroup() as tasks, turns.turn("first", sampled()):
-        waiting = [tasks.create_task(take_turn(user)) for user in "aabbc"]
-        await asyncio.sleep(0)
-        for leaving in (waiting[1], waiting[2], waiting[4]):
-            leaving.cancel()
-    assert [task.cancelled() for task in waiting] == [False, True, True, False, True]
-    # The turn of user a did not pass with its second request.
-    assert order == ["a", "b"]
-    assert not any(vars(turns)[name] for name in ("_waiting", "_open", "_by_request"))
+    # The turn of user a does not pass with its second request.
+    assert await order_of([(user, sampled()) for user in "aabbc"], leaving=(1, 2, 4)) == [0, 3]
 
 
 def test_a_later_user_gets_a_share_of_a_full_limit() -> None:
@@ -268,20 +252,23 @@ async def ask(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
     return await client.post("/inference/v1/generate", json={"model": "synthetic", **BODY, **fields})
 
 
-async def is_known(http: Http) -> None:
-    """Wait until the service has received the presence of a worker."""
-    await until_true(lambda: http.own.fleet.workers)
+@contextlib.asynccontextmanager
+async def starting(
+    nats_url: str, fleet: str, settings: Settings | None = None, **said: Any
+) -> AsyncIterator[tuple[Http, Announce]]:
+    """Serve a fleet whose only worker announces its presence and answers nothing. Yield the function that announces."""
+    async with announcing(nats_url, fleet) as announce, http_before(nats_url, fleet, settings) as http:
+        await announce(**said)
+        await until_true(lambda: http.own.fleet.workers)
+        yield http, announce
 
 
 async def test_requests_wait_for_a_worker_that_starts(nats_url: str, fleet: str) -> None:
     """Requests with and without a stream wait for the only worker to start, and are answered whole."""
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet) as http,
+        starting(nats_url, fleet, incarnation="1") as (http, _),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce(incarnation="1")
-        await is_known(http)
         waiting = [tasks.create_task(ask(http.client, stream=bool(i % 2))) for i in range(COUNT)]
         _, pending = await asyncio.wait(waiting, timeout=1.0)
         assert len(pending) == COUNT
@@ -308,9 +295,7 @@ async def test_after_the_limit_a_waiting_request_gives_503(
             await until_true(lambda: http.own.fleet.workers[0].state is state)
             answers = [await ask(http.client, stream=stream)]
     else:
-        async with announcing(nats_url, fleet) as announce, http_before(nats_url, fleet, settings) as http:
-            await announce(last_error="restart 3 of 5 in 8 s")
-            await is_known(http)
+        async with starting(nats_url, fleet, settings, last_error="restart 3 of 5 in 8 s") as (http, _):
             answers = [await ask(http.client, stream=stream)]
 
     for answer in answers:
@@ -323,9 +308,7 @@ async def test_after_the_limit_a_waiting_request_gives_503(
 
 async def test_the_wait_for_a_start_counts_in_the_timeout_of_a_request(nats_url: str, fleet: str) -> None:
     """A request whose timeout is shorter than `max_wait_s` gets 504 when it has passed."""
-    async with announcing(nats_url, fleet) as announce, http_before(nats_url, fleet) as http:
-        await announce()
-        await is_known(http)
+    async with starting(nats_url, fleet) as (http, _):
         in_body = await ask(http.client, timeout_s=0.3)
         in_header = await http.client.post("/inference/v1/generate", json=BODY, headers={"X-Request-Timeout": "0.3"})
 
@@ -335,12 +318,16 @@ async def test_the_wait_for_a_start_counts_in_the_timeout_of_a_request(nats_url:
 async def test_a_flood_of_waiting_requests_ends_together(nats_url: str, fleet: str) -> None:
     """Requests that wait for their turn behind others have the same limit, counted from their arrival."""
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet, Settings(max_wait_s=3.0, max_in_flight=4 * COUNT)) as http,
+        starting(
+            nats_url,
+            fleet,
+            Settings(max_wait_s=3.0, max_in_flight=4 * COUNT),
+            state=WorkerState.PAUSED,
+            start_left_s=None,
+            capabilities=capabilities(max_num_seqs=1),
+        ) as (http, _),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce(state=WorkerState.PAUSED, start_left_s=None, capabilities=capabilities(max_num_seqs=1))
-        await is_known(http)
         waiting = [tasks.create_task(ask(http.client)) for _ in range(4 * COUNT)]
         # If each group of nine requests waited for its own time, this would take more than a minute.
         async with busy_timeout(patient(30)):
@@ -352,12 +339,9 @@ async def test_a_flood_of_waiting_requests_ends_together(nats_url: str, fleet: s
 async def test_waiting_requests_count_in_the_limits_of_their_user(nats_url: str, fleet: str) -> None:
     """A request that waits for a worker to start counts as open: one more than allowed gives 429."""
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet, Settings(max_in_flight=2)) as http,
+        starting(nats_url, fleet, Settings(max_in_flight=2), incarnation="1") as (http, _),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce(incarnation="1")
-        await is_known(http)
         asked = [tasks.create_task(ask(http.client)) for _ in range(3)]
         done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         assert [(await task).status_code for task in done] == [429]
@@ -368,12 +352,9 @@ async def test_waiting_requests_count_in_the_limits_of_their_user(nats_url: str,
 async def test_a_worker_that_is_given_up_ends_the_wait(nats_url: str, fleet: str) -> None:
     """When the supervisor starts the worker no more, the answer is 503 at once, with the last cause."""
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet, Settings(max_wait_s=3600)) as http,
+        starting(nats_url, fleet, Settings(max_wait_s=3600)) as (http, announce),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce()
-        await is_known(http)
         waiting = tasks.create_task(ask(http.client))
         await asyncio.wait([waiting], timeout=0.3)
         await announce(state=WorkerState.FAILED, start_left_s=0.0, last_error="no file /data/models/m/config.json")
@@ -414,13 +395,10 @@ async def test_an_abort_of_all_ends_the_wait_for_a_start(
     """Requests that wait for their model's first worker end at once, with the answer of an aborted request."""
     asked: dict[str, Any] = {"n": 2, "stream": stream, "stream_options": {"include_usage": True} if stream else None}
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet, Settings(max_wait_s=3600)) as http,
+        starting(nats_url, fleet, Settings(max_wait_s=3600)) as (http, _),
         busy_timeout(SOON_S),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce()
-        await is_known(http)
         bodies = {path: {**GENERATING[path], "model": "synthetic", **asked} for path in GENERATING}
         generate = bodies["/inference/v1/generate"]
         generate["sampling_params"] = {"n": generate.pop("n")}
@@ -449,12 +427,9 @@ async def test_an_abort_of_all_ends_the_wait_for_a_start(
 async def test_an_abort_by_id_ends_only_that_wait(nats_url: str, fleet: str) -> None:
     """A request that waits for its model's first worker is found by its id. Others go on waiting."""
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet) as http,
+        starting(nats_url, fleet, incarnation="1") as (http, _),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce(incarnation="1")
-        await is_known(http)
         mine, other = [tasks.create_task(ask(http.client, request_id=name)) for name in ("mine", "other")]
         await has_open(http, 2)
         aborted = await http.client.post("/v1/rl/abort", json={"request_ids": ["cmpl-mine"]})
@@ -492,12 +467,9 @@ async def test_two_waits_of_a_request_have_one_limit(nats_url: str, fleet: str) 
     """The wait for a start counts in `max_wait_s` of the later wait for a pause: 503 comes before the timeout."""
     settings = Settings(max_wait_s=6.0)
     async with (
-        announcing(nats_url, fleet) as announce,
-        http_before(nats_url, fleet, settings) as http,
+        starting(nats_url, fleet, settings) as (http, announce),
         asyncio.TaskGroup() as tasks,
     ):
-        await announce()
-        await is_known(http)
         # With a limit for each wait, the timeout would come first.
         waiting = tasks.create_task(ask(http.client, timeout_s=8.5))
         await asyncio.wait([waiting], timeout=4.5)
