@@ -102,8 +102,8 @@ async def closes_at_a_silent_server(server: TlsServer, silent: "SilentServer") -
         await subscribe(connection, "secret.subject", ignore)
         server.go_away()
         silent.listen(server.port)
-        await publish(connection, "secret.subject", b"secret")
         await until_true(lambda: len(silent.received) >= 1)
+        await publish(connection, "secret.subject", b"secret")
 
 
 class SilentServer(PlainServer):
