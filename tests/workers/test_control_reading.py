@@ -179,14 +179,19 @@ async def test_the_read_after_a_failed_read_serves_the_waiting_commands(monkeypa
 
 
 async def test_reads_from_before_a_fence_do_not_count() -> None:
-    """After a fence, earlier reads do not count, not even for a command that they contained."""
+    """After a fence, reads that began before it do not count, not even for a command that they contained."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
         made.store.answer()
         await made.until_read(made.reader.request_read())
+        made.reader.request_read()
+        await made.store.until_begun(3)
         made.reader.invalidate()
         look = made.reader.request_command("pause", epoch, "p")
         assert made.reader.num_read < look
+        made.store.answer()
+        await made.store.until_begun(4)
+        assert not made.reader.is_fresh
         made.store.answer()
         await made.until_read(look)
 
