@@ -381,7 +381,7 @@ class Reconciler:
                     self._waiting = None
                 # The ack is published after both, so no frame with earlier tokens follows it.
                 await self._publisher.wait_connected()
-                await self._flush_outputs()
+                await self._wait_sent()
         except ControlError as exc:
             if isinstance(exc, UnknownFailure) and due.register == WEIGHTS:
                 self.registers.weights.mark_invalid(exc.message[:MAX_ERROR_CHARS])
@@ -399,11 +399,10 @@ class Reconciler:
         logger.error("command.apply_failed register=%s error=%s", due.register, error)
         return failure(error)
 
-    async def _flush_outputs(self) -> None:
-        """Add all sampled tokens to the links and wait at most `CUT_S` until they are published."""
+    async def _wait_sent(self) -> None:
+        """Wait at most `CUT_S` until all frames are published."""
         try:
             async with asyncio.timeout(CUT_S):
-                self._in_flight.flush()
                 await self._publisher.wait_sent()
         except TimeoutError:
             logger.warning("command.frame_publish_timed_out links=%r", self._in_flight.links)
@@ -472,7 +471,7 @@ class Reconciler:
             case _:
                 self._in_flight.fail_for_retry(self.problem or "this worker is drained")
                 await self._in_flight.resume_engine()
-                await self._flush_outputs()
+                await self._wait_sent()
 
     def _problem_of(self, event: WorkerEvent) -> str | None:
         weights, error = self.registers.weights, weights_error(self._handled)
