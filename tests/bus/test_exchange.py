@@ -89,8 +89,11 @@ async def test_requests_on_an_earlier_link_of_a_worker_are_lost(nats_url: str, f
     assert list(completing.result().token_ids) == [7, 8]
 
 
-async def test_a_stopped_presence_of_any_incarnation_ends_the_requests_of_a_worker(nats_url: str, fleet: str) -> None:
-    """The presence `stopped` ends all requests of the worker, under any incarnation."""
+async def test_a_stopped_presence_of_any_incarnation_ends_the_requests_of_a_worker(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The presence `stopped` immediately ends all requests of the worker, under any incarnation."""
+    monkeypatch.setattr("rollbus.bus.client.runtime.UNHEARD_S", 1000.0)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         first = await worker.next_key()
@@ -170,6 +173,27 @@ async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monk
     assert late == 2
     # One abort answers the offer, and one answers the chunk that is not terminal.
     assert told == [("impostor", key)] * 2
+
+
+async def test_of_two_workers_with_one_id_only_one_serves_an_attempt(nats_url: str, fleet: str) -> None:
+    """If two live workers have one id, the client ignores chunks of the other worker's attempt."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        for incarnation in ("life-2", "life-1"):
+            worker.incarnation = incarnation
+            await worker.announce()
+        await rb.fleet.state()
+        completing = tasks.create_task(rb.complete(request(2)))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        worker.incarnation = "life-2"
+        await worker.frame(0, chunk(key, 1, 666, total=2), admitted=(key,))
+        worker.incarnation = "life-1"
+        await worker.frame(1, chunk(key, 1, 8, total=2))
+        generation = await completing
+        late = rb.stats().late_chunks
+
+    assert list(generation.token_ids) == [7, 8]
+    assert (generation.attempts, late) == (1, 1)
 
 
 async def test_aborts_of_thousands_of_requests_fit_into_messages(nats_url: str, fleet: str) -> None:

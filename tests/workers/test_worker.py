@@ -135,7 +135,7 @@ async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str)
 async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) -> None:
     """An engine with requests that makes no step in time ends its worker, and every open request gets an error."""
     engine = GatedEngine("steps")
-    async with hand_client(nats_url, fleet) as client:
+    async with hand_client(nats_url, fleet) as client, asyncio.timeout(SOON_S):
         with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
             async with running(nats_url, fleet, engine, engine_timeout_s=1.0) as (_, task):
                 await client.until_serving("w")
