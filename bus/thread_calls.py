@@ -3,16 +3,22 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import TypeVar, TypeVarTuple
+
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
 
 
-async def call_to_end(function: Callable[..., None], *arguments: str, executor: Executor | None = None) -> None:
-    """Call a function on a thread. Raise a cancellation of the caller after the function has ended.
+async def call_to_end(
+    function: Callable[[*Args], Result], *arguments: *Args, executor: Executor | None = None
+) -> Result:
+    """Call a function on a thread and return its result. Raise a cancellation of the caller after it has ended.
 
     Args:
         executor: the threads; None: those of the event loop.
     """
     call = asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
     try:
-        await asyncio.shield(call)
+        return await asyncio.shield(call)
     finally:
         await asyncio.wait((call,))

@@ -187,17 +187,21 @@ class Revisions:
 
     async def _walk(self, model: str, start: int = 1) -> AsyncIterator[tuple[DesiredState, _Revision]]:
         """Yield each revision from the sequence number `start` on that can be decoded, oldest first."""
-        subject = self.subject(model)
-        for _ in range(2 * HISTORY):  # other programs may write at the same time
-            revision = await self._get({"seq": start, "next_by_subj": subject})
-            if revision is None:
-                return
-            start = revision.sequence + 1
+        async for revision in self._revisions(self.subject(model), start):
             try:
                 state = _decode(model, revision.data)
             except RemoteProtocolError:
                 continue
             yield state, revision
+
+    async def _revisions(self, subject: str, start: int) -> AsyncIterator[_Revision]:
+        """Yield each revision from the sequence number `start` on, oldest first."""
+        for _ in range(2 * HISTORY):  # other programs may write at the same time
+            revision = await self._get({"seq": start, "next_by_subj": subject})
+            if revision is None:
+                return
+            yield revision
+            start = revision.sequence + 1
 
     async def _catch_up(
         self, subject: str, model: str, newest: _Revision, known: _ReadRevisions | None
@@ -222,13 +226,10 @@ class Revisions:
 
     async def _go_through(self, subject: str, model: str, newest: _Revision, start: int, found: Found) -> Found:
         """Return the valid state after the revisions `start` to `newest`, where `found` is the state before them."""
-        for _ in range(2 * HISTORY):  # other programs may write at the same time
-            revision = await self._get({"seq": start, "next_by_subj": subject})
-            if revision is None or revision.sequence > newest.sequence:
-                break
-            found = self._follow(subject, model, found, revision)
-            start = revision.sequence + 1
-            if revision.sequence == newest.sequence:
+        async for revision in self._revisions(subject, start):
+            if revision.sequence <= newest.sequence:
+                found = self._follow(subject, model, found, revision)
+            if revision.sequence >= newest.sequence:
                 break
         return replace(found, sequence=newest.sequence)
 

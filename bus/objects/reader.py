@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Final, ParamSpec, TypeVar
@@ -55,8 +55,6 @@ BURST_S: Final = 0.25
 """Seconds of the rate that may pass at once after idle time, so that a busy event loop still reaches the rate."""
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
-Pace = Callable[[int], Awaitable[None]]
-"""Called with the number of received bytes; returns when more bytes may be received."""
 
 
 class NewFile:
@@ -339,7 +337,12 @@ class FolderReader:
     """
 
     def __init__(
-        self, nats: Connection, objects: str, infos: tuple[ObjectInfo, ...], disk: ThreadPoolExecutor, pace: Pace
+        self,
+        nats: Connection,
+        objects: str,
+        infos: tuple[ObjectInfo, ...],
+        disk: ThreadPoolExecutor,
+        rate: TokenBucket | None,
     ) -> None:
         _, prefix = split_objects(objects)
         self.objects: Final = objects
@@ -349,7 +352,7 @@ class FolderReader:
             check_path(path, f"a file of objects:{objects}")
         self._nats = nats
         self._disk = disk
-        self._pace = pace
+        self._rate = rate
 
     async def read(self, name: str, max_bytes: int) -> bytes:
         """Return the content of an object.
@@ -427,7 +430,8 @@ class FolderReader:
             async with contextlib.aclosing(read_object_chunks(self._nats, info)) as batches:
                 async for parts in batches:
                     yield parts
-                    await self._pace(sum(map(len, parts)))
+                    if self._rate is not None:
+                        await asyncio.sleep(self._rate.spend(sum(map(len, parts)), time.monotonic()))
         except (BusBroken, BusClosed) as error:
             raise ControlError(ControlCode.STORAGE, f"{shown(info)} cannot be fetched: {error}") from error
 
@@ -440,11 +444,12 @@ class FolderReader:
 
 @contextlib.asynccontextmanager
 async def open_reader(
-    nats: Connection, objects: str, rate: TokenBucket | None, *, nice: int = 0
+    nats: Connection, objects: str, rate: TokenBucket | None = None, *, nice: int = 0
 ) -> AsyncIterator[FolderReader]:
     """Read the descriptions of a folder, and yield a reader of its objects.
 
     Args:
+        rate: limit of the reads; None: no limit.
         nice: niceness of the disk thread; only on Linux.
 
     Raises:
@@ -452,18 +457,13 @@ async def open_reader(
             lead out of it; `storage`.
         BusBroken: JetStream does not answer.
     """
-
-    async def pace(num_bytes: int) -> None:
-        if rate is not None:
-            await asyncio.sleep(rate.spend(num_bytes, time.monotonic()))
-
     infos = await list_prefix(nats, objects, is_signed=True)
     if nats.signatures.are_demanded:
         check_folder(objects, infos)
     # One thread writes and then removes, even if the waiting task was cancelled.
     disk = ThreadPoolExecutor(1, thread_name_prefix="objects", initializer=_stand_back, initargs=(nice,))
     try:
-        yield FolderReader(nats, objects, infos, disk, pace)
+        yield FolderReader(nats, objects, infos, disk, rate)
     finally:
         disk.shutdown(wait=False)
 

@@ -114,7 +114,7 @@ class Cleaning:
     async def _named_by(self, objects: str) -> set[str]:
         """Return the folders that a version's manifest names. Return none if no worker can load the version."""
         try:
-            async with open_reader(self._nats, objects, None) as reader:
+            async with open_reader(self._nats, objects) as reader:
                 manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
         except (ControlError, RemoteProtocolError) as error:
             if isinstance(error, ControlError) and error.code is not ControlCode.BAD_SOURCE:

@@ -13,10 +13,8 @@ import os
 import stat
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +28,7 @@ from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import put, storage_errors
 from ..protocol.fleet.authority import check_unlimited
+from ..thread_calls import call_to_end
 from .catalog import (
     BUCKET_BYTES,
     bucket_state,
@@ -156,16 +155,22 @@ def describe_folder(objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInf
     return [msgspec.structs.replace(info, metadata=metadata) for info in infos]
 
 
-async def store_descriptions(nats: Connection, sender: Sender, infos: Iterable[ObjectInfo]) -> None:
-    """Store descriptions, signed if this program signs. From then on, readers find the objects.
+async def store_folder(nats: Connection, sender: Sender, objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInfo]:
+    """Store the descriptions of a folder whose content was sent, signed if this program signs. Return them.
+
+    The last description is stored after all others. From then on, readers find the whole folder.
 
     Raises:
         ControlError: `storage`: the bucket is full.
         BusBroken: the connection or JetStream failed; some descriptions may be stored.
     """
-    for info in infos:
-        await sender.send(*describe_object(nats, info))
+    infos = list(infos) if nats.signatures.own is None else describe_folder(objects, infos)
     await sender.finish()
+    for some in (infos[:-1], infos[-1:]):
+        for info in some:
+            await sender.send(*describe_object(nats, info))
+        await sender.finish()
+    return infos
 
 
 def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
@@ -205,12 +210,30 @@ async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
     Raises:
         ControlError: `bad_source`: the file cannot be read; and as in `put_pieces`.
     """
-    sha = hashlib.sha256()
+    windows = _read_windows(path)
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        while piece := await call_to_end(next, windows, b""):
+            yield piece
+
     try:
-        async with contextlib.aclosing(_parts_of_file(path, sender.part_bytes, sha)) as batches:
-            return await _put(sender, info, batches, sha)
+        return await put_pieces(sender, info, pieces())
     except OSError as error:
         raise ControlError(ControlCode.BAD_SOURCE, f"{path} cannot be read: {error.strerror or error}") from error
+    finally:
+        await call_to_end(windows.close)
+
+
+def _read_windows(path: Path) -> Generator[bytes, None, None]:
+    """Yield the content of a file, one window at a time. This blocks."""
+    # Without O_NONBLOCK, opening a pipe could block forever.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ControlError(ControlCode.BAD_SOURCE, f"{path} is no regular file")
+        yield from iter(partial(os.read, fd, WINDOW_BYTES), b"")
+    finally:
+        os.close(fd)
 
 
 async def put_pieces(sender: Sender, info: ObjectInfo, pieces: Pieces) -> ObjectInfo:
@@ -222,20 +245,13 @@ async def put_pieces(sender: Sender, info: ObjectInfo, pieces: Pieces) -> Object
         ControlError: `storage`: the bucket is full.
         BusBroken, BusClosed: the errors of `publish`.
     """
-    sha = hashlib.sha256()
-    async with contextlib.aclosing(_parts_of_pieces(pieces, sender.part_bytes, sha)) as batches:
-        return await _put(sender, info, batches, sha)
-
-
-async def _put(
-    sender: Sender, info: ObjectInfo, batches: AsyncIterable[list[bytes]], sha: "hashlib._Hash"
-) -> ObjectInfo:
-    subject = parts_subject(info.bucket, info.nuid)
+    subject, sha = parts_subject(info.bucket, info.nuid), hashlib.sha256()
     size = chunks = 0
-    async for parts in batches:
-        for part in parts:
-            await sender.send(subject, part)
-            size, chunks = size + len(part), chunks + 1
+    async with contextlib.aclosing(_chunks_of(pieces, sender.part_bytes, sha)) as batches:
+        async for parts in batches:
+            for part in parts:
+                await sender.send(subject, part)
+                size, chunks = size + len(part), chunks + 1
     return msgspec.structs.replace(
         info,
         size=size,
@@ -246,36 +262,7 @@ async def _put(
     )
 
 
-async def _parts_of_file(path: Path, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
-    # One thread reads and closes the file in that order, even if the wait for the thread was cancelled.
-    disk = ThreadPoolExecutor(1, thread_name_prefix="objects")
-    run = asyncio.get_running_loop().run_in_executor
-    windows = _read_windows(path, part_bytes, sha)
-    try:
-        while parts := await run(disk, next, windows, None):
-            yield parts
-    finally:
-        await run(disk, windows.close)
-        disk.shutdown(wait=False)
-
-
-def _read_windows(path: Path, part_bytes: int, sha: "hashlib._Hash") -> Generator[list[bytes], None, None]:
-    """Yield the chunks of a file, one window at a time, and hash them. This blocks."""
-    # Without O_NONBLOCK, opening a pipe could block forever.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ControlError(ControlCode.BAD_SOURCE, f"{path} is no regular file")
-        chunks = iter(partial(os.read, fd, part_bytes), b"")
-        while parts := list(islice(chunks, max(1, WINDOW_BYTES // part_bytes))):
-            for part in parts:
-                sha.update(part)
-            yield parts
-    finally:
-        os.close(fd)
-
-
-async def _parts_of_pieces(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
+async def _chunks_of(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
     """Cut the pieces into chunks of `part_bytes`, except for the last one. Yield the chunks of one window at a time."""
     batch_bytes = max(1, WINDOW_BYTES // part_bytes) * part_bytes
     rest = bytearray()
@@ -357,10 +344,7 @@ async def put_folder(
             for path in files:
                 infos.append(ObjectInfo(name=f"{prefix}/{path}", bucket=bucket, nuid=nuid.next().decode()))
                 infos[-1] = await put_file(sender, infos[-1], folder / path)
-            await sender.finish()
-            if nats.signatures.own is not None:
-                infos = describe_folder(objects, infos)
-            await store_descriptions(nats, sender, infos)
+            await store_folder(nats, sender, objects, infos)
         is_stored = True
     finally:
         if not is_stored:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -430,20 +429,16 @@ class TensorFeed:
         self._has_begun.wait()
         if not self._is_begun:
             return
-        with contextlib.ExitStack() as stack:
-            stack.push(self._end)
+        try:
             self._draw_all()
-
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Report the end of the pass to `objects`, which raises its error. Both threads raise an interrupt."""
-        is_interrupt = error is not None and not isinstance(error, Exception)
-        if is_interrupt:
-            self._failure = BusClosed("the thread that draws the tensors was interrupted")
-        elif isinstance(error, Exception):
+        except Exception as error:  # noqa: BLE001 # of the caller's iterator: `objects` raises it
             self._failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
-            self._loop.call_soon_threadsafe(self._on_drawn)
-        return not is_interrupt
+        except BaseException:
+            self._failure = BusClosed("the thread that draws the tensors was interrupted")
+            raise
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
+                self._loop.call_soon_threadsafe(self._on_drawn)
 
     def _draw_all(self) -> None:
         for item in self._items:

@@ -36,11 +36,10 @@ from ..objects.writer import (
     Pieces,
     Sender,
     delete_stored,
-    describe_folder,
     each_piece,
     open_sender,
     put_pieces,
-    store_descriptions,
+    store_folder,
 )
 from ..protocol.weights import chain
 from .chain_store import ChainKey, as_info, as_rank_object, find_failure, sending_signs, silence_of, store_failure
@@ -157,12 +156,7 @@ class Publication:
             # Before the first description is stored, check that the lease holds and the manifest continues the chain.
             await self._home.change(lambda record: _checked(record, manifest))
             await self._put(f"{self._prefix}/{MANIFEST}", [data])
-            sender = await self._open_sender()
-            await sender.finish()
-            if self._home.nats.signatures.own is not None:
-                self._infos = describe_folder(self.objects, self._infos)
-            await store_descriptions(self._home.nats, sender, self._infos[:-1])
-            await store_descriptions(self._home.nats, sender, self._infos[-1:])
+            await store_folder(self._home.nats, await self._open_sender(), self.objects, self._infos)
         try:
             await self._home.change(lambda record: chain.committed(record, manifest))
         except ControlError:
@@ -230,12 +224,7 @@ class Publication:
         folder = f"{self._list_prefix}/{rank}"
         async with self._or_discarded():
             info = await self._put(f"{folder}/{LIST}", [msgspec.json.encode(given)])
-            sender = await self._open_sender()
-            await sender.finish()
-            infos = [info]
-            if self._home.nats.signatures.own is not None:
-                infos = describe_folder(f"{self._bucket}/{folder}", infos)
-            await store_descriptions(self._home.nats, sender, infos)
+            await store_folder(self._home.nats, await self._open_sender(), f"{self._bucket}/{folder}", [info])
         await self._end()
 
     async def fail(self, rank: int, reason: str) -> None:
@@ -296,7 +285,7 @@ class Publication:
                     self._reason = silence
                     raise self._unpublished(ControlCode.TIMEOUT)
                 return
-        async with open_reader(self._home.nats, f"{self._bucket}/{folder}", None) as reader:
+        async with open_reader(self._home.nats, f"{self._bucket}/{folder}") as reader:
             given = decode_rank_list(await reader.read(LIST, MAX_MANIFEST_BYTES))
         names = {info.name for info in self._infos}
         for given_object in given.objects:

@@ -19,12 +19,10 @@ import numpy.typing as npt
 from ...schemas.checks import describe
 from ...schemas.errors import InvalidRequest
 from ...schemas.manifest import DTYPE_BITS, MANIFEST, Manifest, content_bytes, is_file_name, item_bytes
-from ..objects.safetensors_header import BadSafetensors, StoredTensor, read_header
+from ..objects.safetensors_header import MAX_DIMS, BadSafetensors, StoredTensor, read_header
 from ..protocol.weights.tensors import INDEX
 
 MAX_NAME_CHARS: Final = 1024
-MAX_DIMS: Final = 16
-"""Maximum number of dimensions of a tensor; models have up to 5."""
 _DTYPES: Final = {
     "bool": "BOOL",
     "uint8": "U8",

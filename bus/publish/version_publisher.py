@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import structs
 
@@ -65,6 +65,35 @@ class _Job:
     num_changed: int = 0
     delta_bytes: int = 0
     entries: Sequence[TensorEntry] = ()
+
+    def join(self, lists: Iterable[RankList], kinds: Mapping[str, TensorKind] | None) -> None:
+        """Add the tensors and the sizes of the objects that the other ranks have stored.
+
+        Args:
+            kinds: kinds of all required tensors, by name. None: the given tensors are complete.
+
+        Raises:
+            InvalidRequest: two ranks gave the same tensor, or no rank gave a required tensor.
+        """
+        ranks = {entry.name: 0 for entry in self.entries}
+        entries = list(self.entries)
+        for given in lists:
+            for entry in given.tensors:
+                if (other := ranks.setdefault(entry.name, given.rank)) != given.rank:
+                    problem = f"was given by ranks {other} and {given.rank}"
+                    raise bad_tensor(entry.name, problem, "each tensor from one rank")
+                # A delta leaves out unchanged tensors.
+                self.num_changed += entry.delta is not None or not self.plan.has_delta
+            entries += given.tensors
+            for stored in given.objects:
+                self.num_bytes += stored.size
+                if stored.name.rpartition("/")[2].startswith(DELTA_PREFIX):
+                    self.delta_bytes += stored.size
+        missing = next((name for name in kinds or () if name not in ranks), None)
+        if missing is not None:
+            raise bad_tensor(missing, "was given by no rank", "all tensors of the checkpoint")
+        # Sorting keeps the order within a file, because one rank has written the file.
+        self.entries = sorted(entries, key=lambda entry: entry.file)
 
     def result(self, digest: str, compare_s: float) -> PublishedWeights:
         """Return the result of the committed publication."""
@@ -147,7 +176,7 @@ class VersionPublisher:
         link = self._versions.record.links[-1]
         async with (
             connected(self._server, name=f"rollbus versions {self._name}") as nats,
-            open_reader(nats, link.objects, None) as reader,
+            open_reader(nats, link.objects) as reader,
         ):
             manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
         await asyncio.to_thread(fill, self._snapshot, manifest, self._files, folder)
@@ -411,12 +440,7 @@ class VersionPublisher:
     async def _collect(self, job: _Job, timeout_s: float) -> None:
         """Add the entries and sizes of the other ranks."""
         self._is_out_of_step = True
-        lists = await job.publication.collect(self._num_ranks, timeout_s)
-        sums = join_lists(job.entries, lists, self._kinds, has_delta=job.plan.has_delta)
-        job.entries = sums.entries
-        job.num_changed += sums.num_changed
-        job.delta_bytes += sums.delta_bytes
-        job.num_bytes += sums.delta_bytes + sums.anchor_bytes
+        job.join(await job.publication.collect(self._num_ranks, timeout_s), self._kinds)
 
     async def _put(self, job: _Job, found: StoredObject) -> None:
         job.upload_began = job.upload_began or time.monotonic()
@@ -463,47 +487,3 @@ def _anchor_bytes(
     own = sum(tensor.kind.size for tensor in snapshot.tensors.values())
     # With several ranks, each rank knows only its own tensors. Earlier links have the size of all tensors.
     return max(given_bytes, own, *(link.anchor_bytes or 0 for link in links))
-
-
-class RankSums(NamedTuple):
-    """Tensors and sizes of the objects that the other ranks have stored."""
-
-    entries: list[TensorEntry]
-    """Entries of all ranks, in the manifest's order."""
-    num_changed: int
-    delta_bytes: int
-    anchor_bytes: int
-
-
-def join_lists(
-    own: Sequence[TensorEntry], lists: Iterable[RankList], kinds: Mapping[str, TensorKind] | None, *, has_delta: bool
-) -> RankSums:
-    """Join the lists of all ranks.
-
-    Args:
-        kinds: kinds of all required tensors, by name. None: the given tensors are complete.
-        has_delta: True if the publication has a delta. A delta leaves out unchanged tensors.
-
-    Raises:
-        InvalidRequest: two ranks gave the same tensor, or no rank gave a required tensor.
-    """
-    given = list(lists)
-    ranks = {entry.name: 0 for entry in own}
-    for rank_list in given:
-        for entry in rank_list.tensors:
-            if (other := ranks.setdefault(entry.name, rank_list.rank)) != rank_list.rank:
-                problem = f"was given by ranks {other} and {rank_list.rank}"
-                raise bad_tensor(entry.name, problem, "each tensor from one rank")
-    missing = next((name for name in kinds or () if name not in ranks), None)
-    if missing is not None:
-        raise bad_tensor(missing, "was given by no rank", "all tensors of the checkpoint")
-    others = [entry for rank_list in given for entry in rank_list.tensors]
-    sizes = {stored.name.rpartition("/")[2]: stored.size for rank_list in given for stored in rank_list.objects}
-    delta_bytes = sum(size for name, size in sizes.items() if name.startswith(DELTA_PREFIX))
-    return RankSums(
-        # Sorting keeps the order within a file, because one rank has written the file.
-        sorted((*own, *others), key=lambda entry: entry.file),
-        sum(entry.delta is not None or not has_delta for entry in others),
-        delta_bytes,
-        sum(sizes.values()) - delta_bytes,
-    )
