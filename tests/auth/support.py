@@ -1,6 +1,7 @@
 """A NATS server that accepts only known users, and the credentials of its users."""
 
 import contextlib
+import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
+from rollbus.frontend.cli.app import main
+from tests.cli.support import Ended
 from tests.support.nats_server import require_binary
 
 FLEET = "F"
@@ -26,6 +29,16 @@ UPLOAD_BYTES = 64 * 1024**2
 """Size limit of the bucket of each model's publishers."""
 PUBLISHED = {"carol": (MODEL,), "dave": ("forged",)}
 """The models of each publisher."""
+
+
+def run_here(*args: str) -> Ended:
+    """Run a subcommand of `rollbus` that needs no server in the process of the test."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            code = main(args)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Ended(code, stdout.getvalue(), stderr.getvalue())
 
 
 class Guarded:

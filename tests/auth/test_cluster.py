@@ -1,6 +1,5 @@
 """The NATS servers of a cluster that `rollbus nats init` configures."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from rollbus.bus.auth.credentials import Role, Tls, load_credentials
 from rollbus.bus.auth.users import credentials_path, ensure_users
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
-from rollbus.frontend.cli.app import main
 from rollbus.schemas.errors import BusBroken, InvalidRequest
+from tests.auth.support import run_here
 from tests.support.configured_servers import check_config, configured_servers, free_nodes
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
@@ -57,14 +56,15 @@ def test_wrong_servers_are_refused(text: str, problem: str) -> None:
     assert problem in str(caught.value)
 
 
-def written(folder: Path, nodes: list[str], *options: str) -> list[Path]:
-    """Run `rollbus nats init` and return the paths of its configuration files."""
-    arguments = ["nats", "init", "--nodes", ",".join(nodes), "--dir", str(folder), "--fleet", "F", *options]
-    assert main([*arguments, "--store-dir", str(folder / "store"), "--max-file-store", "20GB"]) == 0
-    return [folder / node.file for node in parse_nodes(",".join(nodes))]
+def written(folder: Path, nodes: list[str], *options: str) -> tuple[list[Path], str]:
+    """Run `rollbus nats init`, and return the paths of its configuration files and its output."""
+    arguments = ("nats", "init", "--nodes", ",".join(nodes), "--dir", str(folder), "--fleet", "F", *options)
+    ended = run_here(*arguments, "--store-dir", str(folder / "store"), "--max-file-store", "20GB")
+    assert ended.code == 0
+    return [folder / node.file for node in parse_nodes(",".join(nodes))], ended.stdout
 
 
-def test_nats_server_accepts_the_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nats_server_accepts_the_written_files(tmp_path: Path) -> None:
     """nats-server accepts the written files with and without TLS for clients and routes.
 
     Only the owner can read the files, and a second run never replaces a file.
@@ -72,29 +72,26 @@ def test_nats_server_accepts_the_written_files(tmp_path: Path, capsys: pytest.Ca
     cert, key = map(str, certificate(tmp_path))
     tls = [f"--{what}-{kind}={path}" for what in ("server", "cluster") for kind, path in (("cert", cert), ("key", key))]
     for folder, options in ((tmp_path / "plain", []), (tmp_path / "tls", [*tls, f"--cluster-ca={cert}"])):
-        for path in written(folder, ["a.example", "b.example", "c.example"], *options):
+        paths, shown = written(folder, ["a.example", "b.example", "c.example"], *options)
+        for path in paths:
             check_config(path)
             assert path.stat().st_mode & 0o077 == 0
-    shown = capsys.readouterr().out
     assert "ROLLBUS_NATS=tls://a.example:4222,tls://b.example:4222,tls://c.example:4222" in shown
     before = (tmp_path / "plain/node-a.example.conf").read_text()
-    assert main(["nats", "init", "--nodes", "a.example,x,y", "--dir", str(tmp_path / "plain")]) == 2
-    assert "already contains node-a.example.conf" in capsys.readouterr().err
+    refused = run_here("nats", "init", "--nodes", "a.example,x,y", "--dir", str(tmp_path / "plain"))
+    assert (refused.code, "already contains node-a.example.conf" in refused.stderr) == (2, True)
     assert (tmp_path / "plain/node-a.example.conf").read_text() == before
     assert not (tmp_path / "plain/node-x.conf").exists()
 
 
-def test_auth_init_writes_a_users_file_that_all_servers_include(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auth_init_writes_a_users_file_that_all_servers_include(tmp_path: Path) -> None:
     """In a cluster's folder, `rollbus auth init` writes `users.conf`, which all servers include.
 
     It asks the user to copy the file to each server.
     """
     written(tmp_path, ["a", "b", "c"])
-    capsys.readouterr()
-    assert main(["auth", "init", "--dir", str(tmp_path), "--fleet", "F", "--trainer", "alice"]) == 0
-    assert "copy users.conf to each server" in capsys.readouterr().out
+    ended = run_here("auth", "init", "--dir", str(tmp_path), "--fleet", "F", "--trainer", "alice")
+    assert (ended.code, "copy users.conf to each server" in ended.stdout) == (0, True)
     assert not (tmp_path / "nats-server.conf").exists()
     assert '"F~trainer~alice"' in (tmp_path / "users.conf").read_text()
 
@@ -109,16 +106,11 @@ def test_auth_init_writes_a_users_file_that_all_servers_include(
         (["--nodes", "a,b,c", "--max-file-store", "much"], "is not a size such as 50GB"),
     ],
 )
-def test_invalid_options_of_nats_init_are_a_usage_error(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_options_of_nats_init_are_a_usage_error(options: list[str], message: str, tmp_path: Path) -> None:
     """Invalid options of `rollbus nats init` are a usage error, and no file is written."""
-    try:
-        code = main(["nats", "init", "--dir", str(tmp_path / "d"), *options])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    assert code == 2
-    assert message in capsys.readouterr().err
+    ended = run_here("nats", "init", "--dir", str(tmp_path / "d"), *options)
+    assert ended.code == 2
+    assert message in ended.stderr
     assert not (tmp_path / "d").exists()
 
 
@@ -132,7 +124,7 @@ async def test_users_on_different_servers_of_a_cluster_share_one_fleet(tmp_path:
     files = [
         f"--{what}-{kind}={path}" for what in ("server", "cluster") for kind, path in (("cert", cert), ("key", key))
     ]
-    paths = await asyncio.to_thread(written, folder, nodes, *([*files, f"--cluster-ca={cert}"] if has_tls else []))
+    paths, _ = written(folder, nodes, *([*files, f"--cluster-ca={cert}"] if has_tls else []))
     tls = Tls(ca=cert) if has_tls else Tls()
     scheme = "tls" if has_tls else "nats"
 

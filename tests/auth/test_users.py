@@ -19,6 +19,7 @@ from rollbus.bus.nats.embedded import find_binary
 from rollbus.bus.nats.jetstream import ask
 from rollbus.bus.nats.server import Server
 from rollbus.schemas.errors import BusBroken, InvalidRequest
+from tests.auth.support import run_here
 from tests.cli.support import rollbus
 from tests.support.nats_server import require_binary
 from tests.support.tls_server import certificate
@@ -152,8 +153,8 @@ def reload(process: subprocess.Popen[str]) -> None:
 
 def init(folder: Path, *options: str) -> dict[str, dict[str, str]]:
     """Run `rollbus auth init` and return the users by name."""
-    done = rollbus("auth", "init", "--dir", str(folder), "--listen", "127.0.0.1:-1", "--json", *options)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run_here("auth", "init", "--dir", str(folder), "--listen", "127.0.0.1:-1", "--json", *options)
+    assert (done.code, done.stderr) == (0, "")
     return {user["name"]: user for user in json.loads(done.stdout)["users"]}
 
 
@@ -170,14 +171,14 @@ async def test_a_server_accepts_the_users_of_auth_init(tmp_path: Path) -> None:
         async with bus.connect(url, credentials=users["alice"]["creds"]) as rb:
             assert (await rb.fleet.state()).workers == ()
         added = init(tmp_path, "--trainer", "bob")
-        removed = rollbus("auth", "remove", "--dir", str(tmp_path), "--trainer", "alice")
+        removed = run_here("auth", "remove", "--dir", str(tmp_path), "--trainer", "alice")
         reload(process)
         async with bus.connect(url, credentials=added["bob"]["creds"]) as rb:
             assert (await rb.fleet.state()).workers == ()
 
     assert {name for name, user in users.items() if user["new"]} == {"admin", "alice", "frontend", "viewer"}
     assert {name for name, user in added.items() if user["new"]} == {"bob"}
-    assert removed.returncode == 0
+    assert removed.code == 0
     assert not (tmp_path / "default" / "trainer-alice.creds").exists()
 
 
@@ -219,12 +220,12 @@ def test_settings_that_an_existing_configuration_lacks_are_an_error(
 ) -> None:
     """`auth init` never changes a configuration. An option that it lacks fails, names the line and changes nothing."""
     folder = tmp_path / "auth"
-    written, repeated, without = (rollbus("auth", "init", "--dir", str(folder), *each) for each in (first, first, ()))
+    written, repeated, without = (run_here("auth", "init", "--dir", str(folder), *each) for each in (first, first, ()))
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    failed = rollbus("auth", "init", "--dir", str(folder), "--trainer", "new", *second)
+    failed = run_here("auth", "init", "--dir", str(folder), "--trainer", "new", *second)
 
-    assert [done.returncode for done in (written, repeated, without)] == [0, 0, 0]
-    assert failed.returncode == 1
+    assert [done.code for done in (written, repeated, without)] == [0, 0, 0]
+    assert failed.code == 1
     assert option in failed.stderr
     assert line.format(Path.cwd()) in failed.stderr
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -237,9 +238,11 @@ def test_settings_that_the_operator_wrote_are_recognised(tmp_path: Path) -> None
     server = folder / "nats-server.conf"
     server.write_text("# listen: 0.0.0.0:1\nlisten = 0.0.0.0:2\ntls {\n  cert_file: 'c.pem'\n  key_file c.key\n}\n")
     options = ("--listen", "0.0.0.0:2", "--server-cert", "c.pem", "--server-key", "c.key")
-    done, failed = (rollbus("auth", "init", "--dir", str(folder), *each) for each in (options, ("--listen=0.0.0.0:1",)))
+    done, failed = (
+        run_here("auth", "init", "--dir", str(folder), *each) for each in (options, ("--listen=0.0.0.0:1",))
+    )
 
-    assert (done.returncode, done.stderr, failed.returncode) == (0, "", 1)
+    assert (done.code, done.stderr, failed.code) == (0, "", 1)
 
 
 def test_the_error_for_a_missing_tls_file_names_the_file() -> None:
@@ -261,8 +264,8 @@ def test_the_error_for_a_missing_tls_file_names_the_file() -> None:
 )
 def test_invalid_options_of_auth_init_are_a_usage_error(options: tuple[str, ...], problem: str, tmp_path: Path) -> None:
     """Invalid options of `rollbus auth init` are a usage error, and no file is written."""
-    done = rollbus("auth", "init", "--dir", str(tmp_path / "d"), *options)
+    done = run_here("auth", "init", "--dir", str(tmp_path / "d"), *options)
 
-    assert done.returncode == 2
+    assert done.code == 2
     assert problem in done.stderr
     assert not list((tmp_path / "d").glob("*/*"))
