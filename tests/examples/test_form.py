@@ -33,3 +33,11 @@ def test_each_example_has_a_link(path: Path) -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 
     assert any(f"examples/{path.name})" in page.read_text() for page in pages)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_a_number_of_steps_below_one_is_rejected(path: Path) -> None:
+    """Each example with `--steps` rejects a number below 1."""
+    source = path.read_text()
+
+    assert ('"--steps"' in source) == ("is not 1 or more" in source)
