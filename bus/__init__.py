@@ -25,15 +25,15 @@ from ..schemas.request import GenerateRequest
 from ..schemas.sampling import SamplingParams
 from ..schemas.weights import Canary
 from .auth.credentials import Credentials, Tls
-from .client.batch import GroupPrompt
+from .client.batch import BatchTimes, GroupPrompt
 from .client.client import Client, connect
+from .client.config import ClientStats
 from .client.fleet import Fleet
 from .client.fleet_state import FleetState
 from .client.generation import Generation, Group, GroupStats, GroupStep, SampleKey
 from .client.groups import GroupSampler
-from .client.record.reader import RunRecord, SampleScore, read_record
-from .client.record.writer import RunRecorder
-from .client.times import BatchTimes, ClientStats
+from .client.record_reader import RunRecord, SampleScore, read_record
+from .client.record_writer import RunRecorder
 from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult

@@ -29,7 +29,7 @@ from ..protocol.fleet.presence import WaitLimit
 from ..protocol.stream.chunk_writer import chunk_bytes
 from ..tracing import names
 from ..tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
-from .generation import ChildResult, Generation, SampleOrigin, join_samples
+from .generation import ChildResult, Generation, SampleKey, join_samples
 
 MAX_SPANS: Final = 1000
 """Maximum number of spans of one call. A request for 256 samples whose worker dies has about 770."""
@@ -267,8 +267,10 @@ class Call:
     inbox: Inbox
     streams: bool
     tracer: InitVar[Tracer | None] = None
-    origin: SampleOrigin | None = None
-    """Key and time of the request. None in programs without a client."""
+    key: SampleKey | None = None
+    """Key of the first sample. None in programs without a client."""
+    opened_at: float = field(default_factory=time.time)
+    """Unix time of the opening."""
     # Set in the caller's loop before the bus thread sees the call. Not changed later.
     model: str = ""
     """Name of the model that serves the request. Empty until it is known."""
@@ -429,5 +431,6 @@ class Call:
     def generation(self) -> Generation:
         """Return the result of an ended call that was not streamed. A failed call has the tokens received before."""
         result = self.result or CallResult((), None)
-        samples, seconds = result.samples, result.ended_at - (self.deadline_s - self.timeout_s)
-        return join_samples(self.request, samples, self.error, self.model, self.origin, seconds)
+        seconds = result.ended_at - (self.deadline_s - self.timeout_s)
+        times = {} if self.key is None else {"opened_at": self.opened_at, "ended_at": self.opened_at + seconds}
+        return join_samples(self.request, result.samples, self.error, self.model, self.key, **times)

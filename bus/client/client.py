@@ -36,15 +36,14 @@ from ..protocol.telemetry.command_book import CommandLine
 from ..queue.streams import QueueDepth, queue_clients
 from ..subjects import Subjects
 from ..tracing.spans import Tracing, check_tracing
-from .batch import AsyncRequests, Batch, InexactGroups, PromptForm, Prompts, Requests, Source, check_request
-from .config import ClientConfig
+from .batch import AsyncRequests, Batch, BatchTimes, InexactGroups, PromptForm, Prompts, Requests, Source, check_request
+from .config import ClientConfig, ClientStats
 from .fleet import Fleet
 from .fleet_state import CommandListener
 from .generation import Generation
 from .groups import GroupSampler
-from .record.writer import RunRecorder
+from .record_writer import RunRecorder
 from .runtime import Runtime
-from .times import BatchTimes, ClientStats
 
 DEFAULT_WORKER_GRACE_S = 15.0
 """Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""

@@ -28,8 +28,8 @@ from ..protocol.fleet.presence import LostWorker, Survivor
 from ..protocol.queue.load import PrefixScope
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
+from .config import MAX_MODELS, ClientStats
 from .generation import ChildResult
-from .times import MAX_MODELS, ClientStats
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ class OpenCall:
         self.serial = serial
         self.request_id = call.wire_id
         self.model = call.model
-        self.first_attempt = attempt
         self.children = [
             ChildRequest(self, ResponseStream(request, child=index, attempt=attempt, keep=not call.streams), payload)
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))

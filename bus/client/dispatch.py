@@ -30,11 +30,10 @@ from ..protocol.fleet.presence import UnservedModels, connector_of
 from ..protocol.queue.prefill_queue import PrefillFallback, PrefillQueue, PrefillRequirements, PrefillWorkerInfo
 from ..queue.publisher import PublishResult, QueuePublisher
 from ..queue.streams import StoredRange, stored_in
-from .config import ClientConfig
+from .config import ClientConfig, DurationsByModel
 from .coordinator import AttemptCoordinator, ChildRequest, OpenCall
 from .placement import Placed, RequestPlacement
 from .presence import PresenceWatcher
-from .times import DurationsByModel
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers."""
 
-import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -16,9 +15,9 @@ from ...schemas.telemetry import RequestKind
 from ...schemas.weights import Canary, WeightSource
 from ..control.controller import OnAck
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
-from ..protocol.telemetry.experts import ExpertAnswers, merge_answers
+from ..protocol.telemetry.experts import ExpertAnswers
 from ..protocol.telemetry.requests import RequestList, RequestTrace, merge_list, merge_timelines
-from .fleet_state import FleetState, experts_command, read_experts, read_fleet_state
+from .fleet_state import FleetState, read_experts, read_fleet_state
 from .runtime import Runtime
 
 Path = str | os.PathLike[str]
@@ -527,10 +526,7 @@ class Fleet(WeightCommands):
             NoWorkers, InvalidRequest, BusBroken, BusClosed: as for commands.
         """
         names = None if workers is None else unique_names("workers", workers)
-        command = experts_command(model, names, last_s, timeout_s)
-        heard = await self._thread.run(read_experts(self._runtime.controller, command))
-        # Merging takes about 10 ms for many workers of a large model, so it runs on another thread.
-        return await asyncio.to_thread(merge_answers, **heard._asdict())
+        return await self._thread.run(read_experts(self._runtime.controller, model, names, last_s, timeout_s))
 
     async def pause(
         self, *, mode: PauseMode = "keep", clear_cache: bool = False, **options: Unpack[SendOptions]

@@ -1,10 +1,11 @@
 """Reads the state of a fleet: workers, queues, desired states, commands of all controllers, and loads of experts."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from ..protocol.fleet.desired import stale_workers
 from ..protocol.fleet.presence import PresenceTable
 from ..protocol.html import as_html
 from ..protocol.telemetry.command_book import CommandBook, CommandLine
-from ..protocol.telemetry.experts import INTERVAL_S, choose_workers, loads_of
+from ..protocol.telemetry.experts import INTERVAL_S, ExpertAnswers, choose_workers, loads_of, merge_answers
 from ..queue.streams import QueueDepth
 from ..subjects import Subjects
 from .runtime import Runtime
@@ -219,53 +220,37 @@ class CommandListener:
             logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, error)
 
 
-class HeardLoads(NamedTuple):
-    """The answers of the workers."""
+async def read_experts(
+    controller: Controller, model: str | None, workers: tuple[str, ...] | None, last_s: float | None, timeout_s: float
+) -> ExpertAnswers:
+    """Ask these workers, or at most 64 workers of the model, for the last `last_s` seconds, by this machine's clock.
 
-    model: str
-    loads: Mapping[str, ExpertLoad]
-    """Expert load by worker."""
-    left_out: Mapping[str, str]
-    """Workers without counts, each with the reason."""
-    asked: tuple[str, ...]
-    num_workers: int
-
-
-def experts_command(
-    model: str | None, workers: tuple[str, ...] | None, last_s: float | None, timeout_s: float
-) -> ReadExperts:
-    """Build the command that asks for the last `last_s` seconds, by this machine's clock. None: all counts by version.
+    Args:
+        last_s: None: all counts by version.
 
     Raises:
-        InvalidRequest: `last_s` is not a valid time.
+        As `Controller.read`. Also `InvalidRequest` if no model is named and the fleet has several models, or if
+        `last_s` is not a valid time.
     """
-    if last_s is None:
-        return ReadExperts(model=model, workers=workers, window="versions", timeout_s=timeout_s)
-    last_s = check_float("last_s", last_s, 0, KEPT_S)
-    since = max(int((time.time() - last_s) / INTERVAL_S) - 1, 0)
-    return ReadExperts(model=model, workers=workers, since=since, timeout_s=timeout_s)
-
-
-async def read_experts(controller: Controller, command: ReadExperts) -> HeardLoads:
-    """Ask the workers that `command` names, at most 64, and return the answers that arrive in time.
-
-    Raises:
-        As `Controller.read`. Also `InvalidRequest` if `command` names no model and the fleet has several models.
-    """
+    command = ReadExperts(model=model, workers=workers, window="versions", timeout_s=timeout_s)
+    if last_s is not None:
+        last_s = check_float("last_s", last_s, 0, KEPT_S)
+        command = replace(command, window="recent", since=max(int((time.time() - last_s) / INTERVAL_S) - 1, 0))
     command = check_command(command)
     roster = await controller.roster(command)
     if len(roster) > 1:
         raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(roster)}")
-    [(model, workers)] = roster.items()
-    asked, left_out = choose_workers(workers, command.workers)
-    if not asked:
-        return HeardLoads(model, {}, left_out, asked, len(workers))
-    result = await controller.read(replace(command, model=model, workers=asked))
-    loads, silent = loads_of(result)
-    if command.window == "recent":
-        silent |= {name: problem for name, load in loads.items() if (problem := _clock_problem(load)) is not None}
-        loads = {name: load for name, load in loads.items() if name not in silent}
-    return HeardLoads(model, loads, left_out | silent, asked, len(workers))
+    [(model, live)] = roster.items()
+    asked, left_out = choose_workers(live, workers)
+    loads: dict[str, ExpertLoad] = {}
+    if asked:
+        loads, silent = loads_of(await controller.read(replace(command, model=model, workers=asked)))
+        if last_s is not None:
+            silent |= {name: problem for name, load in loads.items() if (problem := _clock_problem(load)) is not None}
+            loads = {name: load for name, load in loads.items() if name not in silent}
+        left_out |= silent
+    # Merging takes about 10 ms for many workers of a large model, so it runs on another thread.
+    return await asyncio.to_thread(merge_answers, model, loads, left_out, asked, len(live))
 
 
 def _clock_problem(load: ExpertLoad) -> str | None:

@@ -39,17 +39,6 @@ class SampleKey(NamedTuple):
     """Index of the sample, 0 to n - 1."""
 
 
-class SampleOrigin(NamedTuple):
-    """Client, number and time of a sent request."""
-
-    client: str
-    """Incarnation of the client."""
-    number: int
-    """Number of the request, unique within the client."""
-    opened_at: float
-    """Unix time at which the client opened the request."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generation:
     """The result of one request, or of one child of a request with n > 1.
@@ -250,40 +239,38 @@ def join_samples(
     samples: Sequence[ChildResult],
     error: RequestError | None,
     model: str | None = None,
-    origin: SampleOrigin | None = None,
-    seconds: float = 0.0,
+    key: SampleKey | None = None,
+    **times: float,
 ) -> Generation:
     """Return the first sample with the others as siblings. Without `samples`, return empty results.
 
     Args:
         model: the model that answered. None: the model that the request names.
-        origin: client, number and time of the request. None: it was not sent.
-        seconds: duration of the request.
+        key: key of the first sample. None: the request was not sent.
+        times: `opened_at` and `ended_at` of a sent request.
     """
-    model = model or request.model
     if not samples:
         samples = [
             ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)
         ]
-    sent: dict[str, Any] = {}
-    if origin is not None:
-        sent = {"opened_at": origin.opened_at, "ended_at": origin.opened_at + seconds}
-    joined = []
-    for sample in samples:
-        key = None if origin is None else SampleKey(origin.client, origin.number, sample.child)
-        joined.append(_join(request, sample, error, {"model": model, "key": key, **sent}))
-    first, *others = joined
+    sent: dict[str, Any] = {"model": model or request.model, **times}
+    first, *others = [_generation(request, sample, error, key, sent) for sample in samples]
     return replace(first, siblings=tuple(others)) if others else first
 
 
-def _join(
-    request: GenerateRequest, sample: ChildResult, error: RequestError | None, known: Mapping[str, Any]
+def _generation(
+    request: GenerateRequest,
+    sample: ChildResult,
+    error: RequestError | None,
+    key: SampleKey | None,
+    sent: Mapping[str, Any],
 ) -> Generation:
     stream, end = sample.stream, sample.stream.end
     return Generation(
         request=request,
         request_id=request.request_id,
         child=sample.child,
+        key=None if key is None else key._replace(child=sample.child),
         prompt_len=request.prompt_len,
         start=stream.start,
         finish_reason=FinishReason.ERROR if end is None or error is not None else end.finish_reason,
@@ -293,7 +280,7 @@ def _join(
         worker_ids=sample.workers,
         exact=stream.is_exact,
         error=error,
-        **known,
+        **sent,
         **stream.arrays(),
     )
 

@@ -23,7 +23,7 @@ from ..protocol.groups import GroupPlanner, GroupState
 from .batch import PromptForm, Prompts, Source
 from .calls import Call
 from .generation import Generation, Group, GroupStats, GroupStep, join_samples, lengths_of
-from .record.writer import RunRecorder
+from .record_writer import RunRecorder
 from .runtime import Runtime
 
 OWN_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})

@@ -1,5 +1,7 @@
 """A client's links to the workers: it receives frames, and sends frame acks, credit and aborts. On the bus thread.
 
+Two classes beside the links distrust workers: `ResultCheck` rejects false output, `SilenceChecks` moves requests away.
+
 Invariant: the chunks of a frame reach their calls before the frame is acknowledged. Credit depends on received bytes,
 not on bytes that callers have read, so a caller that does not read delays no other caller.
 """
@@ -7,6 +9,7 @@ not on bytes that callers have read, so a caller that does not read delays no ot
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,21 +18,24 @@ from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from ...schemas.chunk import Chunk
-from ...schemas.control import DesiredState, LoadLora, lora_register
+from ...schemas.control import DesiredState, LoadLora, Resume, Wake, lora_register
 from ...schemas.decoding import WIRE_VERSION
-from ...schemas.errors import BusBroken, RemoteProtocolError, RollbusError
+from ...schemas.errors import BusBroken, ErrorCode, RemoteProtocolError, RollbusError
 from ...schemas.limits import MAX_WEIGHT_VERSION
 from ...schemas.messages import Frame, FrameHeader, LinkMessage, RequestKey, decode_frame, decode_frame_header, encode
+from ...schemas.presence import WorkerPresence, WorkerState
 from ..control.store import DesiredStore
 from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
-from ..protocol.attempt.suspects import Engine
+from ..protocol.attempt import events as on
+from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, Engine, SilenceWatch
 from ..protocol.fleet.desired import effective, target_version
 from ..protocol.fleet.presence import PresenceTable
 from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
 from ..protocol.stream.verification import Announced, announced_by, are_within, problem_of
 from ..subjects import Subjects
 from .coordinator import AttemptCoordinator, ChildRequest
+from .presence import PresenceWatcher
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +51,13 @@ ENDED_S: Final = 60.0
 """Seconds after the record of an adapter's end in which frames of it may arrive, also if clocks differ. Its version is
 in no state then."""
 NOT_CHECKED: Final = (MAX_WEIGHT_VERSION, MAX_WEIGHT_VERSION)
+SILENCE_ROUND_S: Final = 1.0
+"""Seconds between two checks for silent workers."""
+STATE_READ_S: Final = 5.0
+"""Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
+MAX_BEHIND_S: Final = 600.0
+"""Seconds for which a worker may apply a recorded command, or receive weights before the next one. After that, its
+silence counts, also if it says meanwhile that it serves."""
 ACK_DELAY_S: Final = 0.02
 """Seconds that a frame may wait for a common ack with later frames, a few engine steps."""
 TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
@@ -71,12 +84,7 @@ class ResultCheck:
     client reads the desired state once, which has each version before a worker serves it.
     """
 
-    def __init__(
-        self,
-        table: PresenceTable,
-        store: DesiredStore,
-        coordinator: AttemptCoordinator,
-    ) -> None:
+    def __init__(self, table: PresenceTable, store: DesiredStore, coordinator: AttemptCoordinator) -> None:
         self._table = table
         self._store = store
         self._coordinator = coordinator
@@ -84,8 +92,7 @@ class ResultCheck:
         # The desired state that was read last.
         self._last_model: str | None = None
         self._last_state: DesiredState | None = None
-        self.num_rejected = 0
-        """Number of chunks that were rejected."""
+        self._rejected = RejectionCount()
 
     def is_plausible(self, worker: str, frame: Frame) -> bool:
         """Return True if all chunks are within what the worker announced. It is called for each frame."""
@@ -116,9 +123,8 @@ class ResultCheck:
         return replace(frame, chunks=[chunk for chunk in frame.chunks if chunk not in false]) if false else frame
 
     def _reject(self, worker: str, incarnation: str, chunk: Chunk, problem: str) -> None:
-        self.num_rejected += 1
-        if self.num_rejected.bit_count() == 1:  # log number 1, 2, 4, 8 ..., so that a flood of chunks floods no log
-            logger.warning("chunk.rejected worker=%s so_far=%s error=%s", worker, self.num_rejected, problem)
+        if so_far := self._rejected.add():
+            logger.warning("chunk.rejected worker=%s so_far=%s error=%s", worker, so_far, problem)
         # The request may have ended while the desired state was read.
         key = RequestKey(chunk.request_id, chunk.attempt, chunk.child)
         self._coordinator.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
@@ -385,3 +391,105 @@ class ClientLinks:
                 self._coordinator.stats.resends_asked += messages[-1].resend
             abort = []
         return messages or [LinkMessage(WIRE_VERSION, abort, client_incarnation=self._incarnation)]
+
+
+class SilenceChecks:
+    """Moves requests away from workers that offered to run them and send no tokens."""
+
+    def __init__(
+        self, nats: Connection, watcher: PresenceWatcher, store: DesiredStore, coordinator: AttemptCoordinator
+    ) -> None:
+        self._nats = nats
+        self._watcher = watcher
+        self._coordinator = coordinator
+        self._store = store
+        # The models of the workers that do not serve now, with the time of the last read.
+        self._states: dict[str, tuple[float, DesiredState | None]] = {}
+        # By worker with open requests: the recorded epoch, and since when the worker says that it is busy with weights.
+        self._behind_since: dict[str, tuple[int, float]] = {}
+        self.watch = SilenceWatch()
+        coordinator.silent = self.watch.avoided
+
+    def named(self, workers: Sequence[WorkerPresence]) -> tuple[WorkerPresence, ...]:
+        """Return the presence of these workers, where the last error of silent workers is their silence."""
+        error = "it offered to run requests of this client and sent no tokens of them"
+        avoided = self.watch.avoided
+        return tuple(replace(one, last_error=error) if one.worker in avoided else one for one in workers)
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        checked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(SILENCE_ROUND_S)
+            offered = self._coordinator.open_children(lambda child: child.worker is not None)
+            suspended = await self._suspended({child.worker or "" for child in offered})
+            now = time.monotonic()
+            elapsed_s, checked_at = now - checked_at, now
+            if not self._nats.is_connected or elapsed_s > 2 * SILENCE_ROUND_S + STATE_READ_S:
+                # This process did not read, so it cannot judge.
+                suspended = {child.worker or "" for child in offered}
+            waiting_since = now - BUSY_FACTOR * SILENT_S
+            live = [
+                child
+                for child in offered
+                # A worker without a free slot may let followers of a group wait, behind those of other clients.
+                if child.is_open and child.worker is not None and (child.has_begun or child.heard_at < waiting_since)
+            ]
+            for worker in list(self.watch.avoided):
+                if (presence := self._watcher.table.get(worker)) is not None:
+                    self.watch.forget(worker, presence.incarnation)
+            self._move(self.watch.check(live, suspended, elapsed_s, now), now)
+
+    def _move(self, children: Sequence[ChildRequest], now: float) -> None:
+        for worker, count in Counter(child.worker or "" for child in children).items():
+            logger.warning("worker.silence_detected worker=%s requests=%s", worker, count)
+        for child in children:
+            silent_s = now - child.heard_at
+            message = f"worker {child.worker} offered to run the request and sent no token of it for {silent_s:.0f} s"
+            child.avoids_queue = True
+            self._coordinator.send(child, on.Lost(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
+
+    async def _suspended(self, workers: set[str]) -> set[str]:
+        """Return the workers that the recorded state keeps from generating, not those that only say so."""
+        found, models = set(), set()
+        self._behind_since = {worker: since for worker, since in self._behind_since.items() if worker in workers}
+        for worker in workers:
+            presence = self._watcher.table.get(worker)
+            if presence is None or presence.state is WorkerState.SERVING:
+                continue
+            models.add(presence.model)
+            try:
+                state = await self._state(presence.model)
+            except RollbusError as exc:
+                logger.debug("silence.check_failed worker=%s error=%s", worker, exc)
+                found.add(worker)
+                continue
+            if state is not None and is_stopped(state, presence):
+                found.add(worker)
+            elif presence.transfer is not None or (state is not None and presence.epoch < state.epoch):
+                now, recorded = time.monotonic(), 0 if state is None else state.epoch
+                epoch, since = self._behind_since.get(worker, (recorded, now))
+                if epoch != recorded:
+                    since = now
+                self._behind_since[worker] = recorded, since
+                if now - since < MAX_BEHIND_S:
+                    found.add(worker)
+        # Workers choose the names of their models, and may change them.
+        self._states = {model: read for model, read in self._states.items() if model in models}
+        return found
+
+    async def _state(self, model: str) -> DesiredState | None:
+        read_at, state = self._states.get(model, (-STATE_READ_S, None))
+        if time.monotonic() - read_at >= STATE_READ_S:
+            state = await self._store.read(model)
+            self._states[model] = time.monotonic(), state
+        return state
+
+
+def is_stopped(state: DesiredState, presence: WorkerPresence) -> bool:
+    """Return True if a recorded command pauses or drains this worker, or puts it to sleep."""
+    registers = effective(state, presence.worker)
+    return any(
+        register in registers and not isinstance(registers[register].command, Resume | Wake)
+        for register in ("pause", "sleep")
+    )

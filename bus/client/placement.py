@@ -28,8 +28,8 @@ from ..protocol.queue.placement import (
     PlacementNeeds,
     PlacementReason,
 )
+from .config import ClientStats
 from .coordinator import ChildRequest
-from .times import ClientStats
 
 MAX_REFUSALS: Final = 1
 """Rejections after which a request may still follow others of its group: one for room and one for a backlog."""

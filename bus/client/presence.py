@@ -1,19 +1,23 @@
-"""The presence of workers as one client sees it: live, paused or silent. Runs on the bus thread."""
+"""The presence of workers as one client sees it, and the models that they serve. Runs on the bus thread.
+
+A request that names no model goes to the model that its client resolved first. Workers that come and go never change
+it. The stored desired states name the models of a fleet, also models whose workers are all gone.
+"""
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from ...schemas.acks import Ack
-from ...schemas.control import DesiredState, Resume, Wake
-from ...schemas.errors import BusBroken, ErrorCode, NoWorkers, RemoteProtocolError, RollbusError
+from ...schemas.checks import check_name, list_names
+from ...schemas.control import DesiredState
+from ...schemas.errors import BusBroken, InvalidRequest, NoWorkers, RemoteProtocolError, RollbusError
 from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence, WorkerState
 from ..control.store import DesiredStore
@@ -21,32 +25,30 @@ from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..nats.failures import describe_reachable
 from ..nats.jetstream import Unanswered
-from ..protocol.attempt import events as on
-from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, SilenceWatch
-from ..protocol.fleet.desired import effective, shows_ack
+from ..protocol.fleet.desired import desired_loras, effective, shows_ack
 from ..protocol.fleet.presence import LostWorker, PresenceTable, Survivor, accepts_whole_requests
 from ..queue.publisher import QueueProbes
-from ..queue.streams import QueueDepth, queue_depths
+from ..queue.streams import QueueDepth, delete_queue, queue_depths
 from ..subjects import Subjects
-from .coordinator import AttemptCoordinator, ChildRequest
+from .calls import Call
+from .config import ClientConfig
+from .coordinator import AttemptCoordinator
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PING_WAIT_S = 0.5
 """Seconds in which a live worker answers a ping: a thousand round trips on a loopback."""
 FIRST_WAIT_S = PING_WAIT_S
 """Seconds from the start of a watch until the answers to its first ping are complete."""
+READ_S: Final = 1.0
+"""Seconds between two reads of all stored states for names that no worker has, because any user may send such names."""
+LOADED_S: Final = 1.0
+"""Seconds to wait for the presence of a worker with a recorded adapter. It usually arrives within milliseconds."""
 WARN_AFTER_S: Final = 10.0
 """Seconds. A weight update pauses a fleet for a few seconds. A longer pause may have been forgotten."""
 ROUND_S: Final = 0.5
 """Seconds between two checks for requests that wait because of a pause."""
-SILENCE_ROUND_S: Final = 1.0
-"""Seconds between two checks for silent workers."""
-READ_S: Final = 5.0
-"""Seconds between two reads of a model's desired state while a worker with requests of this client does not serve."""
-MAX_BEHIND_S: Final = 600.0
-"""Seconds for which a worker may apply a recorded command, or receive weights before the next one. After that, its
-silence counts, also if it says meanwhile that it serves."""
 
 
 class PresenceWatcher:
@@ -323,101 +325,158 @@ class PauseWarnings:
         return max((time for time in times if time is not None), default=None)
 
 
-class SilenceChecks:
-    """Moves requests away from workers that offered to run them and send no tokens."""
+class ModelNames:
+    """The models that a client knows.
 
-    def __init__(self, nats: Connection, watcher: PresenceWatcher, coordinator: AttemptCoordinator) -> None:
+    Attributes:
+        fixed: the model of requests that name none. None until the first of them is resolved. It never changes
+            afterwards, so any thread may read it.
+    """
+
+    def __init__(self, nats: Connection, config: ClientConfig, watcher: PresenceWatcher, store: DesiredStore) -> None:
+        self.fixed: str | None = None
         self._nats = nats
+        self._subjects = config.subjects
+        self._wait_s = config.wait_for_workers_s
         self._watcher = watcher
-        self._coordinator = coordinator
-        self._store = DesiredStore(nats, watcher.subjects)
-        # The models of the workers that do not serve now, with the time of the last read.
-        self._states: dict[str, tuple[float, DesiredState | None]] = {}
-        # By worker with open requests: the recorded epoch, and since when the worker says that it is busy with weights.
-        self._behind_since: dict[str, tuple[int, float]] = {}
-        self.watch = SilenceWatch()
-        coordinator.silent = self.watch.avoided
+        self._store = store
+        self._recorded_models: _SharedRead[tuple[str, ...]] = _SharedRead()
+        self._recorded_states: _SharedRead[dict[str, DesiredState]] = _SharedRead()
 
-    def named(self, workers: Sequence[WorkerPresence]) -> tuple[WorkerPresence, ...]:
-        """Return the presence of these workers, where the last error of silent workers is their silence."""
-        error = "it offered to run requests of this client and sent no tokens of them"
-        avoided = self.watch.avoided
-        return tuple(replace(one, last_error=error) if one.worker in avoided else one for one in workers)
+    async def known(self) -> tuple[str, ...]:
+        """Return the models that live workers or stored desired states name, sorted.
 
-    async def run(self) -> None:
-        """Check until cancelled."""
-        checked_at = time.monotonic()
-        while True:
-            await asyncio.sleep(SILENCE_ROUND_S)
-            offered = self._coordinator.open_children(lambda child: child.worker is not None)
-            suspended = await self._suspended({child.worker or "" for child in offered})
-            now = time.monotonic()
-            elapsed_s, checked_at = now - checked_at, now
-            if not self._nats.is_connected or elapsed_s > 2 * SILENCE_ROUND_S + READ_S:
-                # This process did not read, so it cannot judge.
-                suspended = {child.worker or "" for child in offered}
-            waiting_since = now - BUSY_FACTOR * SILENT_S
-            live = [
-                child
-                for child in offered
-                # A worker without a free slot may let followers of a group wait, behind those of other clients.
-                if child.is_open and child.worker is not None and (child.has_begun or child.heard_at < waiting_since)
-            ]
-            for worker in list(self.watch.avoided):
-                if (presence := self._watcher.table.get(worker)) is not None:
-                    self.watch.forget(worker, presence.incarnation)
-            self._move(self.watch.check(live, suspended, elapsed_s, now), now)
+        Raises:
+            BusBroken: the stored states cannot be listed or read.
+        """
+        await self._watcher.known_workers()
+        recorded = await self._recorded_models.get(self._store.models)
+        served = {worker.model for worker in self._watcher.table.workers()}
+        return await self._store.known_models(served, recorded)
 
-    def _move(self, children: Sequence[ChildRequest], now: float) -> None:
-        for worker, count in Counter(child.worker or "" for child in children).items():
-            logger.warning("worker.silence_detected worker=%s requests=%s", worker, count)
-        for child in children:
-            silent_s = now - child.heard_at
-            message = f"worker {child.worker} offered to run the request and sent no token of it for {silent_s:.0f} s"
-            child.avoids_queue = True
-            self._coordinator.send(child, on.Lost(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
+    async def with_adapter(self, name: str) -> tuple[str, ...]:
+        """Return the models for which an adapter is recorded. Wait up to a second for a worker that announces it.
 
-    async def _suspended(self, workers: set[str]) -> set[str]:
-        """Return the workers that the recorded state keeps from generating, not those that only say so."""
-        found, models = set(), set()
-        self._behind_since = {worker: since for worker, since in self._behind_since.items() if worker in workers}
-        for worker in workers:
-            presence = self._watcher.table.get(worker)
-            if presence is None or presence.state is WorkerState.SERVING:
-                continue
-            models.add(presence.model)
-            try:
-                state = await self._state(presence.model)
-            except RollbusError as exc:
-                logger.debug("silence.check_failed worker=%s error=%s", worker, exc)
-                found.add(worker)
-                continue
-            if state is not None and is_stopped(state, presence):
-                found.add(worker)
-            elif presence.transfer is not None or (state is not None and presence.epoch < state.epoch):
-                now, recorded = time.monotonic(), 0 if state is None else state.epoch
-                epoch, since = self._behind_since.get(worker, (recorded, now))
-                if epoch != recorded:
-                    since = now
-                self._behind_since[worker] = recorded, since
-                if now - since < MAX_BEHIND_S:
-                    found.add(worker)
-        # Workers choose the names of their models, and may change them.
-        self._states = {model: read for model, read in self._states.items() if model in models}
+        Raises:
+            BusBroken: the stored states cannot be read.
+        """
+        states = await self._recorded_states.get(self._store.read_all, every_s=READ_S)
+        found = tuple(sorted(model for model, state in states.items() if name in desired_loras(state)))
+        if found:
+            await self._watcher.wait_until(lambda: self._is_announced(name, found), LOADED_S)
         return found
 
-    async def _state(self, model: str) -> DesiredState | None:
-        read_at, state = self._states.get(model, (-READ_S, None))
-        if time.monotonic() - read_at >= READ_S:
-            state = await self._store.read(model)
-            self._states[model] = time.monotonic(), state
-        return state
+    def _is_announced(self, name: str, models: tuple[str, ...]) -> bool:
+        workers = (worker for worker in self._watcher.snapshot.workers if worker.model in models)
+        return any(lora.name == name for worker in workers for lora in worker.loras)
+
+    async def reset(self, model: str | None) -> tuple[str, ...]:
+        """Clear the desired state of `model`, or of all models. Return the models that had recorded commands."""
+        models = await self._store.models() if model is None else (check_name("model", model),)
+        return tuple([name for name in models if await self._store.reset(name)])
+
+    async def forget(self, model: str) -> bool:
+        """Delete the queue and the desired state of a model that has no workers. Return False if it was unknown.
+
+        Raises:
+            InvalidRequest: the model has workers, or its queue has requests. Nothing was deleted.
+            BusBroken: the connection or JetStream failed, or this user may not delete them. A repetition continues.
+        """
+        check_name("model", model)
+        workers = [worker.worker for worker in await self._watcher.ping_workers() if worker.model == model]
+        if workers:
+            allowed = "a model without workers"
+            raise InvalidRequest(
+                field="model", problem=f"{model!r} has workers: {list_names(workers)}", allowed=allowed
+            )
+        depths = await queue_depths(self._nats, self._subjects, (model,))
+        held = sum(depth.waiting + depth.in_hand for depth in depths)
+        if held:
+            problem = f"{model!r} has {held} requests in its queue"
+            raise InvalidRequest(field="model", problem=problem, allowed="a model with an empty queue")
+        was_known = bool(depths) or model in await self._recorded_models.get(self._store.models)
+        # The state is deleted last. Until then the model is known, and the command can be repeated.
+        await delete_queue(self._nats, self._subjects, model)
+        await self._store.forget(model)
+        return was_known
+
+    async def resolve(self, model: str | None, call: Call) -> str:
+        """Return the model that serves a request for `model`. Ask the workers first if none seems to serve it.
+
+        With `wait_for_workers_s`, a known model needs no worker now, and a fleet without any model is waited for.
+
+        Args:
+            call: the request. If it is aborted, this waits no longer.
+
+        Raises:
+            NoWorkers: no worker serves the model, and none starts.
+            InvalidRequest: no model was named and several are known, or only other models are known.
+            BusBroken: no model was named, and the stored states cannot be listed.
+        """
+        try:
+            return await self._resolve(self.fixed if model is None else model, call)
+        except NoWorkers as exc:
+            if self._nats.is_connected:
+                raise
+            raise NoWorkers(message=f"{exc.message}; the connection to NATS is down") from exc
+
+    async def _resolve(self, model: str | None, call: Call) -> str:
+        if model is None:
+            model = await self._wait_fixed(call)
+        await self._watcher.wait_awaited(model)
+        known: tuple[str, ...] = (model,)
+        if all(worker.model != model for worker in self._watcher.snapshot.workers):
+            try:
+                known = await self._recorded_models.get(self._store.models)
+            except BusBroken:
+                # The model may be known. A request that fails as `no_workers` may be sent again.
+                known = (model,)
+        try:
+            return self._watcher.snapshot.resolve_model(model, known)
+        except NoWorkers:
+            if not self._wait_s:
+                raise
+            return model
+
+    async def _wait_fixed(self, call: Call) -> str:
+        """Choose the model of requests that name none, once. Wait for the fleet's first model if that is allowed."""
+        until = min(time.monotonic() + self._wait_s, call.deadline_s)
+        while True:
+            try:
+                return await self._fix()
+            except NoWorkers:
+                if call.is_aborted or time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(PING_WAIT_S)
+
+    async def _fix(self) -> str:
+        """Choose the model of requests that name none, once."""
+        try:
+            known = await self.known()
+        except BusBroken:
+            if self._nats.is_connected:
+                raise
+            raise NoWorkers(message="the models of the fleet are unknown") from None
+        if self.fixed is None:
+            self.fixed = self._watcher.snapshot.choose_model(known)
+        return self.fixed
 
 
-def is_stopped(state: DesiredState, presence: WorkerPresence) -> bool:
-    """Return True if a recorded command pauses or drains this worker, or puts it to sleep."""
-    registers = effective(state, presence.worker)
-    return any(
-        register in registers and not isinstance(registers[register].command, Resume | Wake)
-        for register in ("pause", "sleep")
-    )
+class _SharedRead(Generic[T]):
+    """A read whose result calls share that wait at the same time."""
+
+    def __init__(self) -> None:
+        self._reading = asyncio.Lock()
+        self._tried_at = self._read_at = -math.inf
+        self._found: T
+
+    async def get(self, read: Callable[[], Awaitable[T]], *, every_s: float = 0.0) -> T:
+        """Return what a read finds that begins after this call, and `every_s` seconds after the last one."""
+        asked_at = time.monotonic()
+        async with self._reading:
+            if self._read_at < asked_at:
+                await asyncio.sleep(max(self._tried_at + every_s - time.monotonic(), 0.0))
+                self._tried_at = began_at = time.monotonic()
+                self._found = await read()
+                self._read_at = began_at
+            return self._found

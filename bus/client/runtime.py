@@ -40,16 +40,14 @@ from ..protocol.fleet.leases import DEFAULT_LEASE_S
 from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker, WaitLimit
 from ..tracing.spans import TracingStats, make_tracer
 from .calls import Call, CallResult, Inbox
-from .config import ClientConfig
+from .config import ClientConfig, ClientStats
 from .coordinator import AttemptCoordinator
 from .dispatch import RequestDispatcher
-from .generation import Generation, SampleOrigin
-from .links import ClientLinks, ResultCheck
-from .models import ModelNames
-from .presence import PauseWarnings, PresenceWatcher, SilenceChecks
-from .record.writer import RunRecorder
+from .generation import Generation, SampleKey
+from .links import ClientLinks, ResultCheck, SilenceChecks
+from .presence import ModelNames, PauseWarnings, PresenceWatcher
+from .record_writer import RunRecorder
 from .thread import FORKED, LoopThread
-from .times import ClientStats
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +103,7 @@ class Runtime:
         self.links.check = ResultCheck(table, self.controller.store, self.coordinator)
         self.dispatcher = RequestDispatcher(nats, config, self.watcher, self.coordinator)
         self.pauses = PauseWarnings(self.watcher, self.coordinator, self.controller.store)
-        self.silence = SilenceChecks(nats, self.watcher, self.coordinator)
+        self.silence = SilenceChecks(nats, self.watcher, self.controller.store, self.coordinator)
         self.dispatcher.placement.silent = self.silence.watch.avoided
         self.coordinator.connect(self.dispatcher, self.links.abort)
 
@@ -197,8 +195,8 @@ class Runtime:
                 message=f"request id {request.request_id!r} is already in use by an open request of this client",
                 request_id=request.request_id,
             )
-        origin = SampleOrigin(self.config.incarnation, next(self._numbers), time.time())
-        call = Call(request, self._inbox, streams, self.tracer, origin=origin)
+        key = SampleKey(self.config.incarnation, next(self._numbers), child=0)
+        call = Call(request, self._inbox, streams, self.tracer, key)
         call.wait_limit = wait_limit
         call.other_loop = self.thread.other_loop()
         self._calls[request_id] = call

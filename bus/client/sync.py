@@ -24,14 +24,14 @@ from ...schemas.request import GenerateRequest, TokenIds
 from ...schemas.sampling import SamplingParams
 from ..protocol.fleet.presence import WaitLimit
 from . import client as with_asyncio
-from .batch import Batch, InexactGroups, Prompt, Requests, check_request
+from .batch import Batch, BatchTimes, InexactGroups, Prompt, Requests, check_request
 from .client import Client, runtime_of
+from .config import ClientStats
 from .fleet import Fleet
 from .generation import Generation, GroupStep
 from .groups import GroupSampler
-from .record.writer import RunRecorder
+from .record_writer import RunRecorder
 from .thread import CLEAN_UP_S, LoopThread
-from .times import BatchTimes, ClientStats
 
 R = TypeVar("R")
 P = ParamSpec("P")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 import rollbus
-from rollbus.bus.client import presence as silence_checks
+from rollbus.bus.client import links as silence_checks
 from rollbus.bus.client.client import runtime_of
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.attempt import suspects
@@ -28,7 +28,7 @@ from tests.support.waits import until_true
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers count as silent after a second, and let them apply commands within two seconds."""
     monkeypatch.setattr(suspects, "SILENT_S", 1.0)
-    monkeypatch.setattr(silence_checks, "READ_S", 0.1)
+    monkeypatch.setattr(silence_checks, "STATE_READ_S", 0.1)
     monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", 2.0)
 
 
@@ -190,7 +190,7 @@ async def test_a_worker_that_serves_in_between_gets_no_further_time_for_a_transf
         assert not await runtime_of(rb).thread.run(is_excused(busy))
 
         monkeypatch.setattr(silence_checks, "MAX_BEHIND_S", SOON_S)
-        monkeypatch.setattr(silence_checks, "READ_S", 0.0)
+        monkeypatch.setattr(silence_checks, "STATE_READ_S", 0.0)
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
         assert await runtime_of(rb).thread.run(is_excused(busy))
         assert next(iter(checks._behind_since.values()))[1] > since

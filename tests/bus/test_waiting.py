@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 import rollbus
-from rollbus.bus.client import times
-from rollbus.bus.client.times import BOUNDS_S, DurationsByModel
+from rollbus.bus.client import config
+from rollbus.bus.client.config import BOUNDS_S, DurationsByModel
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected, publish
 from rollbus.bus.nats.server import Server
@@ -175,7 +175,7 @@ def test_a_bucket_includes_its_upper_bound() -> None:
 
 def test_the_number_of_counted_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the maximum number of models, the model that was counted first is removed. A copy does not change."""
-    monkeypatch.setattr(times, "MAX_MODELS", 2)
+    monkeypatch.setattr(config, "MAX_MODELS", 2)
     waits = DurationsByModel()
     for model in "abc":
         waits.add(model, 1.0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollbus.bus.client.times import Durations
+from rollbus.bus.client.config import Durations
 from rollbus.bus.protocol.telemetry.rates import FIELDS
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live.events import QueueWaits

@@ -292,7 +292,7 @@ async def test_unknown_names_share_reads_of_the_states(nats_url: str, fleet: str
         ask_for = http.own.fleet.models_with_adapter
         with (
             mock.patch.object(DesiredStore, "read_all", noted),
-            mock.patch("rollbus.bus.client.models.READ_S", NEVER_S),
+            mock.patch("rollbus.bus.client.presence.READ_S", NEVER_S),
         ):
             await ask_for("first")
             with contextlib.suppress(TimeoutError):

@@ -11,7 +11,7 @@ import msgspec
 
 from ....bus import QueueDepth
 from ....bus.client.client import FleetWatch, HeardWorker
-from ....bus.client.times import Durations
+from ....bus.client.config import Durations
 from ....bus.protocol.fleet.authority import RecordedStop, open_transfers, recorded_stops
 from ....bus.protocol.fleet.desired import WEIGHTS, why_behind
 from ....bus.protocol.fleet.presence import slots_of

@@ -14,7 +14,7 @@ import pytest
 
 import rollbus
 from rollbus import BusClosed, GroupPrompt, InvalidRequest, RunRecorder, SamplingParams, read_record
-from rollbus.bus.client.record import writer
+from rollbus.bus.client import record_writer as writer
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.record.test_rows import assert_equal, generation
 from tests.support.fleet import StartServed
@@ -25,7 +25,7 @@ from tests.support.requests import all_of, greedy
 SAMPLED = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, n=2)
 KILLED = """
 import sys, threading, rollbus
-from rollbus.bus.client.record import writer
+from rollbus.bus.client import record_writer as writer
 from tests.bus.record.test_rows import generation
 writer.FLUSH_S = 0.01
 recorder = rollbus.RunRecorder(sys.argv[1])

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollbus import GenerateRequest, Generation, InvalidRequest, RunRecorder, SampleKey, SamplingParams, read_record
-from rollbus.bus.client.record import writer
-from rollbus.bus.client.record.writer import KINDS, sample_row, schema_of
+from rollbus.bus.client import record_writer as writer
+from rollbus.bus.client.record_writer import KINDS, sample_row, schema_of
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, request_error
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.errors import InvalidRequest
-from ..generation import Generation, SampleKey
-from .writer import KEY, KINDS, Kind, RecordRow, WriterFile, import_pyarrow, with_siblings
+from ...schemas.errors import InvalidRequest
+from .generation import Generation, SampleKey
+from .record_writer import KEY, KINDS, Kind, RecordRow, WriterFile, import_pyarrow, with_siblings
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a part that was closed."""

@@ -24,17 +24,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.checks import check_int, describe
-from ....schemas.chunk import FinishReason
-from ....schemas.errors import BusClosed, ErrorCode, InvalidRequest, RequestError, request_error
-from ....schemas.limits import DEFAULT_MAX_BUFFERED_BYTES
-from ....schemas.messages import encode_json
-from ....schemas.options import pip_install
-from ....schemas.request import GenerateRequest
-from ....schemas.sampling import SamplingParams
-from ...protocol.stream.result_arrays import TokenMasks
-from ..generation import Generation, SampleKey
-from ..thread import FORKED
+from ...schemas.checks import check_int, describe
+from ...schemas.chunk import FinishReason
+from ...schemas.errors import BusClosed, ErrorCode, InvalidRequest, RequestError, request_error
+from ...schemas.limits import DEFAULT_MAX_BUFFERED_BYTES
+from ...schemas.messages import encode_json
+from ...schemas.options import pip_install
+from ...schemas.request import GenerateRequest
+from ...schemas.sampling import SamplingParams
+from ..protocol.stream.result_arrays import TokenMasks
+from .generation import Generation, SampleKey
+from .thread import FORKED
 
 logger = logging.getLogger(__name__)
 

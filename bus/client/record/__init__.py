@@ -1,1 +1,0 @@
-"""The record of a run: a folder with a row for each sample, which survives a crash and is read without a worker."""
