@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from rollbus import FleetState, GenerateRequest, Generation
 from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import check_generation, until_state
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S
-from tests.support.real_fleet import ENGINE_ARGS, STOP_TIMEOUT_S, WEIGHT_VERSION, greedy
+from tests.support.real_fleet import ENGINE_ARGS, STOP_TIMEOUT_S, WEIGHT_VERSION, ForkedWorker, greedy
 from tests.support.requests import assert_same
 from tests.support.waits import Shared, until_true
 
@@ -41,7 +40,7 @@ class Pair:
     fleet: str
     folder: Path
     """The folder with the stored KV."""
-    processes: dict[str, psutil.Popen]
+    processes: dict[str, ForkedWorker]
     """The worker processes, by role, which is also the worker id."""
 
     def kv_folders(self) -> list[Path]:
@@ -112,10 +111,7 @@ def running_pair(nats_url: str, model: Path, folder: Path) -> Iterator[Pair]:
     ]
     flags += ["--weight-root", str(model.parent), "--kv-transfer-config", json.dumps(connector)]
     flags += ["--engine-args", json.dumps(ENGINE_ARGS), "--lease-s", f"{UNHURRIED_LEASE_S:g}", "--listen-s", "0"]
-    processes = {
-        role: psutil.Popen([sys.executable, "-m", "rollbus.workers", *flags, "--role", role, "--worker-id", role])
-        for role in ROLES
-    }
+    processes = {role: ForkedWorker(*flags, "--role", role, "--worker-id", role) for role in ROLES}
     try:
         asyncio.run(wait_until_serving(nats_url, fleet, ENGINE_STARTS_S))
         yield Pair(nats_url, fleet, folder, processes)

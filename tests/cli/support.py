@@ -1,30 +1,29 @@
 """Runs `rollbus` in a process of its own, as its users do."""
 
 import asyncio
-import atexit
 import codecs
 import json
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from rollbus import bus
 from rollbus.schemas.errors import BusBroken, NoWorkers
+from tests.support.forks import Fork, fork
 from tests.support.patience import SOON_S
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+CLI = "rollbus.frontend.cli"
 
 
 def rollbus(
@@ -57,73 +56,27 @@ async def run_together(nats: str, fleet: str, *lines: str) -> list[Ended]:
     return [each.result() for each in running]
 
 
-class Started:
-    """A subcommand that runs in a fork of the process of `tests/cli/forks.py`."""
-
-    def __init__(
-        self, args: Sequence[str], env: Mapping[str, str], streams: Sequence[int], cwd: Path | None = None
-    ) -> None:
-        read_end, write_end = os.pipe()
-        self._report = os.fdopen(read_end, "rb")
-        socket.send_fds(_forks(), [json.dumps([args, env, str(cwd or Path.cwd())]).encode()], [*streams, write_end])
-        os.close(write_end)
-        self._pid = int(self._report.readline())
-        self._code: int | None = None
-
-    def wait(self) -> int:
-        """Wait for the end, and return the exit code."""
-        if self._code is None:
-            with self._report:
-                self._code = int(self._report.readline())
-        return self._code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send the process a signal, if it still runs."""
-        if self._code is None:
-            os.kill(self._pid, number)
-
-    def end(self) -> None:
-        """Kill the process if it still runs."""
-        self.send_signal(signal.SIGKILL)
-        with suppress(ValueError):  # a thread of a cancelled test has read the end
-            self.wait()
-
-
 @contextmanager
 def started(args: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Callable[[], Ended]]:
     """Start a subcommand, and kill it if the block ends before it. Yield a function that waits for its end."""
-    with TemporaryFile() as stdout, TemporaryFile() as stderr, Path(os.devnull).open() as stdin:
-        run = Started(args, env, [stdin.fileno(), stdout.fileno(), stderr.fileno()], cwd)
+    with TemporaryFile() as stdout, TemporaryFile() as stderr:
+        run = fork(CLI, args, streams=(None, stdout.fileno(), stderr.fileno()), env=env, cwd=cwd)
 
         def wait() -> Ended:
-            code = run.wait()
+            code = run.result()
             return Ended(code, *(os.pread(file.fileno(), 2**30, 0).decode() for file in (stdout, stderr)))
 
         try:
             yield wait
         finally:
-            run.end()
-
-
-@cache
-def _forks() -> socket.socket:
-    """Start the process that forks for each subcommand. It ends when this process ends."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = [sys.executable, "-P", str(Path(__file__).with_name("forks.py")), str(theirs.fileno())]
-    process = subprocess.Popen(program, env=ENV, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-    theirs.close()
-
-    def end() -> None:
-        ours.close()
-        process.wait()
-
-    atexit.register(end)
-    return ours
+            run.kill()
+            with suppress(ValueError):  # a thread of a cancelled test has read the end
+                run.result()
 
 
 def command(*args: str) -> list[str]:
     """Return the command line of a subcommand."""
-    return [sys.executable, "-P", "-m", "rollbus.frontend.cli", *args]
+    return [sys.executable, "-P", "-m", CLI, *args]
 
 
 @contextmanager
@@ -197,7 +150,7 @@ def descendants_of(pid: int) -> list[int]:
 class Terminal:
     """A command on a separate terminal, and all text that it has shown there."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | Started, end: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, end: int) -> None:
         self._process = process
         self._end = end
         # One read may end within a character.
@@ -242,7 +195,7 @@ class Terminal:
         """Read until the command has ended, and return its exit code."""
         while self._read():
             pass
-        return self._process.wait()
+        return _wait(self._process)
 
     def lines(self) -> list[str]:
         """Return the lines that remain visible after all overwriting in place."""
@@ -291,14 +244,18 @@ def on_terminal(
     env = {name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")}
     env |= {"TERM": "xterm"} | ({"COLUMNS": "1000"} if size is None else {})
     streams = [terminal] * 3
-    process = Started(args, env, streams) if program is None else _on_terminal(program, env, terminal)
+    process = fork(CLI, args, streams=streams, env=env) if program is None else _on_terminal(program, env, terminal)
     os.close(terminal)
     try:
         yield Terminal(process, end)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        _wait(process)
         os.close(end)
+
+
+def _wait(process: subprocess.Popen[bytes] | Fork) -> int:
+    return process.result() if isinstance(process, Fork) else process.wait()
 
 
 def _on_terminal(program: Sequence[str], env: Mapping[str, str], terminal: int) -> subprocess.Popen[bytes]:

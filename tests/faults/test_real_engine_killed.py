@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -57,6 +59,16 @@ async def busy_worker(nats_url: str, fleet: str) -> str:
         await nats.subscribe(Subjects(fleet).presences, cb=note)
         await until(is_found, True)
     return busy[0]
+
+
+@pytest.fixture(scope="module")
+def real_workers(nats_url: str, tiny_moes: tuple[Path, Path]) -> Iterator[RealWorkers]:
+    """Run workers with processes of their own, as users start them."""
+    workers = RealWorkers(nats_url, tiny_moes[1], version=1, forked=False)
+    try:
+        yield workers
+    finally:
+        workers.stop()
 
 
 @pytest.mark.proves("P2")

@@ -37,7 +37,7 @@ from tests.support.requests import TOLERANCE
 pytestmark = pytest.mark.vllm
 
 NUM_LAYERS, TOP_K = 4, 4
-LONG = 4000
+LONG = 2000
 """Number of tokens of a request that runs while weights are replaced."""
 READY, STABLE = "NCCL_READY", "STABLE"
 """Empty files in the folder of a broadcast.

@@ -14,7 +14,9 @@ import uuid
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from tests.support.forks import fork
 from tests.support.patience import SOON_S, UNHURRIED_LEASE_S
 
 ROOT = Path(__file__).parents[2]
@@ -95,18 +97,22 @@ async def worker_process(
     stderr: int | None = None,
     cwd: Path | None = None,
 ) -> AsyncIterator[Process]:
-    """Start a worker process; without `--model` it has the synthetic engine. It inherits stderr by default."""
+    """Start a worker process; without `--model` it has the synthetic engine.
+
+    It inherits stderr by default, and is then forked from a process that has imported its modules.
+    """
     engine = () if "--model" in options else ("--engine", "synthetic")
     arguments = json.dumps(engine_args or {})
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet, "--engine-args", arguments),
-        *engine,
-        # By default the worker does not listen for another worker with its id, because that wait lasts a whole lease.
-        *("--listen-s", "0"),
-        *options,
-        stderr=stderr,
-        cwd=cwd,
-    )
+    args = ("--nats", nats_url, "--fleet", fleet, "--engine-args", arguments, *engine)
+    # By default the worker does not listen for another worker with its id, because that wait lasts a whole lease.
+    args += ("--listen-s", "0", *options)
+    process: Any
+    if stderr is None:
+        process = fork("rollbus.workers.__main__", args, streams=(None, 2, 2), env=os.environ, cwd=cwd)
+        process.watch()
+    else:
+        command = (sys.executable, "-m", "rollbus.workers", *args)
+        process = await asyncio.create_subprocess_exec(*command, stderr=stderr, cwd=cwd)
     try:
         yield process
     finally:

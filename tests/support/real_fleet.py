@@ -1,10 +1,16 @@
-"""vLLM worker processes that several test files share, and requests to them."""
+"""vLLM worker processes that several test files share, and requests to them.
+
+A worker and its engine core are forked from a process that has imported vLLM: two imports would take twelve seconds.
+"""
 
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +19,9 @@ import psutil
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.schemas.errors import NoWorkers
+from rollbus.workers.__main__ import main
+from rollbus.workers.engines.vllm.launch import set_environment
+from rollbus.workers.engines.vllm.processes import begin_preload
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, patient
 from tests.support.processes import RUN
 
@@ -27,6 +36,38 @@ STOP_TIMEOUT_S = SOON_S
 WEIGHT_VERSION = 5
 
 
+class ForkedWorker(psutil.Process):  # type: ignore[misc]
+    """A worker process that was forked from the fork server of this process, with the interface of `psutil.Popen`."""
+
+    def __init__(self, *arguments: str) -> None:
+        # The fork server keeps the environment of this moment, also for engine cores.
+        set_environment(os.fspath(Path.cwd()), None)
+        begin_preload()
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=run_worker, args=(arguments, dict(os.environ)), name="worker")
+        self._process.start()
+        super().__init__(self._process.pid)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end of the process, and return its exit code."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
+def run_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a worker in this forked process."""
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The worker's engine core is forked from the same server. By default a forked process starts another server.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    sys.exit(main(arguments))
+
+
 class RealWorkers:
     """The vLLM workers of one fleet; tests may kill some of them and start others.
 
@@ -34,6 +75,7 @@ class RealWorkers:
         version: version of the weights in `model`.
         cache: folder for fetched objects; None selects the default of users.
         engine_args: engine arguments in addition to `ENGINE_ARGS`.
+        forked: False starts the workers as users do, for tests of their processes.
 
     Attributes:
         fleet: name of the fleet. `have` chooses a new name if a test has left workers that may not serve.
@@ -47,23 +89,25 @@ class RealWorkers:
         version: int = WEIGHT_VERSION,
         cache: Path | None = None,
         engine_args: Mapping[str, object] | None = None,
+        forked: bool = True,
     ) -> None:
         self.fleet = _new_name()
+        self._forked = forked
         self._nats_url = nats_url
         self._model = model
         self._version = version
         self._cache = () if cache is None else ("--cache-dir", str(cache))
         self._engine_args = {**ENGINE_ARGS, **(engine_args or {})}
-        self._processes: dict[str, psutil.Popen] = {}
+        self._processes: dict[str, psutil.Popen | ForkedWorker] = {}
         self._served: set[str] = set()
         self._added: set[str] = set()
 
     @property
-    def living(self) -> dict[str, psutil.Popen]:
+    def living(self) -> dict[str, psutil.Popen | ForkedWorker]:
         """The running workers, by worker id."""
         return {name: process for name, process in self._processes.items() if process.poll() is None}
 
-    async def have(self, count: int) -> dict[str, psutil.Popen]:
+    async def have(self, count: int) -> dict[str, psutil.Popen | ForkedWorker]:
         """Start or stop workers until exactly `count` serve. One start takes long; several starts run in parallel."""
         if not await self._serve_still():
             self._kill()
@@ -121,7 +165,9 @@ class RealWorkers:
         options = ["--weight-version", str(self._version), "--engine-args", json.dumps(self._engine_args)]
         # A killed worker is lost after its lease, so the lease is only as long as a worker may be without a core.
         options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0", *self._cache]
-        self._processes[name] = psutil.Popen([sys.executable, "-m", "rollbus.workers", *arguments, *model, *options])
+        arguments += [*model, *options]
+        command = [sys.executable, "-m", "rollbus.workers", *arguments]
+        self._processes[name] = ForkedWorker(*arguments) if self._forked else psutil.Popen(command)
 
     def _stop(self, *names: str) -> None:
         for name in names:
