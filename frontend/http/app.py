@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import ExitStack
+from functools import cache
 
 import msgspec
 from starlette.applications import Starlette
@@ -69,7 +70,8 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
         middleware=[Middleware(_OriginCheck, service)] if is_open else [],
     )
     app.state.service = service
-    app.state.openapi = msgspec.json.encode(docs.document(OPEN, DATA, ADMIN, settings))
+    # The document takes a tenth of a second, and few programs read it.
+    app.state.openapi = cache(lambda: msgspec.json.encode(docs.document(OPEN, DATA, ADMIN, settings)))
     return app
 
 

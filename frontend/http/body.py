@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
@@ -70,6 +71,12 @@ SCALARS: Final[Mapping[object, Callable[[object], object]]] = {int: _integer, fl
 """By type: returns the value that a JSON value stands for, or the JSON value itself if it stands for none."""
 
 
+@cache
+def _kinds_of(struct: type[msgspec.Struct]) -> Mapping[str, Any]:
+    """Return the types of the struct's fields by name."""
+    return {field.encode_name: field.type for field in fields(struct)}
+
+
 class LaxReader:
     """Reads one body."""
 
@@ -97,7 +104,7 @@ class LaxReader:
         if isinstance(value, dict) and origin is dict:
             return dict(zip(value, self._items(list(value.values()), args[1:] * len(value)), strict=True))
         if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            kinds = {field.encode_name: field.type for field in fields(kind)}
+            kinds = _kinds_of(kind)
             return {name: self.read(each, kinds[name]) if name in kinds else each for name, each in value.items()}
         return value
 

@@ -41,7 +41,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 async def openapi(_service: Service, request: Request) -> Response:
     """Return this document, which describes all routes with their fields."""
-    made: bytes = request.app.state.openapi
+    made: bytes = request.app.state.openapi()
     return Response(made, media_type="application/json")
 
 

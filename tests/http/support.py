@@ -85,6 +85,7 @@ async def http_before(nats_url: str, fleet: str, settings: Settings | None = Non
         serving(own, settings, listening),
         httpx.AsyncClient(
             base_url=url,
+            verify=False,
             # Tests that encode bodies themselves need this header. For other bodies, httpx sets it.
             headers={"Content-Type": "application/json"},
             timeout=HANGS_AFTER_S,
