@@ -146,6 +146,16 @@ class HandClient:
         subject = self.subjects.request(self.name, MODEL, lane)
         await self.nats.jetstream().publish(subject, self.message(request, **fields))
 
+    async def begin(self, request: GenerateRequest, **fields: Any) -> None:
+        """Publish a request to the queue, and wait for its first chunk."""
+        await self.enqueue(request, **fields)
+        await self.until(lambda: self.chunks[request.request_id])
+
+    async def complete(self, request: GenerateRequest, **fields: Any) -> None:
+        """Publish a request to the queue, and wait for its terminal chunk."""
+        await self.enqueue(request, **fields)
+        await self.until_ended(request.request_id)
+
     async def hand_over(self, request: GenerateRequest, worker: str, **fields: Any) -> None:
         """Publish a request directly to one worker."""
         await publish(self.nats, self.subjects.direct(self.name, worker), self.message(request, **fields))

@@ -119,6 +119,11 @@ class Rig:
         name = self.links.offer(self._ear.origin(request_id), request, self.engine.capabilities, NOW)
         await self.runner.add(name, request)
 
+    async def begin(self, request_id: str, num_tokens: int, **fields: object) -> None:
+        """Start a client's greedy request, and wait until the client has received five tokens."""
+        await self.start(request_id, num_tokens, **fields)  # type: ignore[arg-type]
+        await self.until_tokens(request_id, 5)
+
     def hear(self) -> None:
         """Let the client receive and acknowledge all available frames."""
         while frames := self._ear.hear():

@@ -123,3 +123,9 @@ class Ear:
     def presence(self, state: ClientState = ClientState.LIVE, lease_s: float = 5.0) -> ClientPresence:
         """Return a presence of this incarnation."""
         return ClientPresence(client=self.client, incarnation=self.incarnation, state=state, lease_s=lease_s)
+
+
+def linked() -> tuple[WorkerLinks, Ear]:
+    """Return the links of a worker, and a client that reads its link."""
+    links = make_links()
+    return links, Ear(links)

@@ -21,8 +21,7 @@ async def test_a_stream_kept_by_a_pause_equals_an_undisturbed_stream(controlled_
     Between them, the worker publishes no tokens (I4).
     """
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(greedy(1, 400, request_id="undisturbed"))
-        await client.until_ended("undisturbed")
+        await client.complete(greedy(1, 400, request_id="undisturbed"))
         await client.enqueue(greedy(1, 400, request_id="paused"))
         await client.until(lambda: len(client.chunks["paused"]) > 20)
         paused = await boss.applied("pause", mode="keep")
@@ -48,8 +47,7 @@ async def test_a_stream_kept_by_a_pause_equals_an_undisturbed_stream(controlled_
 async def test_pause_wait_is_applied_when_no_request_is_in_flight(controlled_worker: StartControlled) -> None:
     """pause(wait) is accepted immediately and applied after the last chunk of the requests in flight."""
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(greedy(1, 300, request_id="r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(greedy(1, 300, request_id="r"))
         paused = await boss.applied("pause", mode="wait")
         resumed = await boss.applied("resume")
 
@@ -86,8 +84,7 @@ async def test_pause_wait_fails_at_its_timeout_and_the_worker_accepts_no_request
     These requests continue, and the worker accepts no others.
     """
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         failed = await boss.do("pause", mode="wait", timeout_s=0.3)
         assert (failed.status, failed.error.code, failed.in_flight) == (AckStatus.FAILED, ControlCode.TIMEOUT, 1)
         assert "1 requests are in flight" in failed.error.message
@@ -110,30 +107,26 @@ async def test_pause_wait_fails_at_its_timeout_and_the_worker_accepts_no_request
 async def test_a_resume_makes_a_waiting_pause_stale(controlled_worker: StartControlled) -> None:
     """A crossing resume does not wait for the earlier pause: the pause becomes stale, and the worker serves."""
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         pause = await boss.command("pause", mode="wait", timeout_s=600)
         await boss.until(lambda: any(ack.stage == "pausing" for ack in boss.acks(pause)))
         await boss.applied("resume")
 
         assert [ack.status for ack in boss.finals(pause)] == [AckStatus.STALE]
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
+        await client.complete(short("s"))
         assert not client.ended("r")
 
 
 async def test_a_paused_worker_can_change_its_pause_mode(controlled_worker: StartControlled) -> None:
     """A wait after a keep finishes the paused requests. An abort after a keep aborts them."""
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(greedy(1, 300, request_id="r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(greedy(1, 300, request_id="r"))
         await boss.applied("pause", mode="keep")
         assert not client.ended("r")
         await boss.applied("pause", mode="wait")
         await client.until_ended("r")
         await boss.applied("resume")
-        await client.enqueue(endless("s"))
-        await client.until(lambda: client.chunks["s"])
+        await client.begin(endless("s"))
         await boss.applied("pause", mode="keep")
         await boss.applied("pause", mode="abort")
         await client.until_ended("s")
@@ -146,8 +139,7 @@ async def test_a_paused_worker_can_change_its_pause_mode(controlled_worker: Star
 async def test_a_repeated_command_is_recorded_once_and_gets_the_same_ack(controlled_worker: StartControlled) -> None:
     """A repeated command with one id is recorded once and gets the same ack each time."""
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         for _ in range(3):
             await boss.command("pause", id="p")
         await boss.final("p")
@@ -165,8 +157,7 @@ async def test_a_cache_flush_fails_while_requests_hold_the_cache(controlled_work
     """
     async with controlled_worker() as (client, boss, *_):
         await boss.applied("flush_cache")
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         failed = await boss.do("flush_cache")
         before = client.presences["w"].cache_epoch
         await boss.applied("flush_cache", preempt=True)
@@ -230,10 +221,8 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str, cont
 async def test_sleep_hands_over_requests_and_wake_restores_the_same_weights(controlled_worker: StartControlled) -> None:
     """`sleep` hands requests in flight to other workers. After `wake`, the worker serves the same weights."""
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(greedy(1, 20, request_id="before"))
-        await client.until_ended("before")
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.complete(greedy(1, 20, request_id="before"))
+        await client.begin(endless("r"))
         before = client.presences["w"].cache_epoch
         await boss.applied("sleep")
         await client.until_ended("r")
@@ -245,8 +234,7 @@ async def test_sleep_hands_over_requests_and_wake_restores_the_same_weights(cont
         await boss.applied("wake")
         await client.until_state("w", WorkerState.PAUSED)
         await boss.applied("resume")
-        await client.enqueue(greedy(1, 20, request_id="after"))
-        await client.until_ended("after")
+        await client.complete(greedy(1, 20, request_id="after"))
 
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert stream_of(client.chunks["after"]) == stream_of(client.chunks["before"])
@@ -255,8 +243,7 @@ async def test_sleep_hands_over_requests_and_wake_restores_the_same_weights(cont
 async def test_an_engine_paused_for_long_does_not_count_as_dead(controlled_worker: StartControlled) -> None:
     """The engine's time limit does not run during pause(keep), however long it is. Heartbeats and leases continue."""
     async with controlled_worker(engine_timeout_s=1.5) as (client, boss, *_):
-        await client.enqueue(greedy(1, 300, request_id="r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(greedy(1, 300, request_id="r"))
         await boss.applied("pause")
         uptime_s, life = client.presences["w"].uptime_s, client.presences["w"].incarnation
         await client.until(lambda: client.presences["w"].uptime_s > uptime_s + 2.5)

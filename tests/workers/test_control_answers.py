@@ -72,8 +72,7 @@ async def test_an_unload_of_an_unknown_adapter_fails_and_is_not_recorded(control
 async def test_a_fence_command_leaves_the_worker_poisoned_despite_a_resume(controlled_worker: StartControlled) -> None:
     """`fence` ends requests in flight as retryable and leaves the worker poisoned. A resume does not change that."""
     async with controlled_worker() as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         await boss.applied("fence", reason="its canary differs")
         await client.until_ended("r")
         await client.until_state("w", WorkerState.POISONED)

@@ -40,8 +40,7 @@ def checkpoint(root: Path, fill: int) -> dict[str, str]:
 async def test_a_later_update_makes_a_waiting_update_stale(controlled_worker: StartControlled, tmp_path: Path) -> None:
     """If requests in flight delay an update, a later update does not wait: the earlier update becomes stale at once."""
     async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         waiting = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2, mode="wait")
         await boss.until(lambda: any(ack.stage == "pausing" for ack in boss.acks(waiting)))
         applied = await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3, mode="keep")
@@ -59,8 +58,7 @@ async def test_a_later_update_waits_until_a_load_has_finished(
 ) -> None:
     """A later update waits until a load has finished. Streams continue through both, without half-written weights."""
     async with controlled_worker(config=SLOW_LOAD, **fields_of(tmp_path)) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         first = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2)
         await boss.until(lambda: any(ack.stage == "loading" for ack in boss.acks(first)))
         late = await boss.command("resume", timeout_s=0.1)
@@ -82,8 +80,7 @@ async def test_a_late_command_message_gets_acks_with_the_progress(
 ) -> None:
     """If a worker has begun to apply the desired state, a later command message gets acks with its progress."""
     async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         epoch = await boss.record("pause", id="p", mode="wait")
         await client.until_state("w", WorkerState.UPDATING)
         await boss.command("pause", id="p", mode="wait", epoch=epoch)
@@ -110,8 +107,7 @@ async def test_a_drain_and_a_sleep_wait_for_an_update(controlled_worker: StartCo
         third = await boss.applied("update_weights", source=checkpoint(tmp_path, 3), version=3)
         await client.until_state("w", WorkerState.ASLEEP)
         await boss.applied("wake")
-        await client.enqueue(short("r"))
-        await client.until_ended("r")
+        await client.complete(short("r"))
 
         assert third.weight_version == 3
         assert {chunk.weight_version for chunk in client.chunks["r"]} == {3}
@@ -176,8 +172,7 @@ async def test_an_engine_that_refuses_to_pause_or_resume_counts_as_dead(
         with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
             async with running(nats_url, fleet, engine):
                 await client.until_serving("w")
-                await client.enqueue(endless("r"))
-                await client.until(lambda: client.chunks["r"])
+                await client.begin(endless("r"))
                 if refuses == "resume":
                     await boss.applied("pause")
                 engine.refuses = refuses

@@ -113,22 +113,19 @@ async def test_a_drained_worker_hands_its_requests_to_another_worker(
 ) -> None:
     """`drain` ends a worker's streams as retryable immediately, and another worker serves. `resume` reverses it."""
     async with controlled_worker(worker_id="a") as (client, boss, _, engine):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         async with synthetic_worker(nats_url, fleet, worker_id="b", config=SLOW):
             await client.until_serving("b")
             await boss.applied("drain", workers=["a"])
             await client.until_ended("r")
             await client.until_state("a", WorkerState.DRAINED)
-            await client.enqueue(short("s"))
-            await client.until_ended("s")
+            await client.complete(short("s"))
             await boss.applied("resume", workers=["a"])
             await client.until_state("a", WorkerState.SERVING)
 
         assert client.error_of("r") == ErrorCode.WORKER_FENCED
         assert client.offers[-1][0] == "b"
-        await client.enqueue(short("t"))
-        await client.until_ended("t")
+        await client.complete(short("t"))
         assert is_idle(engine)
 
 
@@ -162,8 +159,7 @@ async def test_a_worker_whose_lease_expired_during_a_pause_restarts_paused(fleet
         EmbeddedServer() as server,
         controlled_worker(server.url, fleet, lease_s=2.0) as (client, boss, worker, engine),
     ):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         await boss.applied("pause", mode="keep")
         life = worker.presence().incarnation
         os.kill(server.pid, signal.SIGSTOP)
@@ -212,8 +208,7 @@ async def test_a_worker_undoes_commands_that_are_no_longer_desired(controlled_wo
         await boss.applied("sleep")
         await client.until_state("w", WorkerState.ASLEEP)
         await boss.store.reset("synthetic")
-        await client.enqueue(short("r"))
-        await client.until_ended("r")
+        await client.complete(short("r"))
 
         assert client.error_of("r") is None
 
@@ -225,8 +220,7 @@ async def test_an_update_from_a_forbidden_path_makes_the_worker_outdated(control
     Its streams end as retryable.
     """
     async with controlled_worker(weight_version=3) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         failed = await boss.do("update_weights", version=4, source={"path": "/etc"})
         await client.until_ended("r")
         await client.until_state("w", WorkerState.OUTDATED)
@@ -237,6 +231,5 @@ async def test_an_update_from_a_forbidden_path_makes_the_worker_outdated(control
         assert (presence.weight_version, presence.target_version) == (3, 4)
         assert presence.last_error == failed.error.message
         await boss.applied("update_weights", version=3, source={"path": "/any"}, allow_rollback=True)
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
+        await client.complete(short("s"))
         assert {chunk.weight_version for chunk in client.chunks["s"]} == {3}

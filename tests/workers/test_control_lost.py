@@ -26,12 +26,6 @@ async def write_garbage_state(client: HandClient, boss: HandController) -> None:
     await client.nats.jetstream().publish(boss.store.subject(MODEL), b'{"model": 7}')
 
 
-async def ask(client: HandClient, request_id: str) -> None:
-    """Send a request, and wait for its end."""
-    await client.enqueue(short(request_id))
-    await client.until_ended(request_id)
-
-
 async def test_a_serving_worker_continues_if_the_desired_state_is_garbage(controlled_worker: StartControlled) -> None:
     """If the desired state is garbage, a worker continues to serve, reports the problem and rejects commands.
 
@@ -42,7 +36,7 @@ async def test_a_serving_worker_continues_if_the_desired_state_is_garbage(contro
         await write_garbage_state(client, boss)
         raw = await boss.do("pause", timeout_s=5)
         recorded = await boss.do("pause", epoch=(epoch or 0) + 1, timeout_s=0.2)
-        await ask(client, "r")
+        await client.complete(short("r"))
         await client.until(lambda: "a reset clears it" in str(client.presences["w"].last_error))
         await boss.store.reset(MODEL)
         paused = await boss.applied("pause")
@@ -68,7 +62,7 @@ async def test_a_worker_that_starts_on_a_garbage_desired_state_waits_for_a_reset
             assert client.presences["w"].state is WorkerState.UPDATING
             assert worker.stats().puller.handed_over == 0
             await boss.store.reset(MODEL)
-            await ask(client, "r")
+            await client.complete(short("r"))
 
 
 async def test_a_fenced_worker_may_read_the_desired_state_before_its_lease_is_confirmed(

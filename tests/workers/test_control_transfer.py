@@ -64,8 +64,7 @@ async def transferring(start: StartControlled, root: Path) -> AsyncIterator[Scen
         "prove_reload": False,
     }
     async with start(**fields) as (client, boss, worker, _):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         scene = Scene(client, boss, worker, root)
         await scene.start()
         yield scene

@@ -61,8 +61,7 @@ async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
     async with controlled_worker() as (client, boss, worker, _):
         await boss.applied("resume")
         reader = worker._control.reader
-        await client.enqueue(endless("runs"))
-        await client.until(lambda: client.chunks["runs"])
+        await client.begin(endless("runs"))
         with monkeypatch.context() as patches:
             problem = part(reader.store, patches)
             patches.setattr(reader, "_max_age_s", 0.1)

@@ -38,6 +38,7 @@ from tests.workers.links_support import (
     ROW_BYTES,
     Ear,
     capabilities,
+    linked,
     make_links,
     queued,
     request_of,
@@ -49,8 +50,7 @@ PROMPT_LEN = 3
 
 def test_a_worker_counts_the_tokens_and_rows_of_its_requests() -> None:
     """A worker counts the tokens and rows of its requests. Steps of other requests count as late."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r", prompt_len=PROMPT_LEN, routing=True)
     links.add_steps(
         [step(name, 1, rows=(0, PROMPT_LEN)), step(name, 2, rows=(PROMPT_LEN, PROMPT_LEN + 2), end=True)], NOW
@@ -78,8 +78,7 @@ def test_times_of_tokens_are_added_up() -> None:
 
     The time of a later step counts once for each of its tokens, and steps without tokens count nothing.
     """
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     (first, _), (second, _) = ear.offer("a"), ear.offer("b")
     links.add_steps([step(first, 0)], NOW + 1)
     links.add_steps([step(first, 2)], NOW + 3)
@@ -387,8 +386,7 @@ def test_the_timeline_of_each_ended_request_has_the_reason(act: str) -> None:
 
     No timeline remains open.
     """
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r")
     links.add_steps([step(name, 2)], NOW)
     ear.hear()
@@ -418,8 +416,7 @@ def test_the_timeline_of_each_ended_request_has_the_reason(act: str) -> None:
 
 def test_batched_tokens_count_under_their_version() -> None:
     """For batched tokens of two requests, each timeline has the number of tokens before the new version."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     names = [ear.offer(request_id, gathers=True)[0] for request_id in ("r", "s")]
     links.add_steps([step(name) for name in names], NOW)
     links.add_steps([batch(*names)], NOW)
@@ -439,8 +436,7 @@ def test_batched_tokens_count_under_their_version() -> None:
 
 def test_tokens_add_no_events_to_a_timeline() -> None:
     """A timeline has only changes, however many steps a request has, streamed or batched."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     streamed, gathered = ear.offer("streamed")[0], ear.offer("gathered", gathers=True)[0]
     links.add_steps([step(streamed), step(gathered)], NOW)
     for _ in range(2 * MAX_TIMELINE_EVENTS):
@@ -457,8 +453,7 @@ def test_tokens_add_no_events_to_a_timeline() -> None:
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_the_timeline_of_a_rejected_request_ends_with_the_error_code(is_queued: bool) -> None:
     """A rejected request, queued or placed, ends with the error's code in its timeline."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     message = queued() if is_queued else None
     links.reject(ear.origin("r", message), RequestRejected(code=ErrorCode.QUEUE_FULL, message="by hand"), NOW)
 
@@ -471,8 +466,7 @@ def test_the_timeline_of_a_rejected_request_ends_with_the_error_code(is_queued: 
 
 def test_a_second_delivery_does_not_end_the_timeline_of_a_running_request() -> None:
     """If a second delivery goes back to the queue, the timeline of the running request stays open."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     request = request_of(request_id="r")
     message = queued()
     asked = RequestMessage(client=ear.client, incarnation=ear.incarnation, request=msgspec.Raw(encode(request)))

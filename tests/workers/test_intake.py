@@ -150,8 +150,7 @@ async def test_rejected_requests_do_not_delay_other_requests(nats_url: str, flee
         for number in range(150):
             await dead.enqueue(short(f"r{number}"))
             await client.enqueue(short(f"r{number}", lora="none"))
-        await client.enqueue(short("good"))
-        await client.until_ended("good")
+        await client.complete(short("good"))
 
         assert (worker.stats().intake.gone, worker.stats().links.rejected) == (150, 150)
 
@@ -162,8 +161,7 @@ async def test_a_request_without_an_id_or_with_another_client_is_discarded(heard
     async with heard_worker() as (client, worker, _):
         await client.enqueue(short("r"), client="mallory")
         await client.nats.jetstream().publish(client.subjects.request(client.name, MODEL, "high"), b"\x93")
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
+        await client.complete(short("s"))
 
         assert worker.stats().intake.bad == 2
         await client.until_left(0)

@@ -18,6 +18,7 @@ from tests.workers.links_support import (
     ROW_BYTES,
     Ear,
     capabilities,
+    linked,
     make_links,
     queued,
     request_of,
@@ -28,8 +29,7 @@ from tests.workers.links_support import (
 @pytest.mark.proves("P46")
 def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
     """An offered request stays in the queue until its client acknowledges the frame with the offer."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     _, message = ear.offer("r")
 
     assert [frame.admitted for frame in ear.hear()] == [[RequestKey("r")]]
@@ -41,8 +41,7 @@ def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
 
 def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() -> None:
     """The queue message of an ended request stays until its client acknowledges the frame with the offer."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, message = ear.offer("r")
     links.add_steps([step(name, end=True)], NOW)
     ear.hear()
@@ -54,8 +53,7 @@ def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() 
 
 def test_a_request_whose_offer_is_rejected_is_aborted_and_leaves_the_queue() -> None:
     """If the client rejects an offer, the engine aborts the request and no other worker gets it."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, message = ear.offer("r")
     todo = links.on_link_message("alice", ear.message([RequestKey("r"), RequestKey("unknown")]), NOW)
 
@@ -65,8 +63,7 @@ def test_a_request_whose_offer_is_rejected_is_aborted_and_leaves_the_queue() -> 
 
 def test_a_rejected_request_leaves_the_queue_after_the_clients_ack() -> None:
     """A rejected request gets a terminal chunk after an offer. Its queue message is acked after the client's ack."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     origin = ear.origin("r", (message := ear.offer("other")[1]))
     error = InvalidRequest(field="prompt_token_ids", problem="is wrong", allowed="others")
     links.reject(origin, error, NOW)
@@ -80,8 +77,7 @@ def test_a_rejected_request_leaves_the_queue_after_the_clients_ack() -> None:
 
 def test_a_rejected_direct_request_is_not_offered() -> None:
     """A rejected direct request has no queue message, so it gets only the terminal chunk."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     links.reject(ear.origin("r"), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
 
     (frame,) = ear.hear()
@@ -105,8 +101,7 @@ def test_the_requests_of_a_closed_client_end_immediately() -> None:
 
 def test_a_silent_clients_requests_end_and_the_returning_client_gets_the_reason() -> None:
     """The requests of a client end after its lease and the margin. A client that returns soon gets the reason."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, message = ear.offer("r")
     # The frames are published without a receiver.
     for route in links.outbound.sendable():
@@ -131,8 +126,7 @@ def test_a_silent_clients_requests_end_and_the_returning_client_gets_the_reason(
 
 def test_the_link_of_a_lost_client_is_removed_after_a_while() -> None:
     """The unread frames of a lost client are discarded after a while. It gets a new link if it returns later."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     ear.offer("r")
     ear.hear()
     links.expire(LATE)
@@ -165,8 +159,7 @@ def test_a_later_client_incarnation_ends_the_requests_of_the_earlier_incarnation
 
 def test_messages_of_a_closed_client_change_nothing() -> None:
     """Messages of a closed client are counted and change nothing."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     links.on_presence(ear.presence(ClientState.CLOSED), NOW)
     todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 0, 100), NOW)
 
@@ -178,8 +171,7 @@ def test_messages_of_a_closed_client_change_nothing() -> None:
 @pytest.mark.proves("P63")
 def test_a_fenced_worker_aborts_all_requests_without_acks_or_frames() -> None:
     """A worker that lost its lease aborts all requests, acks nothing, and publishes no more of their frames."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r")
     links.add_steps([step(name)], NOW)
     (route,) = links.outbound.sendable()
@@ -196,8 +188,7 @@ def test_a_fenced_worker_aborts_all_requests_without_acks_or_frames() -> None:
 
 def test_a_request_that_is_delivered_again_runs_once() -> None:
     """Another delivery of a running request is acked with the first, or immediately if the first was acked."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     _, first = ear.offer("r")
     again, third = ear.offer("other")[1], ear.offer("third")[1]
 
@@ -214,8 +205,7 @@ def test_a_request_that_is_delivered_again_runs_once() -> None:
 
 def test_a_client_that_asks_for_acknowledged_frames_gets_a_new_link() -> None:
     """If a client asks again for acknowledged frames, the worker drops its link and requests, and opens a new link."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r")
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
@@ -229,8 +219,7 @@ def test_a_client_that_asks_for_acknowledged_frames_gets_a_new_link() -> None:
 
 def test_an_unread_offer_on_a_dropped_link_returns_to_the_queue() -> None:
     """An unread offer on a dropped link goes back to the queue, as its client would not ask for it again."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     ear.offer("heard")
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
@@ -245,8 +234,7 @@ def test_an_unread_offer_on_a_dropped_link_returns_to_the_queue() -> None:
 
 def test_a_request_that_its_client_owns_keeps_no_queue_message() -> None:
     """A request that its client owns keeps no reference to its queue message, and so not to its prompt."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     _, message = ear.offer("r")
     ear.hear()
     links.on_link_message("alice", ear.message(), NOW)
@@ -258,8 +246,7 @@ def test_a_request_that_its_client_owns_keeps_no_queue_message() -> None:
 
 def test_an_ack_of_frames_that_were_never_sent_is_counted() -> None:
     """A client that acknowledges frames that were never sent only raises a counter."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     ear.offer("r")
     ear.hear()
     todo = links.on_link_message("alice", LinkMessage(1, [], "a1", "w1", 0, 99, 100), NOW)
@@ -270,8 +257,7 @@ def test_an_ack_of_frames_that_were_never_sent_is_counted() -> None:
 
 def test_rows_at_a_wrong_position_end_only_their_request() -> None:
     """Rows at a wrong position end only their request, as `protocol_error`, and abort it."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     bad, _ = ear.offer("bad", routing=True)
     good, _ = ear.offer("good", routing=True)
     todo = links.add_steps([step(bad, rows=(5, 6)), step(good, rows=(0, 2)), step("unknown")], NOW)
@@ -286,8 +272,7 @@ def test_rows_at_a_wrong_position_end_only_their_request() -> None:
 @pytest.mark.proves("P60")
 def test_large_routed_experts_delay_the_tokens_of_other_requests_by_one_frame() -> None:
     """While 4 MiB of routed experts leave in segments, another request's new token is in the next frame but one."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     rows = 4 * 1024 * 1024 // ROW_BYTES
     large, _ = ear.offer("large", prompt_len=rows, routing=True)
     small, _ = ear.offer("small")
@@ -315,8 +300,7 @@ def test_large_routed_experts_delay_the_tokens_of_other_requests_by_one_frame() 
 
 def test_an_aborted_request_gets_only_its_terminal_chunk() -> None:
     """A request that its client aborts gets only its terminal chunk, whatever its engine still generates."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r")
     ear.hear()
     links.add_steps([step(name, INITIAL_CREDIT_BYTES)], NOW)
@@ -339,8 +323,7 @@ def test_an_aborted_request_gets_only_its_terminal_chunk() -> None:
 
 def test_an_abort_after_the_engines_end_discards_unsent_tokens() -> None:
     """An abort after the engine's end discards the tokens that were not sent yet."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r")
     links.add_steps([step(name, INITIAL_CREDIT_BYTES, end=True)], NOW)
     ear.hear()

@@ -53,8 +53,7 @@ async def test_a_replaced_adapter_makes_an_exact_cut_in_its_streams(tmp_path: Pa
         await load(old, "a", old.adapter("1", 1), 1)
         await load(new, "a", new.adapter("2", 2), 2)
         await load(worker, "a", worker.adapter("1", 1), 1)
-        await worker.start("r", LONG, lora="a")
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG, lora="a")
         await load(worker, "a", worker.adapter("2", 2), 2)
         await worker.until_tokens("r", len(worker.tokens("r")) + 20)
         worker.stop()
@@ -149,8 +148,7 @@ async def test_an_adapter_that_the_engine_rejects_changes_nothing(tmp_path: Path
     """If the engine rejects an adapter, the loaded adapter of the same name continues to serve."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
-        await worker.start("r", LONG, lora="a")
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG, lora="a")
         worker.engine.faults = SyntheticFaults(load_lora=True)
         for name in ("a", "b"):
             with pytest.raises(ControlError) as caught:
@@ -186,8 +184,7 @@ async def test_an_adapter_that_is_lost_in_a_replacement_cannot_be_named(tmp_path
     """
     async with rig(tmp_path, engine=AdapterLosingEngine) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
-        await worker.start("r", LONG, lora="a")
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG, lora="a")
         assert isinstance(worker.engine, AdapterLosingEngine)
         worker.engine.fails = fails
         with pytest.raises(ControlError):
@@ -230,8 +227,7 @@ async def test_adapters_survive_new_weights(tmp_path: Path, loses_loras: bool) -
     async with rig(tmp_path / "w") as worker, rig(tmp_path / "o", fill=2) as other:
         await load(worker, "a", worker.adapter("a"), 5)
         await load(other, "a", other.adapter("a"), 5)
-        await worker.start("r", LONG, lora="a")
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG, lora="a")
         worker.engine.faults = SyntheticFaults(loses_loras=loses_loras)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.flow.resume()

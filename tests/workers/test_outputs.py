@@ -21,7 +21,18 @@ from rollbus.workers.requests.links import REMEMBER_S
 from rollbus.workers.requests.publisher import OutboundPublisher
 from rollbus.workers.requests.table import RequestOrigin
 from tests.support.nats_server import opened
-from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, capabilities, make_links, queued, request_of, step
+from tests.workers.links_support import (
+    LATE,
+    MAX_PAYLOAD,
+    NOW,
+    Ear,
+    capabilities,
+    linked,
+    make_links,
+    queued,
+    request_of,
+    step,
+)
 
 
 def batch_of(*names: str, token: int = 5, row: int | None = None) -> TokenBatch:
@@ -44,8 +55,7 @@ def test_streamed_tokens_leave_with_their_step_and_batched_tokens_at_the_flush()
 
     Tokens of an unknown request are counted as late.
     """
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     whole, _ = ear.offer("whole", gathers=True)
     streamed, _ = ear.offer("streamed")
     for token in (1, 2, 3):
@@ -61,8 +71,7 @@ def test_streamed_tokens_leave_with_their_step_and_batched_tokens_at_the_flush()
 
 def test_the_end_of_a_request_flushes_its_batched_tokens() -> None:
     """The end of a request flushes its batched tokens before its last step, whose totals count all of them."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r", gathers=True, routing=True)
     links.add_steps([step(name, rows=(0, 2))], NOW)
     for i in range(4):
@@ -76,8 +85,7 @@ def test_the_end_of_a_request_flushes_its_batched_tokens() -> None:
 
 def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
     """Tokens keep the version with which they were generated, also if they leave under a later version."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     name, _ = ear.offer("r", gathers=True)
     links.add_steps([batch_of(name, token=1)], NOW)
     links.versions.weight_version = 1
@@ -91,8 +99,7 @@ def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
 
 def test_batched_tokens_of_a_failed_aborted_or_fenced_request_are_discarded() -> None:
     """The batched tokens of a failed, aborted or fenced request are discarded."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     failed, _ = ear.offer("failed", gathers=True)
     unwanted, _ = ear.offer("unwanted", gathers=True)
     links.add_steps([batch_of(failed, unwanted)], NOW)
@@ -110,8 +117,7 @@ def test_batched_tokens_of_a_failed_aborted_or_fenced_request_are_discarded() ->
 
 def test_batched_rows_at_a_wrong_position_end_only_their_requests() -> None:
     """Rows at a wrong position end only their requests, as `protocol_error`, and the engine aborts them."""
-    links = make_links()
-    ear = Ear(links)
+    links, ear = linked()
     wrong, _ = ear.offer("wrong", gathers=True, routing=True)
     right, _ = ear.offer("right", routing=True)
     links.add_steps([step(wrong, rows=(0, 2)), step(right, rows=(0, 2))], NOW)

@@ -62,15 +62,19 @@ BAD_COMMAND_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_COMMAND_LINES)
-async def test_a_bad_argument_ends_the_worker_with_exit_code_2(name: str) -> None:
+def test_a_bad_argument_ends_the_worker_with_exit_code_2(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bad argument ends the process with exit code 2 and one line with the argument and the allowed values."""
     arguments, message = BAD_COMMAND_LINES[name]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rollbus.workers", *arguments, stderr=PIPE)
-    _, stderr = await process.communicate()
+    monkeypatch.setattr(main, "set_up", lambda *_: None)
+    try:
+        exit_code: object = main.main(arguments)
+    except SystemExit as exc:
+        exit_code = exc.code
 
-    assert process.returncode == 2
-    assert message in stderr.decode()
-    assert "Traceback" not in stderr.decode()
+    assert exit_code == 2
+    assert message in capsys.readouterr().err
 
 
 def stderr_of(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
@@ -81,11 +85,15 @@ def stderr_of(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
 
 
 async def test_without_a_server_a_worker_waits_for_the_server(nats_url: str, fleet: str) -> None:
-    """Without a server, a worker logs one line and waits. It serves as soon as the server runs."""
+    """Without a server, a worker logs one line and waits, alive and not ready. It serves as soon as the server runs."""
+    port = free_port()
     async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S):
         proxy.cut()
-        async with worker_process(proxy.url, fleet, stderr=PIPE) as process:
+        async with worker_process(proxy.url, fleet, "--probe", f"127.0.0.1:{port}", stderr=PIPE) as process:
             line = await stderr_of(process).readline()
+            if b"probe.started" in line:
+                line = await stderr_of(process).readline()
+            health, ready = await get(port, "/health"), await get(port, "/ready")
             await proxy.restore()
             async with rollbus.connect(nats_url, fleet=fleet) as rb:
                 await rb.fleet.wait_for_workers(timeout_s=SOON_S)
@@ -95,6 +103,8 @@ async def test_without_a_server_a_worker_waits_for_the_server(nats_url: str, fle
 
     assert f"worker.server_awaited error=no NATS server at {proxy.url}" in line.decode()
     assert b"server_awaited" not in rest
+    assert (health[0], ready[0]) == (200, 503)
+    assert json.loads(ready[2]) == {"state": "connecting"}
 
 
 async def test_a_worker_tries_again_until_it_has_connected(nats_url: str, fleet: str) -> None:
@@ -375,23 +385,6 @@ async def test_a_paused_worker_is_alive_and_not_ready(nats_url: str, fleet: str)
         assert (await get(port, "/ready"))[0] == 503
     assert 'rollbus_worker_state{worker="w",model="synthetic",state="serving"} 1.0' in metrics
     assert 'vllm:num_requests_running{model_name="synthetic",engine="w",worker="w"} 0.0' in metrics
-
-
-@pytest.mark.slow
-async def test_the_probe_answers_while_the_worker_waits_for_nats(fleet: str) -> None:
-    """Without a server, a worker is alive, not ready, and in the state `connecting`."""
-    port = free_port()
-    async with worker_process(f"nats://127.0.0.1:{free_port()}", fleet, "--probe", f"127.0.0.1:{port}"):
-        async with asyncio.timeout(SOON_S):
-            while True:
-                try:
-                    health = await get(port, "/health")
-                    break
-                except ConnectionRefusedError:
-                    await asyncio.sleep(0.05)
-        ready = await get(port, "/ready")
-    assert (health[0], ready[0]) == (200, 503)
-    assert json.loads(ready[2]) == {"state": "connecting"}
 
 
 async def test_a_worker_exits_with_one_line_if_the_address_is_in_use(nats_url: str, fleet: str) -> None:

@@ -19,8 +19,7 @@ from tests.workers.support import StartControlled
 async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: StartControlled) -> None:
     """A worker that is paused during a request answers a read with one final ack, and does not log the command."""
     async with controlled_worker() as (client, boss, worker, _):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         await boss.applied("pause")
         before = worker._control._log.under_way
         answer = await boss.do("read_request", request_id="r")

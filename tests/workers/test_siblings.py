@@ -160,8 +160,7 @@ async def test_a_message_with_duplicate_or_too_many_children_is_bad(
         message = msgspec.msgpack.decode(client.message(short("r"))) | {"siblings": siblings}
         subject = client.subjects.direct(client.name, "w")
         await publish(client.nats, subject, msgspec.msgpack.encode(message))
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
+        await client.complete(short("s"))
 
         assert worker.stats().intake.bad == 1
         assert [key.request_id for _, key in client.offers] == ["s"]

@@ -78,8 +78,7 @@ async def test_a_pause_is_applied_while_weights_are_staged(controlled_worker: St
     A worker with older weights than the recorded ones accepts no requests.
     """
     async with controlled_worker(weight_version=1) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         update = await boss.command("update_weights", version=2, source=store.add("2", 2))
         await boss.until(lambda: any(ack.stage == "fetching" for ack in boss.acks(update)))
         await client.until_state("w", WorkerState.UPDATING)
@@ -97,8 +96,7 @@ async def test_a_pause_is_applied_while_weights_are_staged(controlled_worker: St
 
         store.gates["2"].set()
         applied = await boss.final(update)
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
+        await client.complete(short("s"))
 
         assert (applied.status, applied.weight_version) == (AckStatus.APPLIED, 2)
         assert {chunk.weight_version for chunk in client.chunks["s"]} == {2}
@@ -244,8 +242,7 @@ async def test_the_times_of_an_update_add_up(controlled_worker: StartControlled,
     The applied ack leaves when the engine resumes, so no token of the old weights follows it.
     """
     async with controlled_worker(weight_version=1) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         source = store.add("2", 2)
         check = await boss.command("check_weights", source=source)
         await boss.until(lambda: store.calls)
@@ -270,8 +267,7 @@ async def test_an_update_during_a_pause_is_acked_when_the_worker_is_paused_again
 ) -> None:
     """During a pause, the engine does not resume after an update. The ack leaves when the worker is paused again."""
     async with controlled_worker(weight_version=1) as (client, boss, *_):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         await boss.applied("pause", mode="keep")
         await boss.applied("update_weights", version=2, source=store.add("2", 2, is_open=True))
         await client.until_state("w", WorkerState.PAUSED)
@@ -320,8 +316,7 @@ async def test_an_adapter_is_staged_while_the_worker_serves(
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         load = await boss.command("load_lora", name="a", version=3, source={"objects": "bucket/good"})
         await boss.until(lambda: any(ack.stage == "fetching" for ack in boss.acks(load)))
-        await client.enqueue(short("r"))
-        await client.until_ended("r")
+        await client.complete(short("r"))
         assert client.presences["w"].state is WorkerState.SERVING
         gate.set()
         assert (await boss.final(load)).status is AckStatus.APPLIED
@@ -359,8 +354,7 @@ async def test_files_that_change_during_a_load_poison_the_weights(tmp_path: Path
 
     config = SyntheticConfig(faults=SyntheticFaults(load_s=0.05))
     async with rig(tmp_path, config, engine=Disturbed) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         path = worker.checkpoint("2", 2)
         with pytest.raises(ControlError, match=f"{path}.* changed during the load") as caught:
             await worker.weights.update(update(path, 2), worker.report)

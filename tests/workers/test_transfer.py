@@ -65,8 +65,7 @@ async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -
     """The start of a transfer pauses streams, and they continue with the new weights after the finish."""
     async with rig(tmp_path / "a") as worker, rig(tmp_path / "b", fill=2) as fresh:
         path = worker.checkpoint("2", 2)
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.transfer.init(InitWeightTransfer(info={}), "c")
         await worker.transfer.start(StartWeightUpdate(), "c")
         heard = len(worker.tokens("r"))
@@ -108,8 +107,7 @@ async def test_a_failed_transfer_poisons_the_worker(
     A later update makes the worker serve again.
     """
     async with rig(tmp_path) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.transfer.start(StartWeightUpdate(), "c")
         attempt: Awaitable[object]
         if isinstance(command, UpdateWeightChunk):
@@ -132,8 +130,7 @@ async def test_a_start_that_the_engine_rejects_begins_no_transfer(tmp_path: Path
     If another transfer was open, its weights are half-written.
     """
     async with rig(tmp_path) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         worker.engine.faults = SyntheticFaults(start_transfer=True)
         with pytest.raises(ControlError, match="rejected the weight transfer"):
             await worker.transfer.start(StartWeightUpdate(), "c")
@@ -159,8 +156,7 @@ async def test_an_abort_during_a_transfer_waits_until_the_engine_removed_the_req
             await super().abort(keys)
 
     async with rig(tmp_path, engine=Slow) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.transfer.start(StartWeightUpdate(), "c")
         gate.clear()
         with pytest.raises(ControlError, match="still has 1 aborted requests") as caught:
@@ -201,8 +197,7 @@ async def test_an_engine_that_does_not_answer_after_a_transfer_is_dead(
     """
     monkeypatch.setattr("rollbus.workers.control.transfer.ANSWER_S", 0.1)
     async with rig(tmp_path) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.transfer.start(StartWeightUpdate(), "c")
         worker.engine.faults = SyntheticFaults(transfer_hangs=True)
         with pytest.raises(ControlError, match="receiving weights was not done"):

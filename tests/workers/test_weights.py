@@ -22,8 +22,7 @@ async def test_a_kept_stream_changes_to_the_new_weights_at_an_exact_cut(tmp_path
     """Before the cut, a kept stream has tokens and version of the old weights, and afterwards of the new weights."""
     async with rig(tmp_path / "a") as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
         path = worker.checkpoint("2", 2)
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.weights.update(update(path, 2), worker.report)
         await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 20)
@@ -68,8 +67,7 @@ async def test_an_engine_with_sampling_masks_gives_the_same_canary(tmp_path: Pat
 async def test_tokens_generated_during_the_canary_are_held_until_the_resume(tmp_path: Path) -> None:
     """Tokens that other requests get during the canary are held until the resume, and have the new version."""
     async with rig(tmp_path) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.flow.stop("keep", 10.0)
         heard = len(worker.tokens("r"))
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -85,8 +83,7 @@ async def test_tokens_generated_during_the_canary_are_held_until_the_resume(tmp_
 async def test_unsent_tokens_keep_their_version_through_a_second_update(tmp_path: Path) -> None:
     """Unsent tokens of version 2 keep their version when version 3 follows."""
     async with rig(tmp_path) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.weights.update(update(worker.checkpoint("3", 3), 3), worker.report)
         await worker.flow.resume()
@@ -115,8 +112,7 @@ async def test_a_checkpoint_with_another_canary_than_before_poisons_the_worker(t
         await worker.weights.update(update(path, 2), worker.report)
         await worker.weights.update(update(worker.checkpoint("3", 3), 3), worker.report)
         await worker.flow.resume()
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         worker.engine.faults = SyntheticFaults(load="wrong_experts")
         with pytest.raises(ControlError, match="differs from the earlier canary of these weights") as caught:
             await worker.weights.update(update(path, 4), worker.report)
@@ -182,8 +178,7 @@ async def test_an_overwritten_checkpoint_may_give_another_canary(tmp_path: Path)
 async def test_a_load_that_the_engine_refuses_changes_nothing(tmp_path: Path) -> None:
     """If the engine refuses to load, the version, the weights and the kept requests do not change."""
     async with rig(tmp_path) as worker, rig(tmp_path / "other") as reference:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         worker.engine.faults = SyntheticFaults(load="refused")
         with pytest.raises(ControlError) as caught:
             await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -205,8 +200,7 @@ async def test_a_load_that_the_engine_refuses_changes_nothing(tmp_path: Path) ->
 async def test_a_failed_load_poisons_the_worker(tmp_path: Path, fault: str, code: ControlCode) -> None:
     """A failed load keeps the version and ends requests as retryable. A later update makes the worker serve again."""
     async with rig(tmp_path) as worker:
-        await worker.start("r", LONG)
-        await worker.until_tokens("r", 5)
+        await worker.begin("r", LONG)
         worker.engine.faults = SyntheticFaults(load=fault)  # type: ignore[arg-type]
         path = worker.checkpoint("2", 2)
         with pytest.raises(ControlError) as caught:

@@ -170,8 +170,7 @@ async def test_an_idle_engine_is_not_dead(heard_worker: StartHeard) -> None:
     """An engine without requests makes no steps and does not count as dead."""
     async with heard_worker(engine_timeout_s=0.5) as (client, *_):
         await client.until(lambda: client.presences["w"].uptime_s > 2.5)
-        await client.enqueue(short("r"))
-        await client.until_ended("r")
+        await client.complete(short("r"))
 
         assert client.error_of("r") is None
 
@@ -184,8 +183,7 @@ async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str)
         running(nats_url, fleet, engine) as (worker, task),
     ):
         await client.until_serving("w")
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         worker.stop()
         await client.until_ended("r")
         assert client.error_of("r") == ErrorCode.WORKER_STOPPED
@@ -204,8 +202,7 @@ async def test_a_stopped_worker_waits_at_most_two_seconds_for_a_client(nats_url:
     async with hand_client(nats_url, fleet, answers=False) as client, asyncio.timeout(SOON_S):
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
             await client.until_serving("w")
-            await client.enqueue(endless("r"))
-            await client.until(lambda: client.chunks["r"])
+            await client.begin(endless("r"))
         await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
 
         # The next worker may serve the requests that no client confirmed.
@@ -220,8 +217,7 @@ async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: s
         heard_worker(server.url, fleet, lease_s=2.0) as (client, worker, engine),
         asyncio.timeout(SOON_S),
     ):
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.chunks["r"])
+        await client.begin(endless("r"))
         life = worker.presence().incarnation
         os.kill(server.pid, signal.SIGSTOP)
         await until_true(lambda: worker.presence().state is WorkerState.FENCED and is_idle(engine))
@@ -229,8 +225,7 @@ async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: s
         os.kill(server.pid, signal.SIGCONT)
         await client.until(lambda: client.presences["w"].incarnation != life)
         await client.until_serving("w")
-        await client.enqueue(short("s"))
-        await client.until_ended("s")
+        await client.complete(short("s"))
 
         assert not client.ended("r")
         assert worker.stats().links.given_up == 1
