@@ -1,13 +1,11 @@
 """Samples in one message: each is served or rejected as if it were alone, and they enter the engine together."""
 
 import asyncio
-from collections import Counter
 
 import msgspec
 import pytest
 
 from rollbus.bus.nats.connection import publish
-from rollbus.bus.protocol.queue.fairness import MAX_FOLLOWERS
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode
@@ -164,84 +162,3 @@ async def test_a_message_with_duplicate_or_too_many_children_is_bad(
 
         assert worker.stats().intake.bad == 1
         assert [key.request_id for _, key in client.offers] == ["s"]
-
-
-@pytest.mark.parametrize("num_followers", [0, MAX_FOLLOWERS])
-async def test_queued_requests_get_every_second_slot_beside_placed_requests(
-    heard_worker: StartHeard, num_followers: int
-) -> None:
-    """However many requests are placed at a worker with one slot, queued requests get every second slot.
-
-    This holds also if each placed request would lead others of a group: while requests wait, it leads none.
-    """
-    config = SyntheticConfig(step_s=0.002, max_num_seqs=1, max_model_len=10_000_000)
-    async with (
-        heard_worker(config=config) as (client, worker, _),
-        asyncio.timeout(SOON_S),
-        asyncio.TaskGroup() as tasks,
-    ):
-        flooding = tasks.create_task(flood(client, num_followers))
-        await client.until(lambda: client.offers)
-        for number in range(10):
-            await client.enqueue(endless(f"q{number}"))
-        freeing = tasks.create_task(free_slots(client))
-        await client.until(lambda: count_queued(client) == 10)
-        flooding.cancel()
-        freeing.cancel()
-
-        order = begun(client, num_followers)
-        contested = order[order.index("q") : len(order) - order[::-1].index("q")]
-        for end in range(1, len(contested) + 1):
-            got = Counter(contested[:end])
-            assert got["p"] <= got["q"] + 1
-        assert worker.stats().intake.placements_refused > 0
-        await client.abort("w", *(key for _, key in client.offers))
-
-
-def begun(client: HandClient, num_followers: int) -> list[str]:
-    """Return the first letters of the request ids in the order in which the engine got them.
-
-    Requests that may wait are offered twice, so only their second offer counts.
-    """
-    names = [key for _, key in client.offers]
-    return [
-        key.request_id[0]
-        for number, key in enumerate(names)
-        if not num_followers or key.request_id[0] == "q" or key in names[:number]
-    ]
-
-
-def count_queued(client: HandClient) -> int:
-    """Return the number of offered requests from the queue."""
-    return sum(key.request_id.startswith("q") for _, key in client.offers)
-
-
-async def flood(client: HandClient, num_followers: int) -> None:
-    """Place requests without a pause, each as soon as the one before is offered or rejected."""
-    number, siblings = 0, [Sibling(child) for child in range(1, 1 + num_followers)]
-    while True:
-        request_id = f"p{number}"
-        await client.hand_over(endless(request_id), "w", siblings=siblings, may_wait=bool(siblings))
-        await client.until(lambda: is_answered(client, request_id))  # noqa: B023 - awaited before it changes
-        number += 1
-
-
-def is_answered(client: HandClient, request_id: str) -> bool:
-    """Return True if the worker has offered or rejected the request."""
-    return client.ended(request_id) or any(key.request_id == request_id for _, key in client.offers)
-
-
-def has_ended(client: HandClient, key: RequestKey) -> bool:
-    """Return True if the worker has ended this sample."""
-    return any(chunk.child == key.child and chunk.is_terminal for chunk in client.chunks[key.request_id])
-
-
-async def free_slots(client: HandClient) -> None:
-    """Abort each request that was offered, one after another."""
-    number = 0
-    while True:
-        await client.until(lambda: len(client.offers) > number)  # noqa: B023 - awaited before it changes
-        key = client.offers[number][1]
-        await client.abort("w", key)
-        await client.until(lambda: has_ended(client, key))  # noqa: B023 - awaited before it changes
-        number += 1

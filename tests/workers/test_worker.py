@@ -9,7 +9,6 @@ import pytest
 import rollbus
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
-from rollbus.schemas.messages import RequestKey
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import check_generation, is_idle, served, synthetic_worker
@@ -83,22 +82,6 @@ async def test_a_worker_that_closes_its_engine_accepts_no_requests(nats_url: str
             results = [generation async for generation in rb.complete_many(greedy(1, 2) for _ in range(50))]
 
     assert [generation.error for generation in results] == [None] * 50
-
-
-async def test_an_abort_during_engine_add_is_carried_out_after_the_add(nats_url: str, fleet: str) -> None:
-    """An abort during `Engine.add`, which the engine would ignore, is carried out after the add."""
-    engine = GatedEngine("add", config=SLOW)
-    async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
-        await client.until_serving("w")
-        await client.enqueue(endless("r"))
-        await client.until(lambda: client.offers)
-        await client.abort("w", RequestKey("r"))
-        await client.until_left(0)
-        engine.gates["add"].set()
-        await client.until_ended("r")
-
-        assert is_idle(engine)
-        assert worker.presence().in_flight == 0
 
 
 async def test_a_worker_whose_engine_starts_during_an_outage_serves_afterwards(fleet: str) -> None:
