@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import rollbus
 from rollbus import GenerateRequest, Generation, SamplingParams
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.worker import Worker
+from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing
 from tests.support.processes import worker_process
 
@@ -100,6 +104,39 @@ async def serving(
         rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
         await rb.fleet.wait_for_workers(count)
         yield rb, processes
+        await observer.check_at_rest()
+
+
+@contextlib.asynccontextmanager
+async def start_here(
+    nats_url: str, fleet: str, name: str, model: Path, *, fields: Mapping[str, object] | None = None, **engine_args: Any
+) -> AsyncIterator[Worker]:
+    """Run a worker as `start` does, but in the process of the test. `fields` replace fields of its configuration."""
+    own = {"worker_id": name, "model_path": str(model), "weight_roots": (str(model.parent),), "weight_version": 1}
+    own |= {"cache_dir": str(model.parent.parent / "cache" / fleet), **(fields or {})}
+    config = msgspec.convert(engine_args, SyntheticConfig)
+    async with synthetic_worker(nats_url, fleet, config=config, model=MODEL, **own) as (worker, _):
+        yield worker
+
+
+@contextlib.asynccontextmanager
+async def serving_here(
+    nats_url: str,
+    fleet: str,
+    model: Path,
+    count: int,
+    *,
+    fields: Mapping[str, object] | None = None,
+    **engine_args: Any,
+) -> AsyncIterator[rollbus.Client]:
+    """Yield a client of workers as in `serving`, which run in the process of the test."""
+    async with observing(nats_url, fleet) as observer, contextlib.AsyncExitStack() as stack:
+        for i in range(count):
+            worker = start_here(nats_url, fleet, f"w{i}", model, fields=fields, **engine_args)
+            await stack.enter_async_context(worker)
+        rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
+        await rb.fleet.wait_for_workers(count)
+        yield rb
         await observer.check_at_rest()
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters through the real command line, on worker processes."""
+"""LoRA adapters through the real command line."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import rollbus
 from rollbus import ErrorCode, Generation, RequestError
 from rollbus.schemas.presence import LoraInfo
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, folders, serving, start, write_adapter
+from tests.control.support import ask, folders, serving_here, start_here, write_adapter
 from tests.support.fleet import until_worker
 
 
@@ -37,7 +37,7 @@ async def test_an_adapter_is_loaded_replaced_kept_over_new_weights_and_unloaded(
     one, two = folders(tmp_path / "root")
     first = write_adapter(tmp_path / "root" / "first")
     second = write_adapter(tmp_path / "mine" / "second", module="model.layers.0.mlp.down_proj")
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1) as rb:
         plain = await rb.complete(ask())
         loaded = await run_rollbus(nats_url, fleet, "load-lora", "math", str(first))
         results = [await with_adapter(rb)]
@@ -45,7 +45,7 @@ async def test_an_adapter_is_loaded_replaced_kept_over_new_weights_and_unloaded(
         results.append(await with_adapter(rb))
         updated = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2")
         results.append(await with_adapter(rb))
-        async with start(nats_url, fleet, "w1", one):
+        async with start_here(nats_url, fleet, "w1", one):
             await rb.fleet.wait_for_workers(2)
             late = await until_worker(rb, "w1", lambda worker: worker.loras)
         unloaded = await run_rollbus(nats_url, fleet, "unload-lora", "math")

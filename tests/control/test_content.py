@@ -1,4 +1,4 @@
-"""A version is its content: directories that change after an update, on worker processes with the synthetic engine."""
+"""A version is its content: directories that change after an update, on workers with the synthetic engine."""
 
 import json
 import shutil
@@ -12,7 +12,15 @@ from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
+from tests.control.support import (
+    ask,
+    assert_same,
+    folders,
+    serving,
+    serving_here,
+    start,
+    write_checkpoint,
+)
 from tests.support.fleet import all_serve, until_state, until_worker
 
 
@@ -78,12 +86,12 @@ async def test_a_refused_update_does_not_serve_other_content_under_the_old_versi
     """
     one, two = folders(tmp_path)
     three = write_checkpoint(tmp_path / "three", seed=3)
-    async with serving(nats_url, f"{fleet}-other", three, 1):
+    async with serving_here(nats_url, f"{fleet}-other", three, 1):
         told = await run_rollbus(nats_url, f"{fleet}-other", "update-weights", str(three), "--version", "2", "--json")
     canary = tmp_path / "canary.json"
     canary.write_text(json.dumps(json.loads(told.stdout)["workers"][0]["canary"]))
     source = copy(two, "latest") if is_recorded else one
-    async with serving(nats_url, fleet, one, 2) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 2) as rb:
         if is_recorded:
             await rb.fleet.update_weights(str(source), version=2)
         before = await worker(rb, "w0")
@@ -108,7 +116,7 @@ async def test_a_refusal_before_a_replacement_reloads_nothing(nats_url: str, fle
     one, two = folders(tmp_path)
     latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
     refusing = {"load": "refused", "good_loads": 2}  # the loads of the start and of version 2
-    async with serving(nats_url, fleet, one, 2, faults=refusing) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 2, faults=refusing) as rb:
         await rb.fleet.update_weights(str(latest), version=2)
         before = await rb.complete(ask())
         overwrite(latest, three)
@@ -150,7 +158,7 @@ async def test_a_rollback_records_what_it_finds_and_warns(nats_url: str, fleet: 
     """
     one, two = folders(tmp_path)
     latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1) as rb:
         await rb.fleet.update_weights(str(latest), version=2)
         first = (await recorded(rb)).digest
         again = await rb.fleet.update_weights(str(latest), version=2)
@@ -183,7 +191,7 @@ async def test_a_start_checkpoint_that_differs_from_a_serving_worker_is_outdated
     """
     one, two = folders(tmp_path)
     start_folder = copy(one, "start")
-    async with serving(nats_url, fleet, start_folder, 1) as (rb, [first]):
+    async with serving_here(nats_url, fleet, start_folder, 1) as rb:
         held = await worker(rb, "w0")
         overwrite(start_folder, two)
         async with start(nats_url, fleet, "w1", start_folder):
@@ -191,9 +199,7 @@ async def test_a_start_checkpoint_that_differs_from_a_serving_worker_is_outdated
             result = await rb.complete(ask())
             await rb.fleet.update_weights(str(one), version=2)
             await until_state(rb, lambda state: all_serve(state) and len(state.workers) == 2)
-            first.terminate()
-            await first.wait()
-    async with serving(nats_url, f"{fleet}-alone", start_folder, 1) as (rb, _):
+    async with serving_here(nats_url, f"{fleet}-alone", start_folder, 1) as rb:
         assert (await rb.complete(ask())).worker_ids == ("w0",)
 
     assert outdated.last_error.startswith(f"version 1 is {held.weight_digest} on w0; the start checkpoint")
@@ -230,7 +236,7 @@ async def test_a_deep_sleep_ends_in_outdated_if_the_directory_was_overwritten(
     """A worker that dropped its weights for a sleep compares when it wakes."""
     one, two = folders(tmp_path)
     latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1) as rb:
         await rb.fleet.update_weights(str(latest), version=2)
         digest = (await recorded(rb)).digest
         await rb.fleet.sleep(level=2)

@@ -1,4 +1,4 @@
-"""Pause, resume, drain and abort through the real command line, on worker processes."""
+"""Pause, resume, drain and abort through the real command line."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from rollbus.bus.client import presence
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import MODEL, ask, folders, serving, start
+from tests.control.support import MODEL, ask, folders, serving_here, start_here
 from tests.support.fleet import until_state, until_worker
 from tests.support.invariants import check_stream
 from tests.support.requests import start_stream
@@ -29,12 +29,12 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     A stream in flight continues where it was, with all its tokens. A worker that starts during the pause is paused too.
     """
     one, _ = folders(tmp_path)
-    async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
+    async with serving_here(nats_url, fleet, one, 2, step_s=0.005) as rb, asyncio.TaskGroup() as tasks:
         expected = await rb.complete(ask(max_tokens=1000))
         stream = await start_stream(tasks, rb, ask(max_tokens=1000))
 
         paused = await run_rollbus(nats_url, fleet, "pause")
-        async with start(nats_url, fleet, "w2", one):
+        async with start_here(nats_url, fleet, "w2", one):
             late = tasks.create_task(rb.complete(ask(7, 8, 9)))
             await until_worker(rb, "w2", WorkerState.PAUSED)
             state = await until_state(rb, lambda state: sum(depth.waiting for depth in state.queues) == 1)
@@ -64,7 +64,7 @@ async def test_generate_on_a_paused_fleet_prints_the_resume_command_and_waits(
     one, _ = folders(tmp_path)
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": [1, 2], "max_tokens": 2}) + "\n")
-    async with serving(nats_url, fleet, one, 1) as (rb, _), asyncio.TaskGroup() as tasks:
+    async with serving_here(nats_url, fleet, one, 1) as rb, asyncio.TaskGroup() as tasks:
         await rb.fleet.pause()
         paused_at = await rb.fleet.paused_since(MODEL)
         await rb.fleet.flush_cache()
@@ -99,7 +99,7 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
     async def count() -> int:
         return len(warned())
 
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1) as rb:
         times = []
         for number, is_muted in ((1, True), (1, False), (2, False)):
             await rb.fleet.pause()

@@ -1,4 +1,4 @@
-"""Weights that a trainer publishes, on a real server and on worker processes: stored, loaded and rejected."""
+"""Weights that a trainer publishes, on a real server and real workers: stored, loaded and rejected."""
 
 import asyncio
 import base64
@@ -18,7 +18,7 @@ from rollbus.bus.objects.catalog import list_prefix
 from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlError, InvalidRequest
-from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving, start, write_adapter, write_checkpoint
+from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving_here, start_here, write_adapter, write_checkpoint
 from tests.support.patience import SOON_S
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -126,7 +126,7 @@ async def test_an_impossible_publication_is_rejected_before_data_is_stored(
     one = write_checkpoint(tmp_path / "one", seed=1)
     canary = rollbus.Canary(token_ids=(1,), logprobs=(0.0,))
     async with (
-        serving(nats_url, fleet, one, 1) as (rb, _),
+        serving_here(nats_url, fleet, one, 1) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
     ):
         with pytest.raises(InvalidRequest, match="min_staged"):
@@ -140,7 +140,7 @@ async def test_the_chain_record_notes_the_desired_version(nats_url: str, fleet: 
     """The chain record notes a version in the desired state, also if an admin, not the publisher, had it loaded."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     async with (
-        serving(nats_url, fleet, one, 1) as (rb, _),
+        serving_here(nats_url, fleet, one, 1) as rb,
         rollbus.WeightPublisher(rb, model=MODEL, checkpoint=one) as publisher,
         connected(nats_url, name="test") as nats,
     ):
@@ -156,7 +156,7 @@ async def test_the_fleet_serves_the_published_weights(nats_url: str, fleet: str,
     """Workers load an anchor and then a delta, and tokens have the version. A late worker loads it by itself."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     two = stepped(weights(2))
-    async with serving(nats_url, fleet, one, 2) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 2) as rb:
         async with rollbus.WeightPublisher(rb, model=MODEL, checkpoint=one) as publisher:
             first = await publisher.publish(weights(2), version=2)
             acks = []
@@ -164,7 +164,7 @@ async def test_the_fleet_serves_the_published_weights(nats_url: str, fleet: str,
             with pytest.raises(ControlError, match="version 3 is recorded already"):
                 await publisher.publish(two, version=3)
         after = await rb.complete(ask())
-        async with start(nats_url, fleet, "w9", one):
+        async with start_here(nats_url, fleet, "w9", one):
             await rb.fleet.wait_for_workers(3)
             assert {worker.weight_version for worker in (await rb.fleet.state()).workers} == {3}
     assert first.is_anchor
@@ -181,7 +181,7 @@ async def test_after_a_transfer_the_next_version_is_an_anchor(nats_url: str, fle
     tensors = [weights(2)]
     for _ in range(3):
         tensors.append(stepped(tensors[-1]))
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1) as rb:
         async with rollbus.WeightPublisher(rb, model=MODEL, checkpoint=one) as publisher:
             before = [await publisher.publish(tensors[i], version=i + 2) for i in range(2)]
             await rb.fleet.init_weight_transfer({})
@@ -208,7 +208,7 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
         f"{prefix}.lora_B.weight": np.full((SHAPE[0], 2), 2, np.float32),
     }
     async with (
-        serving(nats_url, fleet, one, 1) as (rb, _),
+        serving_here(nats_url, fleet, one, 1) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
     ):
         first = await publisher.publish_adapter("tuned", folder, version=1)

@@ -6,9 +6,8 @@ from pathlib import Path
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import folders, serving, write_adapter
+from tests.control.support import folders, serving_here, write_adapter
 from tests.support.fleet import all_serve, until_state
-from tests.support.processes import LASTING
 
 
 async def test_a_full_disk_fails_an_update_without_a_change(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -19,7 +18,7 @@ async def test_a_full_disk_fails_an_update_without_a_change(nats_url: str, fleet
     root = tmp_path / "root"
     one, two = folders(root)
     full = tmp_path / "full"
-    async with serving(nats_url, fleet, one, 1, options=(*LASTING, "--cache-dir", str(full))) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1, fields={"cache_dir": str(full)}) as rb:
         # At its start, the worker checks that it can write here.
         shutil.rmtree(full, ignore_errors=True)
         full.write_text("a file where the cache's directory should be")
@@ -43,7 +42,7 @@ async def test_an_engine_on_several_machines_rejects_sources_in_the_store(
     root = tmp_path / "root"
     one, two = folders(root)
     adapter = write_adapter(root / "adapter")
-    async with serving(nats_url, fleet, one, 1, options=LASTING, weight_deltas=False) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1, weight_deltas=False) as rb:
         for command in (("update-weights", str(two), "--version", "2"), ("load-lora", "math", str(adapter))):
             ended = await run_rollbus(nats_url, fleet, *command, "--upload")
             assert ended.code == ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""New weights through the real command line, on worker processes: the versions of tokens, and failures."""
+"""New weights through the real command line: the versions of tokens, and failures."""
 
 import asyncio
 import json
@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-import rollbus
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import run_rollbus
-from tests.control.support import ask, assert_same, folders, serving, start
+from tests.control.support import ask, assert_same, folders, serving_here, start_here
 from tests.support.fleet import until_worker
 from tests.support.invariants import check_stream
 from tests.support.requests import start_stream
@@ -25,7 +24,7 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
     started on the new weights.
     """
     one, two = folders(tmp_path)
-    async with serving(nats_url, fleet, one, 2, step_s=0.01) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 2, step_s=0.01) as rb:
         before = await rb.complete(ask())
         async with asyncio.TaskGroup() as tasks:
             streams = [await start_stream(tasks, rb, ask(i, max_tokens=800)) for i in range(6)]
@@ -33,12 +32,11 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
                 nats_url, fleet, "update-weights", str(two), "--version", "2", "--mode", "keep", "--json"
             )
         after = await rb.complete(ask())
-        async with start(nats_url, fleet, "w2", one):
+        async with start_here(nats_url, fleet, "w2", one):
             await rb.fleet.wait_for_workers(3)
             await run_rollbus(nats_url, fleet, "drain", "w0", "w1")
             late = await rb.complete(ask())
-    async with start(nats_url, f"{fleet}-fresh", "w0", two), rollbus.connect(nats_url, fleet=f"{fleet}-fresh") as other:
-        await other.fleet.wait_for_workers()
+    async with serving_here(nats_url, f"{fleet}-fresh", two, 1) as other:
         fresh = await other.complete(ask())
 
     told = json.loads(ended.stdout)
@@ -64,7 +62,7 @@ async def test_an_engine_with_wrong_routing_after_an_update_serves_no_requests(
     """An engine that reports success but routes wrongly serves nothing: its canary differs from the others."""
     one, two = folders(tmp_path)
     lies: dict[str, Any] = {"faults": {"load": "wrong_experts", "good_loads": 1}}
-    async with serving(nats_url, fleet, one, 2) as (rb, _), start(nats_url, fleet, "w2", one, **lies):
+    async with serving_here(nats_url, fleet, one, 2) as rb, start_here(nats_url, fleet, "w2", one, **lies):
         await rb.fleet.wait_for_workers(3)
         ended = await run_rollbus(nats_url, fleet, "update-weights", str(two), "--version", "2", "--json")
         liar = await until_worker(rb, "w2", WorkerState.POISONED)
@@ -80,10 +78,10 @@ async def test_uploaded_weights_and_adapters_need_no_shared_folder(nats_url: str
     """With --upload, workers need no folder: they load the uploaded weights, also a worker that starts later."""
     one, two = folders(tmp_path / "theirs")
     mine = two.rename(tmp_path / "mine")
-    async with serving(nats_url, fleet, one, 1) as (rb, _):
+    async with serving_here(nats_url, fleet, one, 1) as rb:
         ended = await run_rollbus(nats_url, fleet, "update-weights", str(mine), "--version", "2", "--upload")
         first = await rb.complete(ask())
-        async with start(nats_url, fleet, "w1", one):
+        async with start_here(nats_url, fleet, "w1", one):
             await rb.fleet.wait_for_workers(2)
             await run_rollbus(nats_url, fleet, "drain", "w0")
             second = await rb.complete(ask())
