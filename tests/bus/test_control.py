@@ -3,28 +3,42 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 import rollbus
+from bench.processes import many_workers
 from rollbus.bus.client.fleet import Fleet
+from rollbus.bus.control import controller
+from rollbus.bus.control.controller import MAX_REPEAT_S, REPEAT_S, AckCollector
+from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.protocol.fleet.command_result import AckTracker
 from rollbus.bus.protocol.fleet.desired import effective
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.control import Abort, Pause, State, UpdateWeights
 from rollbus.schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWorkers, RemoteProtocolError
+from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import Canary
 from tests.support.fleet import until_state, until_worker
-from tests.support.hand_control import ACCEPTED, controlled, failed
+from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed
+from tests.support.invariants import observing
 from tests.support.nats_server import change_config, require_binary
+from tests.support.patience import SOON_S
+from tests.support.presences import presence
 from tests.support.requests import incomplete
+
+pytestmark = pytest.mark.slow
+
 
 Give = Callable[[Fleet], Awaitable[rollbus.CommandResult]]
 """Sends a command to a fleet."""
-
-pytestmark = pytest.mark.slow  # each client waits half a second for presence
 
 
 @pytest.mark.proves("P18")
@@ -331,3 +345,83 @@ async def test_commands_that_must_be_recorded_fail_without_jetstream(monkeypatch
         assert control["a"].heard == []
         assert (await control.rb.fleet.send(State())).is_complete
         assert [worker.worker for worker in (await control.rb.fleet.state()).workers] == ["a"]
+
+
+# When the controller repeats a command to workers that have not answered.
+
+
+SUBJECTS = Subjects("f")
+
+
+def answer(status: AckStatus) -> Msg:
+    """Return the ack of worker `w` for the command `c`."""
+    ack = Ack(id="c", command="pause", worker="w", incarnation="w-1", model="m", status=status)
+    return Msg(cast(Client, None), subject=SUBJECTS.ack("me", "w"), data=encode_json(ack))
+
+
+async def test_new_acks_delay_the_repeat_of_a_command() -> None:
+    """Each new ack delays the repeat of a command, up to a maximum. A repeated ack does not delay it."""
+    asker = AckCollector(cast(Connection, None), SUBJECTS, "me")
+    with asker.expecting(AckTracker("pause", "c", [presence(worker="w", incarnation="w-1", model="m")], 0.0)):
+        [under_way] = asker._under_way.values()
+        under_way.published_at = -1000.0
+        assert under_way.repeat_at == -1000.0 + REPEAT_S
+        await asker.receive(answer(AckStatus.ACCEPTED))
+        heard_at = under_way.news_at
+        await asker.receive(answer(AckStatus.ACCEPTED))
+        assert under_way.news_at == heard_at
+        assert under_way.repeat_at == -1000.0 + MAX_REPEAT_S
+        under_way.published_at = heard_at - REPEAT_S / 2
+        assert under_way.repeat_at == heard_at + REPEAT_S
+
+
+async def test_endless_new_acks_do_not_prevent_the_repeat_of_a_lost_command(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream of new acks does not prevent the repeat of a lost command."""
+    monkeypatch.setattr(controller, "REPEAT_S", 3600.0)
+    monkeypatch.setattr(controller, "MAX_REPEAT_S", 0.1)
+    async with controlled(nats_url, fleet, "a") as control:
+        control["a"].reply = lambda _: (ACCEPTED, APPLIED) if len(control["a"].heard) > 2 else ()
+
+        assert (await control.rb.fleet.pause()).is_complete
+
+
+# In a large fleet, every worker answers every command and every query.
+
+
+COUNT = 64
+
+
+async def test_all_workers_of_a_large_fleet_ack_pause_and_resume(nats_url: str, fleet: str) -> None:
+    """All workers apply pause and resume with separate acks.
+
+    Only the named worker applies a command for one worker.
+    """
+    async with (
+        observing(nats_url, fleet) as observer,
+        many_workers(nats_url, fleet, "w", COUNT) as workers,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(COUNT)
+        accepted: list[str] = []
+        ledgers = [
+            await rb.fleet.pause(on_ack=lambda ack: accepted.append(ack.worker) if _is_accepted(ack) else None),
+            await rb.fleet.resume(),
+        ]
+        alone = await rb.fleet.pause(workers=["w7"])
+        paused = [worker.presence().worker for worker in workers if worker.presence().pause_mode is not None]
+        await rb.fleet.resume()
+        trace = await rb.fleet.timelines("nothing", timeout_s=SOON_S)
+        await observer.check_at_rest()
+
+    names = {f"w{i}" for i in range(COUNT)}
+    assert [set(ledger.applied) for ledger in ledgers] == [names, names]
+    assert [ledger.epochs for ledger in (*ledgers, alone)] == [{"synthetic": 1}, {"synthetic": 2}, {"synthetic": 3}]
+    assert sorted(accepted) == sorted(names)
+    assert (trace.workers_asked, trace.workers_answered, trace.silent, trace.timelines) == (COUNT, COUNT, {}, ())
+    assert (set(alone.applied), paused) == ({"w7"}, ["w7"])
+
+
+def _is_accepted(ack: Ack) -> bool:
+    return ack.status is AckStatus.ACCEPTED

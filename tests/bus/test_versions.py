@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rollbus.bus.nats.jetstream import put
+from rollbus.bus.nats.jetstream import ApiError, put
 from rollbus.bus.objects.catalog import delete_prefix, list_objects
 from rollbus.bus.objects.reader import ObjectReader
+from rollbus.bus.objects.uploads import Cleaning
 from rollbus.bus.objects.writer import put_folder
 from rollbus.bus.protocol.weights import chain
 from rollbus.bus.publish import versions
 from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
-from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
+from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, decode_manifest
 from tests.support.nats_server import count_tasks, opened
 from tests.support.objects import write_folder
 from tests.support.versions import (
@@ -26,6 +27,7 @@ from tests.support.versions import (
     opened_store,
     parts_in,
     publish,
+    store_with_bucket,
     versions_bucket,
 )
 
@@ -223,11 +225,7 @@ async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
 @pytest.mark.proves("P85")
 async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
     """A publication that is cancelled at any moment is either committed completely or absent."""
-    async with (
-        opened(nats_url) as nats,
-        versions_bucket(nats) as (fleet, bucket),
-        opened_store(nats_url, fleet) as store,
-    ):
+    async with store_with_bucket(nats_url) as (nats, bucket, store):
         for turns in range(0, 300, 10):
             before = await parts_in(nats, bucket)
             async with asyncio.TaskGroup() as tasks:
@@ -274,7 +272,7 @@ async def test_a_publication_without_a_bucket_is_an_error(nats_url: str) -> None
 
 async def test_an_adapter_is_published_beside_the_weights(nats_url: str) -> None:
     """An adapter is published in a separate folder, and the chain of the weights continues."""
-    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as store:
+    async with store_with_bucket(nats_url) as (_, _, store):
         await publish(store, 1)
         objects = await publish(store, 5, adapter="my lora")
         await publish(store, 2, delta=True)
@@ -289,11 +287,7 @@ async def test_cleaning_keeps_only_the_versions_and_adapters_that_are_needed(nat
 
     It keeps other uploads.
     """
-    async with (
-        opened(nats_url) as nats,
-        versions_bucket(nats) as (fleet, bucket),
-        opened_store(nats_url, fleet) as store,
-    ):
+    async with store_with_bucket(nats_url) as (nats, bucket, store):
         folders = {}
         for version, delta in ((1, False), (2, True), (3, False), (4, True), (5, True), (6, False), (7, True)):
             folders[version] = await publish(store, version, delta=delta)
@@ -320,11 +314,7 @@ async def test_cleaning_keeps_only_the_versions_and_adapters_that_are_needed(nat
 
 async def test_cleaning_deletes_old_chunks_that_no_object_names(nats_url: str, tmp_path: Path) -> None:
     """Cleaning deletes old chunks that no object names. Chunks of other uploads stay while an object names them."""
-    async with (
-        opened(nats_url) as nats,
-        versions_bucket(nats) as (fleet, bucket),
-        opened_store(nats_url, fleet) as store,
-    ):
+    async with store_with_bucket(nats_url) as (nats, bucket, store):
         await put_folder(nats, bucket, "m/weights/1-abcdefgh", write_folder(tmp_path, a=10))
         await put_folder(nats, bucket, "m/weights/2-abcdefgh", write_folder(tmp_path, a=10))
         await publish(store, 1)
@@ -356,3 +346,71 @@ async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(n
             assert store.record.links == ()
             assert store.epoch > epoch
             await publish(store, 2)
+
+
+# Cleaning after the loss of the record and after a new lease, and its errors.
+
+
+async def test_without_the_record_cleaning_keeps_the_versions_of_the_manifest(nats_url: str) -> None:
+    """If the record was lost, cleaning keeps the versions that the manifest of the recorded version names."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+            unneeded = await publish(store, 1)
+            needed = [await publish(store, 2), await publish(store, 3, delta=True), await publish(store, 4, delta=True)]
+        key = ChainKey(nats, fleet, "m")
+        stored = await key.read()
+        assert await key.write(replace(stored.record, v="no"), stored.sequence) is not None
+        async with opened_store(nats_url, fleet) as store:
+            newest = await publish(store, 5)
+            assert unneeded in await folders_in(nats, bucket)
+            for _ in range(2):
+                await store.clean({needed[-1]}, young_s=0.0)
+                assert await folders_in(nats, bucket) == {*needed, newest}
+            assert store.record.noted == (needed[-1],)
+
+
+async def test_a_new_lease_deletes_the_objects_of_a_killed_publication(nats_url: str) -> None:
+    """A new lease deletes uncommitted objects of a killed publication at any age, and keeps other uploads."""
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
+        async with opened_store(nats_url, fleet) as store:
+            await publish(store, 1)
+        for nuid in ("rb" + "0" * 30, "X" * 22):
+            await put(nats, f"$O.{bucket}.C.{nuid}", b"of another upload")
+        async with opened_store(nats_url, fleet):
+            assert await parts_in(nats, bucket) == 2 + 1
+
+
+async def test_a_refreshed_record_has_a_commit_whose_answer_was_lost(nats_url: str) -> None:
+    """`refresh` reads a commit whose answer was lost, also if the publisher's copy is older."""
+    async with store_with_bucket(nats_url) as (_, _, store):
+        await publish(store, 1)
+        stored = store.record
+        store.record = replace(stored, links=())
+        await store.refresh()
+        assert store.record == stored
+
+
+async def test_a_failed_cleanup_is_a_typed_error_if_the_lease_needs_room(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cleanup that fails raises a typed error if the lease needs room. Otherwise it is only logged."""
+
+    async def refused(_: object) -> None:
+        raise ApiError(10000, "the test refuses")
+
+    monkeypatch.setattr(Cleaning, "list_folders", refused)
+    async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
+        async with opened_store(nats_url, fleet):
+            assert "versions.cleanup_failed model=m" in caplog.text
+        real, tries = ChainKey.write, []
+
+        async def full(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+            tries.append(sequence)
+            if len(tries) == 1:
+                raise ControlError(ControlCode.STORAGE, "full")
+            return await real(key, record, sequence)
+
+        monkeypatch.setattr(ChainKey, "write", full)
+        with pytest.raises(ControlError, match="cannot be cleaned: the test refuses") as raised:
+            await fresh_store(nats_url, fleet).open()
+        assert raised.value.code is ControlCode.STORAGE

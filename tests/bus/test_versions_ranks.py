@@ -54,6 +54,17 @@ async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, st
         yield nats, bucket, stores
 
 
+@contextlib.asynccontextmanager
+async def announced(
+    nats_url: str, count: int
+) -> AsyncIterator[tuple[Connection, str, list[VersionStore], Publication]]:
+    """Open stores as `ranks` does, and announce version 7. Yield also its publication."""
+    async with ranks(nats_url, count) as (nats, bucket, stores):
+        publication = stores[0].begin(7)
+        await publication.announce()
+        yield nats, bucket, stores, publication
+
+
 async def take_part(store: VersionStore, rank: int, version: int) -> None:
     """Publish as a rank other than 0."""
     publication = await store.join(version, SOON_S)
@@ -83,9 +94,7 @@ async def test_several_ranks_publish_one_version(nats_url: str) -> None:
 
 async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
     """If ranks are missing, the error names them, the objects of all ranks are removed, and no rank can join."""
-    async with ranks(nats_url, 2) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (nats, bucket, stores, publication):
         await publication.put("0.safetensors", [b"\0"])
         await take_part(stores[1], 1, 7)
         with pytest.raises(
@@ -101,9 +110,7 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
 
 async def test_a_rank_stops_waiting_if_rank_0_discards_the_version(nats_url: str) -> None:
     """If rank 0 discards the version, other ranks stop waiting for its commit."""
-    async with ranks(nats_url, 2) as (_, _, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (_, _, stores, publication):
         await take_part(stores[1], 1, 7)
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(refusal(stores[1].until_committed(publication.objects, SOON_S)))
@@ -114,9 +121,7 @@ async def test_a_rank_stops_waiting_if_rank_0_discards_the_version(nats_url: str
 
 async def test_a_rank_that_fails_ends_the_wait_of_rank_0(nats_url: str) -> None:
     """If a rank fails, rank 0 stops waiting for its list, and the errors of all ranks name the failed rank."""
-    async with ranks(nats_url, 3) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 3) as (nats, bucket, stores, publication):
         await publication.put("0.safetensors", [b"\0"])
         await take_part(stores[1], 1, 7)
         failing = await stores[2].join(7, SOON_S)
@@ -137,9 +142,7 @@ async def test_a_rank_that_fails_ends_the_wait_of_rank_0(nats_url: str) -> None:
 async def test_a_rank_that_dies_after_joining_is_named(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the process of a rank dies after it joined, rank 0 stops waiting early and gives other ranks the reason."""
     monkeypatch.setattr(chain_store, "SILENT_S", 1.0)
-    async with ranks(nats_url, 3) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 3) as (nats, bucket, stores, publication):
         await take_part(stores[1], 1, 7)
         dying = await stores[2].join(7, SOON_S)
         async with dying.alive(2):
@@ -156,9 +159,7 @@ async def test_a_rank_that_dies_after_joining_is_named(nats_url: str, monkeypatc
 
 async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
     """After the timeout of rank 0, the error names the rank that never joined, separately from an unfinished rank."""
-    async with ranks(nats_url, 3) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 3) as (nats, bucket, stores, publication):
         joined = await stores[2].join(7, SOON_S)
         async with joined.alive(2):
             silences: dict[int, Any] = {}
@@ -174,9 +175,7 @@ async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkey
     """If rank 0 does not renew its lease, the error of rank 1 states that rank 0 sends no sign of life."""
     monkeypatch.setattr(chain_store, "SILENT_S", 1.0)
     monkeypatch.setattr(versions, "RENEW_S", 3600.0)
-    async with ranks(nats_url, 2) as (_, _, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (_, _, stores, publication):
         await take_part(stores[1], 1, 7)
         refused = await refusal(stores[1].until_committed(publication.objects, SOON_S))
         assert refused.code is ControlCode.TIMEOUT
@@ -188,9 +187,7 @@ async def test_cleaning_keeps_the_objects_of_ranks_for_an_open_version(nats_url:
 
     Rank 0 may still compare its tensors with them.
     """
-    async with ranks(nats_url, 2) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (nats, bucket, stores, publication):
         await take_part(stores[1], 1, 7)
         await stores[0].clean(set(), young_s=0.0)
         lists = await publication.collect(2, SOON_S)
@@ -206,9 +203,7 @@ async def test_all_ranks_together_store_no_more_objects_than_a_folder_may_have(
 
     Otherwise their objects are removed.
     """
-    async with ranks(nats_url, 2) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (nats, bucket, stores, publication):
         await publication.put("0.safetensors", [b"0"])
         await take_part(stores[1], 1, 7)
         monkeypatch.setattr(module, "MAX_FILES", 2)
@@ -227,9 +222,7 @@ async def refusal(waiting: Awaitable[object]) -> ControlError:
 
 async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
     """A rank joins only the announced version of an open publisher, and cannot commit it."""
-    async with ranks(nats_url, 2) as (_, _, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (_, _, stores, publication):
         with pytest.raises(ControlError, match="rank 0 did not begin") as raised:
             await stores[1].join(8, 0.0)
         assert raised.value.code is ControlCode.TIMEOUT
@@ -259,9 +252,7 @@ async def test_a_list_of_another_version_epoch_or_rank_is_refused(
 ) -> None:
     """Rank 0 rejects a list of another version, epoch or rank, and nothing is published."""
     monkeypatch.setattr(module, "RankList", lambda **fields: RankList(**(fields | change)))
-    async with ranks(nats_url, 2) as (nats, bucket, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (nats, bucket, stores, publication):
         await take_part(stores[1], 1, 7)
         with pytest.raises(ControlError, match=said) as raised:
             await publication.collect(2, SOON_S)
@@ -275,9 +266,7 @@ async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: 
     """Rank 0 rejects a list with an object outside the folder of the version."""
     real = chain_store.as_rank_object
     monkeypatch.setattr(module, "as_rank_object", lambda info: msgspec.structs.replace(real(info), name=name))
-    async with ranks(nats_url, 2) as (_, _, stores):
-        publication = stores[0].begin(7)
-        await publication.announce()
+    async with announced(nats_url, 2) as (_, _, stores, publication):
         await take_part(stores[1], 1, 7)
         with pytest.raises(ControlError) as raised:
             await publication.collect(2, SOON_S)

@@ -14,6 +14,7 @@ from rollbus.bus.publish.publication import Publication
 from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.manifest import CHAIN_OBJECT, Link, Manifest, TensorEntry, content_digest
+from tests.support.nats_server import opened
 
 BUCKET_BYTES = 24 * 1024**2
 MODEL = "m"
@@ -47,6 +48,17 @@ async def opened_store(
         yield store
     finally:
         await store.close()
+
+
+@contextlib.asynccontextmanager
+async def store_with_bucket(nats_url: str) -> AsyncIterator[tuple[Connection, str, VersionStore]]:
+    """Make a bucket, and open a store for the duration of the block. Yield a connection, the bucket and the store."""
+    async with (
+        opened(nats_url) as nats,
+        versions_bucket(nats) as (fleet, bucket),
+        opened_store(nats_url, fleet) as store,
+    ):
+        yield nats, bucket, store
 
 
 def manifest_of(
