@@ -357,31 +357,45 @@ def target_logprobs(model: torch.nn.Module, batch: MicroBatch, **inputs: Any) ->
     return -torch.nn.functional.cross_entropy(logits, batch.target_ids[0], reduction="none")
 
 
-def off_by(model: torch.nn.Module, inputs: Callable[[MicroBatch], dict[str, Any]] = lambda _: {}) -> float:
-    """Return the largest difference between the logprobs of packed, padded samples and those of each sample alone."""
+def off_by(model: torch.nn.Module, *variants: Callable[[MicroBatch], dict[str, Any]]) -> list[float]:
+    """Return the largest difference between the logprobs of packed, padded samples and those of each sample alone.
+
+    Args:
+        variants: functions that return further inputs of the model for the packed samples; there is a result for each.
+    """
     samples = random_samples()
     (batch,) = pack(samples, max_tokens=64, pad_to_multiple_of=32)
-    packed = target_logprobs(model, batch, **inputs(batch))
+    of_sample = [batch.sample_indices[0] == index for index in range(len(samples))]
+    alone = [
+        target_logprobs(model, each, position_ids=None) for sample in samples for each in pack([sample], max_tokens=64)
+    ]
     differences = []
-    for index, sample in enumerate(samples):
-        (alone,) = pack([sample], max_tokens=64)
-        wanted = target_logprobs(model, alone, position_ids=None)
-        differences.append((packed[batch.sample_indices[0] == index] - wanted).abs().max())
-    return float(max(differences))
+    for variant in variants:
+        packed = target_logprobs(model, batch, **variant(batch))
+        differences.append(max(float((packed[at] - one).abs().max()) for at, one in zip(of_sample, alone, strict=True)))
+    return differences
+
+
+def as_packed(_: MicroBatch) -> dict[str, Any]:
+    """Return no inputs besides those of `model_inputs`."""
+    return {}
+
+
+def masked(batch: MicroBatch) -> dict[str, Any]:
+    """Return an explicit mask."""
+    return {"attention_mask": attention_mask(batch)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("attention", "training"), [("eager", False), ("sdpa", True)])
 @pytest.mark.parametrize("family", APART)
 def test_packed_samples_do_not_attend_to_each_other(family: str, attention: str, training: bool) -> None:
     """With `model_inputs` or `attention_mask`, packed, padded samples have the logprobs of each sample alone."""
     model = build(family, attn_implementation=attention).train(training)
     (batch,) = pack(random_samples(), max_tokens=64)
 
-    assert off_by(model) < 1e-5
+    assert max(off_by(model, as_packed, lambda batch: masked(batch) | {"use_cache": True})) < 1e-5
     check_packing(model, batch)
-    assert off_by(model, lambda batch: {"attention_mask": attention_mask(batch), "use_cache": True}) < 1e-5
     check_packing(model, batch, attention_mask=attention_mask(batch), use_cache=True)
 
 
@@ -394,7 +408,7 @@ def test_without_model_inputs_packed_samples_attend_to_each_other() -> None:
     model = build("qwen3_moe", attn_implementation="sdpa")
     (batch,) = pack(random_samples(), max_tokens=64)
 
-    assert off_by(model, lambda _: {"use_cache": True}) > 1e-3
+    assert min(off_by(model, lambda _: {"use_cache": True})) > 1e-3
     with pytest.raises(PackError, match="last segment sees 16 positions"):
         check_packing(model, batch, use_cache=True)
 
@@ -409,8 +423,7 @@ def test_recurrent_families_need_micro_batches_of_one_sample(family: str) -> Non
     model = build(family)
     (batch,) = pack(random_samples(), max_tokens=64)
 
-    assert off_by(model) > 1e-3
-    assert off_by(model, lambda batch: {"attention_mask": attention_mask(batch)}) > 1e-3
+    assert min(off_by(model, as_packed, masked)) > 1e-3
     with pytest.raises(PackError, match=r"in a \w+ForCausalLM the last segment sees .* max_samples=1"):
         check_packing(model, batch)
 
@@ -430,10 +443,10 @@ def test_gpt_oss_needs_its_masks() -> None:
             }
         }
 
-    assert off_by(model) > 1e-3
+    without, with_masks = off_by(model, as_packed, masks)
+    assert (without > 1e-3, with_masks < 1e-5) == (True, True)
     with pytest.raises(PackError, match="GptOssForCausalLM"):
         check_packing(model, batch)
-    assert off_by(model, masks) < 1e-5
     check_packing(model, batch, **masks(batch))
 
 
@@ -442,9 +455,12 @@ def test_model_inputs_keeps_a_sliding_window() -> None:
     """`model_inputs` keeps a sliding window; an explicit mask must contain the window."""
     model = build("mixtral", sliding_window=4)
 
-    assert off_by(model) < 1e-5
-    assert off_by(model, lambda batch: {"attention_mask": attention_mask(batch, sliding_window=4)}) < 1e-5
-    assert off_by(model, lambda batch: {"attention_mask": attention_mask(batch)}) > 1e-3
+    def windowed(batch: MicroBatch) -> dict[str, Any]:
+        return {"attention_mask": attention_mask(batch, sliding_window=4)}
+
+    *right, without_window = off_by(model, as_packed, windowed, masked)
+    assert max(right) < 1e-5
+    assert without_window > 1e-3
 
 
 @pytest.mark.slow
