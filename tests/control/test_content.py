@@ -1,13 +1,11 @@
 """A version is its content: directories that change after an update, on workers with the synthetic engine."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import rollbus
-from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerPresence, WorkerState
@@ -16,6 +14,7 @@ from tests.control.support import (
     ask,
     assert_same,
     folders,
+    incomplete,
     serving,
     serving_here,
     start,
@@ -86,24 +85,20 @@ async def test_a_refused_update_does_not_serve_other_content_under_the_old_versi
     """
     one, two = folders(tmp_path)
     three = write_checkpoint(tmp_path / "three", seed=3)
-    async with serving_here(nats_url, f"{fleet}-other", three, 1):
-        told = await run_rollbus(nats_url, f"{fleet}-other", "update-weights", str(three), "--version", "2", "--json")
-    canary = tmp_path / "canary.json"
-    canary.write_text(json.dumps(json.loads(told.stdout)["workers"][0]["canary"]))
+    async with serving_here(nats_url, f"{fleet}-other", three, 1) as other:
+        canary = (await other.fleet.update_weights(str(three), version=2)).applied["w0"].canary
     source = copy(two, "latest") if is_recorded else one
     async with serving_here(nats_url, fleet, one, 2) as rb:
         if is_recorded:
             await rb.fleet.update_weights(str(source), version=2)
         before = await worker(rb, "w0")
         overwrite(source, two if source == one else one)
-        update = ("update-weights", str(source), "--version", "3", "--expected-canary", str(canary))
-        ended = await run_rollbus(nats_url, fleet, *update)
+        error = await incomplete(rb.fleet.update_weights(str(source), version=3, expected_canary=canary))
         outdated = [await until_worker(rb, name, WorkerState.OUTDATED) for name in ("w0", "w1")]
         await rb.fleet.update_weights(str(three), version=4)
         result = await rb.complete(ask())
 
-    assert ended.code == ExitCode.FAILED
-    assert "previous desired state was restored" in ended.stderr
+    assert "previous desired state was restored" in str(error)
     version = before.weight_version
     for each in outdated:
         assert each.last_error.startswith(f"version {version} was {before.weight_digest}; {source} now holds ")
@@ -120,11 +115,10 @@ async def test_a_refusal_before_a_replacement_reloads_nothing(nats_url: str, fle
         await rb.fleet.update_weights(str(latest), version=2)
         before = await rb.complete(ask())
         overwrite(latest, three)
-        ended = await run_rollbus(nats_url, fleet, "update-weights", str(three), "--version", "3")
+        await incomplete(rb.fleet.update_weights(str(three), version=3))
         state = await until_state(rb, lambda state: all_serve(state) and state.desired["m"].epoch == 3)
         after = await rb.complete(ask())
 
-    assert ended.code == ExitCode.FAILED
     assert {each.weight_version for each in state.workers} == {2}
     assert_same(after, before)
 
@@ -166,9 +160,7 @@ async def test_a_rollback_records_what_it_finds_and_warns(nats_url: str, fleet: 
         with pytest.raises(ControlError) as refused:
             await rb.fleet.update_weights(str(latest), version=2)
         await rb.fleet.update_weights(str(three), version=3)
-        ended = await run_rollbus(
-            nats_url, fleet, "update-weights", str(latest), "--version", "2", "--allow-rollback", "--json"
-        )
+        rollback = await rb.fleet.update_weights(str(latest), version=2, allow_rollback=True)
         second = (await recorded(rb)).digest
         same = await rb.fleet.update_weights(str(latest), version=2, allow_rollback=True)
 
@@ -177,8 +169,7 @@ async def test_a_rollback_records_what_it_finds_and_warns(nats_url: str, fleet: 
     assert refused.value.code is ControlCode.OLD_VERSION
     assert str(first) in refused.value.message
     assert first != second
-    [warning] = json.loads(ended.stdout)["warnings"]
-    assert warning == f"version 2 was {first} in an earlier record; {latest} now holds {second}"
+    assert rollback.warnings == (f"version 2 was {first} in an earlier record; {latest} now holds {second}",)
     assert same.is_complete
 
 
@@ -241,8 +232,7 @@ async def test_a_deep_sleep_ends_in_outdated_if_the_directory_was_overwritten(
         digest = (await recorded(rb)).digest
         await rb.fleet.sleep(level=2)
         overwrite(latest, three)
-        woken = await run_rollbus(nats_url, fleet, "wake")
+        await incomplete(rb.fleet.wake())
         outdated = await until_worker(rb, "w0", WorkerState.OUTDATED)
 
-    assert woken.code == ExitCode.FAILED
     assert outdated.last_error.startswith(f"version 2 was {digest}; {latest} now holds ")

@@ -4,12 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from rollbus import CommandIncomplete
 from rollbus.schemas.acks import Ack
 from rollbus.schemas.presence import WorkerState
-from tests.control.support import ask, assert_same, folders, serving, start, write_checkpoint
+from tests.control.support import ask, assert_same, folders, incomplete, serving, start, write_checkpoint
 from tests.support.fleet import until_worker
 
 SHAPE = (512, 512)
@@ -33,7 +30,7 @@ async def test_a_worker_killed_between_load_and_canary_loads_the_recorded_weight
             loop.call_soon_threadsafe(loading.set)
 
     async with serving(nats_url, fleet, one, 1, **hangs) as (rb, [process]), asyncio.TaskGroup() as tasks:
-        update = tasks.create_task(_incomplete(rb.fleet.update_weights(two, version=2, on_ack=on_ack)))
+        update = tasks.create_task(incomplete(rb.fleet.update_weights(two, version=2, on_ack=on_ack)))
         await loading.wait()
         process.kill()
         error = await update
@@ -79,9 +76,3 @@ async def test_a_worker_killed_during_staging_stages_the_rest_after_its_restart(
     timing = ledger.applied["w0"].timing
     assert timing.fetched_bytes == sum(file.stat().st_size for file in two.iterdir())
     assert (behind.staging.stage, behind.staging.total_bytes) == ("fetching", timing.fetched_bytes)
-
-
-async def _incomplete(update: Any) -> CommandIncomplete:
-    with pytest.raises(CommandIncomplete) as caught:
-        await update
-    return caught.value

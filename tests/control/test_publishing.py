@@ -5,7 +5,7 @@ import base64
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import pytest
 
 import rollbus
 from rollbus.bus.nats.connection import connected
-from rollbus.bus.objects.catalog import list_prefix
+from rollbus.bus.objects.catalog import ensure_bucket, list_prefix
+from rollbus.bus.publish import version_publisher
 from rollbus.bus.publish.chain_store import ChainKey
 from rollbus.bus.subjects import published_bucket
-from rollbus.schemas.errors import ControlError, InvalidRequest
+from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
+from rollbus.schemas.manifest import ChainRecord
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving_here, start_here, write_adapter, write_checkpoint
 from tests.support.patience import SOON_S
 
@@ -299,3 +301,175 @@ async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url:
         assert isinstance(given, rollbus.PublishedWeights)
         assert own.is_anchor
         assert await folders(nats_url, fleet) == [own.objects]
+
+
+# A publisher without asyncio, and a publisher without a server.
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_publish_blocking_draws_the_tensors_on_the_callers_thread(nats_url: str, fleet: str) -> None:
+    """`publish_blocking` draws the tensors on the caller's thread."""
+    threads = set()
+
+    def drawn() -> Iterator[tuple[str, object]]:
+        for item in weights(1).items():
+            threads.add(threading.current_thread())
+            yield item
+
+    with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+        with pytest.raises(rollbus.BusClosed, match="already open"):
+            publisher.__enter__()
+        assert publisher.publish_blocking(drawn(), version=1, update=False).is_anchor
+        with pytest.raises(InvalidRequest, match="was given twice"):
+            publisher.publish_blocking([*weights(1).items()] * 2, version=2, update=False)
+        assert not publisher.publish_blocking(stepped(weights(1)), version=2, update=False).is_anchor
+    assert threads == {threading.current_thread()}
+    with pytest.raises(rollbus.BusClosed, match="publisher is not open"):
+        publisher.publish_blocking(weights(1), version=3)
+
+
+def test_publish_adapter_blocking_accepts_a_folder_or_tensors(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """`publish_adapter_blocking` accepts a folder, and tensors that it draws on the caller's thread."""
+    folder = write_adapter(tmp_path / "adapter")
+    with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+        first = publisher.publish_adapter_blocking("tuned", folder, version=1, update=False)
+        second = publisher.publish_adapter_blocking("tuned", weights(1), version=2, config={"r": 2}, update=False)
+    assert (first.num_tensors, second.num_tensors) == (2, 2)
+    assert first.objects.rpartition("/")[0] == second.objects.rpartition("/")[0]
+
+
+async def test_blocking_calls_work_on_the_thread_of_a_client(nats_url: str, fleet: str) -> None:
+    """The client's thread works while the event loop of its caller is blocked."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+            assert publisher.last_version is None
+            assert publisher.publish_blocking(weights(1), version=1, update=False).is_anchor
+            assert publisher.last_version == 1
+
+
+async def test_a_publisher_without_a_server_raises_bus_broken(fleet: str) -> None:
+    """Without a server, a publisher raises `BusBroken`, as `connect` does."""
+    with pytest.raises(rollbus.BusBroken), rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
+        pytest.fail("it is connected")
+    with pytest.raises(rollbus.BusBroken):
+        async with rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
+            pytest.fail("it is connected")
+
+
+# Publishing into a full bucket, in each way: the bucket is cleaned first, then the publication is rejected.
+
+
+MEGABYTE = 1024**2
+BUCKET_BYTES = 7 * MEGABYTE
+"""The size of a bucket that fits two versions of a megabyte and the space that is reserved for the record."""
+
+
+@contextlib.asynccontextmanager
+async def small_bucket(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[rollbus.Client]:
+    """Yield a client and a small bucket from which all unused objects may be removed immediately."""
+    monkeypatch.setattr(version_publisher, "PRESSED_S", 0.0)
+    async with connected(nats_url, name="test") as nats:
+        await ensure_bucket(nats, published_bucket(fleet, MODEL), max_bytes=BUCKET_BYTES)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        yield rb
+
+
+def tensors(version: int, size: int = MEGABYTE) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the tensors of a version."""
+    return {"a": np.full(size, version, np.uint8)}
+
+
+async def test_a_full_bucket_is_cleaned_before_a_version_is_refused(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two unused versions fit into the bucket, and publishing can continue without limit."""
+    async with small_bucket(nats_url, fleet, monkeypatch) as rb:
+        for version in range(1, 6):
+            # A new publisher each time, so that each version is an anchor.
+            async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+                await publisher.publish(tensors(version), version=2 * version, update=False)
+                again = await publisher.publish(tensors(version), version=2 * version + 1, update=False)
+                assert not again.is_anchor
+    assert len(await folders(nats_url, fleet)) < 10
+
+
+async def publish_adapters(publisher: rollbus.WeightPublisher) -> None:
+    """Publish adapters only, so that no version of the weights is planned."""
+    for version in range(1, 6):
+        await publisher.publish_adapter("a", tensors(version), version=version, config={}, update=False)
+
+
+async def publish_first_after_adapters(publisher: rollbus.WeightPublisher) -> None:
+    """Publish a first version from an iterator, whose size is unknown before it is drawn."""
+    for version in (1, 2):
+        await publisher.publish_adapter("a", tensors(version), version=version, config={}, update=False)
+    published = await publisher.publish(iter(tensors(3).items()), version=3, update=False)
+    assert published.is_anchor
+
+
+@pytest.mark.parametrize("publish", [publish_adapters, publish_first_after_adapters])
+async def test_an_unplanned_publication_removes_older_adapters_from_a_full_bucket(
+    nats_url: str,
+    fleet: str,
+    monkeypatch: pytest.MonkeyPatch,
+    publish: Callable[[rollbus.WeightPublisher], Awaitable[None]],
+) -> None:
+    """If the bucket becomes full while an unplanned publication is stored, the older adapters are removed."""
+    async with (
+        small_bucket(nats_url, fleet, monkeypatch) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        await publish(publisher)
+
+
+async def test_a_first_version_that_cannot_fit_is_refused_before_its_first_byte(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first version that is too large is rejected before its first byte, if its tensors are given all at once.
+
+    With an iterator it is rejected when the bucket is full. In both cases nothing remains in the bucket.
+    """
+    async with (
+        small_bucket(nats_url, fleet, monkeypatch) as rb,
+        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
+    ):
+        for large, said in (
+            (tensors(1, 4 * MEGABYTE), "an anchor \\(first\\) takes"),
+            (iter(tensors(1, 4 * MEGABYTE).items()), "has no room"),
+        ):
+            with pytest.raises(ControlError, match=said) as raised:
+                await publisher.publish(large, version=1, update=False)
+            assert raised.value.code is ControlCode.STORAGE
+        assert (await publisher.publish(tensors(1), version=1, update=False)).is_anchor
+
+
+# A publisher that does not know whether its commit was stored.
+
+
+async def test_the_version_after_a_failed_but_stored_commit_is_an_anchor(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a commit that was stored but raised an error, the publisher publishes an anchor.
+
+    It does not know the content of the last stored version, so it cannot compute a delta.
+    """
+    real = ChainKey.write
+    lost: list[int | None] = []
+
+    async def write(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:
+        stored = await real(key, record, sequence)
+        if len(record.links) == 2 and not lost:
+            lost.append(stored)
+            raise rollbus.BusBroken("the test has lost the connection")
+        return stored
+
+    monkeypatch.setattr(ChainKey, "write", write)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb, rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+        await publisher.publish(weights(1), version=1, update=False)
+        with pytest.raises(rollbus.BusBroken, match="the test has lost"):
+            await publisher.publish(stepped(weights(1)), version=2, update=False)
+        third = await publisher.publish(weights(1), version=3, update=False)
+        assert third.is_anchor
+        assert len(await folders(nats_url, fleet)) == 3
