@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.proves("P9")
 async def test_every_version_that_is_published_during_faults_is_exact(tmp_path: Path) -> None:
-    """After each of 30 versions that are published during faults, folders, tokens and the store are exact."""
+    """After each version that is published during a fault, folders, tokens and the store are exact."""
     require_binary()
     said: list[str] = []
     with (tmp_path / "workers.log").open("wb") as log:

@@ -44,7 +44,7 @@ from tests.support.waits import until_true
 
 ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""
-NUM_STREAMS = 4
+NUM_STREAMS = 2
 """Number of streams that are in flight during the whole run."""
 NUM_QUESTIONS = 3
 """Number of requests after each version, sent when every worker has the version."""
@@ -56,7 +56,7 @@ GRACE_S = 60.0
 class Settings:
     """Settings of a run. They determine versions and faults, and roughly their timing."""
 
-    num_versions: int = 30
+    num_versions: int = len(KINDS)
     seed: int = 0
     num_workers: int = 3
     lease_s: float = 2.0
