@@ -10,12 +10,14 @@ from tests.soak.meter import BOUNDS, MIB, Meter
 from tests.soak.run import Settings, run
 from tests.support.nats_server import require_binary
 
-SETTINGS = Settings(seconds=50.0, warm_up_s=15.0, look_every_s=1.0, seconds_between_faults=4.0, seed=3)
+SETTINGS = Settings(
+    seconds=36.0, warm_up_s=12.0, look_every_s=1.0, seconds_between_faults=4.0, max_in_flight=24, seed=3
+)
 
 
 @pytest.mark.proves("P10")
 @pytest.mark.slow
-async def test_no_process_grows_during_a_minute_of_faults(tmp_path: Path) -> None:
+async def test_no_process_grows_during_faults(tmp_path: Path) -> None:
     """Under faults, each result equals the undisturbed one, and no process that survives the run grows."""
     require_binary()
     said: list[str] = []
