@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from nats.aio.msg import Msg
 
@@ -15,17 +16,21 @@ import rollbus
 from rollbus.bus.auth import permissions
 from rollbus.bus.auth.credentials import Role
 from rollbus.bus.client.client import watch_fleet
+from rollbus.bus.control.store import DesiredStore
+from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import publish, publish_permitted, subscribe
 from rollbus.bus.nats.jetstream import put
 from rollbus.bus.nats.server import CREDENTIALS_VARIABLE
 from rollbus.bus.objects.catalog import list_objects, set_bucket_bytes
 from rollbus.bus.objects.uploads import Uploads
 from rollbus.bus.protocol.weights.chain import SPARE_BYTES
+from rollbus.bus.queue.publisher import QueueProbes
+from rollbus.bus.queue.streams import set_limits
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.frontend.cli.local.http import bind_address, serve_http, settings_from_environment
 from rollbus.schemas.control import DesiredState, Pause, Recorded, Resume, UpdateWeights
-from rollbus.schemas.errors import ControlCode, ControlError, PermissionDenied
-from rollbus.schemas.messages import encode_json
+from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest, PermissionDenied
+from rollbus.schemas.messages import RequestMessage, encode, encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -38,11 +43,11 @@ from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders
-from tests.control.support import ask as greedy
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker, until_worker
 from tests.support.objects import stored_messages
 from tests.support.processes import worker_process
+from tests.support.requests import greedy
 from tests.support.waits import until_true
 
 pytestmark = pytest.mark.slow
@@ -309,7 +314,7 @@ async def test_other_roles_may_not_observe_commands(name: str, tmp_path: Path) -
             with pytest.raises(PermissionDenied) as listed:
                 await watch.clients([MODEL])
             if name != "eye":
-                assert (await rb.complete(greedy())).error is None
+                assert (await rb.complete(ask())).error is None
             assert await watch.commands() == ()
     assert (listened.value.action, listened.value.subject) == ("subscribe", f"rb.v1.{FLEET}.ack.*.*")
     assert listed.value.action == "publish"
@@ -376,3 +381,105 @@ async def test_a_worker_compares_its_start_if_its_user_may_receive_presence(
                 second = await until_worker(rb, "w1", expected)
 
     assert (second.last_error is None) == is_earlier
+
+
+# Probes of the queues on a server with users: admins may publish them, and nothing else to a queue.
+
+
+SUBJECTS = Subjects(FLEET)
+
+
+async def test_an_admin_finds_a_queue_that_stores_nothing(tmp_path: Path) -> None:
+    """An admin gets the reason of a full queue. A viewer publishes no probe, and the server denies nothing."""
+    async with guarded(tmp_path) as guard, guard.connected("boss") as boss, guard.connected("alice") as alice:
+        await set_limits(boss, SUBJECTS, MODEL, {"max_msgs": 1})
+        await put(alice, SUBJECTS.request("alice", MODEL, "low"), b"?")
+        found = await QueueProbes(boss, SUBJECTS).problems("boss", [MODEL])
+        async with guard.connected("eye") as eye:
+            unknown = await QueueProbes(eye, SUBJECTS).problems("eye", [MODEL])
+
+        assert "maximum messages exceeded" in found[MODEL]
+        assert unknown == {}
+        assert guard.violations() == []
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+async def test_workers_remove_the_probes_of_an_admin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool
+) -> None:
+    """Workers ack an admin's probes. A server that an earlier release configured denies one probe, and gets no more."""
+    if is_earlier:
+        rules = tuple(rule for rule in permissions.SUBJECT_RULES if "~probe" not in rule.subject)
+        monkeypatch.setattr(permissions, "SUBJECT_RULES", rules)
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker as (serving, _), rollbus.connect(guard.login("boss")) as rb:
+            await rb.fleet.wait_for_workers()
+            assert await rb.fleet.check_queues() == {}
+            assert await rb.fleet.check_queues() == {}
+            expected = 0 if is_earlier else 4
+            await until_true(lambda: serving._puller.stats.probes == expected)
+
+            assert serving.stats().intake.bad == 0
+            assert len(guard.violations()) == is_earlier
+
+
+async def test_an_admin_sends_no_requests_as_probes(tmp_path: Path) -> None:
+    """Workers reject a request on the subject of probes, whatever client it names, and serve a trainer as before."""
+    async with guarded(tmp_path) as guard, guard.connected("boss") as boss:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker as (serving, _), rollbus.connect(guard.login("alice")) as rb:
+            await rb.fleet.wait_for_workers()
+            request = msgspec.Raw(encode(greedy(1, 2)))
+            for client in (b"boss", b"alice", b"~probe"):
+                # Programs of an attacker check no names.
+                data = encode(RequestMessage(client="x" * len(client), incarnation="i", request=request))
+                await put(boss, SUBJECTS.probe(MODEL, "normal"), data.replace(b"x" * len(client), client))
+            await until_true(lambda: serving.stats().intake.bad == 3)
+
+            assert serving.stats().links.requests == 0
+            assert (await rb.complete(greedy(1, 2))).error is None
+            assert serving._puller.stats.probes == 0
+
+
+# Known models on a server with users: who may read, make and forget them.
+
+
+async def test_a_trainer_without_a_model_reads_the_known_models(tmp_path: Path) -> None:
+    """A trainer that names no model gets the list of the models that an admin has made, and cannot forget one.
+
+    The worker writes no state. Its server denies nothing, so nothing was tried.
+    """
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, rollbus.connect(guard.login("alice")) as rb, rollbus.connect(guard.login("boss")) as admin:
+            await rb.fleet.wait_for_workers()
+            assert await rb.fleet.known_models() == (MODEL,)
+            assert (await rb.complete(greedy(1, 2))).model == MODEL
+            await provision(guard.login("boss"), FLEET, ["other"])
+            assert (await rb.complete(greedy(1, 2))).model == MODEL
+            async with rollbus.connect(guard.login("bob")) as late:
+                with pytest.raises(InvalidRequest, match=f"one of {MODEL}, other"):
+                    await late.complete(greedy(1, 2))
+                assert guard.violations() == []
+                with pytest.raises(PermissionDenied):
+                    await late.fleet.forget_model("other")
+                assert await admin.fleet.forget_model("other")
+                assert (await late.complete(greedy(1, 2))).model == MODEL
+
+
+async def test_a_model_that_was_forgotten_can_come_back(tmp_path: Path) -> None:
+    """If a forgotten model is made again, programs that remember its signed states accept its new commands."""
+    async with guarded(tmp_path) as guard, guard.connected("boss") as boss, guard.connected("front") as front:
+        store, remembers = DesiredStore(boss, Subjects(FLEET)), DesiredStore(front, Subjects(FLEET))
+        for number in range(5):
+            await store.record(MODEL, Pause(id=f"p{number}"))
+        before = await remembers.read(MODEL)
+        await store.forget(MODEL)
+        await provision(guard.login("boss"), FLEET, [MODEL])
+        first = await remembers.read(MODEL)
+        await store.record(MODEL, Pause(id="later"))
+        after = await remembers.read(MODEL)
+
+    assert (before.epoch >= 5, first.is_first, first.bucket != before.bucket) == (True, True, True)
+    assert (after.epoch, after.registers["pause"].command.id, remembers.refused) == (first.epoch + 1, "later", 0)
