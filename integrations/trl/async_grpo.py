@@ -181,7 +181,9 @@ class RolloutWorker:
         if self._thread is not None:
             self._thread.join(STOP_S)
             if self._thread.is_alive():
-                logger.warning("rollouts.stop_timed_out seconds=%g: a reward function has not returned", STOP_S)
+                logger.warning(
+                    "rollouts.stop_timed_out seconds=%g reason=%s", STOP_S, "a reward function has not returned"
+                )
                 return
             self._thread = None
         self._stopping.clear()

@@ -2,29 +2,14 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from bench.placement import SIMULATED, SIMULATED_TRACES, simulate
 from bench.placement_sim import EngineShape, Simulation
-from bench.placement_traces import Shape, block_keys, least_computed, make_trace
+from bench.placement_traces import Shape, least_computed, make_trace
 
 ENGINE = EngineShape(slots=16)
 SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
-
-
-def test_the_least_work_is_that_of_one_unlimited_cache() -> None:
-    """The least work is that of one unlimited cache.
-
-    It shares whole blocks, never the last prompt token, and also generated tokens that a later prompt contains.
-    """
-    prompt = np.arange(40, dtype=np.int32)
-    other = np.concatenate([prompt, np.arange(100, 120, dtype=np.int32)])
-
-    assert len(block_keys(prompt, 8)) == 4
-    assert least_computed([(prompt, [prompt])], 8) == 40
-    assert least_computed([(prompt, [prompt] * 3)], 8) == 40 + 2 * 8
-    assert least_computed([(prompt, [other]), (other, [other])], 8) == 40 + (60 - 56)
 
 
 @pytest.mark.parametrize("way", SIMULATED)

@@ -14,7 +14,6 @@ from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import (
     BusClosed,
     ErrorCode,
-    InvalidRequest,
     NoWorkers,
     RequestFailed,
     RequestRejected,
@@ -93,24 +92,6 @@ async def test_every_request_method_raises_no_workers_without_a_worker(nats_url:
             async for _ in rb.complete_many([sized()]):
                 pass
         assert (await rb.fleet.state()).workers == ()
-
-
-async def test_the_error_for_an_unknown_model_lists_the_known_models(nats_url: str, fleet: str) -> None:
-    """An unknown model name raises an error that lists the known models.
-
-    A fleet of several models requires a model name.
-    """
-    async with (
-        synthetic_worker(nats_url, fleet, model="org/a.b"),
-        synthetic_worker(nats_url, fleet, model="c"),
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-    ):
-        await rb.fleet.wait_for_workers(2)
-        with pytest.raises(InvalidRequest, match=r"model is 'd'; allowed: one of c, org/a.b"):
-            await rb.complete(sized(model="d"))
-        with pytest.raises(InvalidRequest, match="model is missing"):
-            await rb.complete(sized())
-        assert (await rb.complete(sized(model="org/a.b"))).finish_reason == "length"
 
 
 @pytest.mark.proves("P27")

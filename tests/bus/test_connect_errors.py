@@ -10,7 +10,6 @@ from rollbus.bus.auth.credentials import Role
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.nats.embedded import EmbeddedServer
 from tests.support.nats_server import require_binary
-from tests.support.tls_server import certificate, configure_tls
 
 pytestmark = pytest.mark.slow
 
@@ -67,20 +66,6 @@ async def test_the_error_for_a_rejected_user_states_the_credentials(
     assert "refused" in lines[-1]
     assert advice in lines[-1]
     assert "hunter2" not in lines[-1]
-
-
-async def test_the_error_for_an_untrusted_certificate_names_the_ca_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If TLS fails, the error states the reason and the option that names the CA."""
-    require_binary()
-    configure_tls(monkeypatch, *certificate(tmp_path))
-    async with EmbeddedServer() as server:
-        kind, lines = await lines_of_error(server.url.replace("nats://", "tls://"))
-
-    assert kind is rollbus.TlsFailed
-    assert len(lines) <= MAX_FOREIGN_LINES
-    assert "--tls-ca FILE or $ROLLBUS_TLS_CA" in lines[-1]
 
 
 async def test_an_invalid_url_or_missing_credentials_fail_before_sending(tmp_path: Path) -> None:

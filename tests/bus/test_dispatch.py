@@ -218,35 +218,6 @@ async def test_a_request_fails_after_the_maximum_number_of_attempts(nats_url: st
     assert generation.attempts == MAX_ATTEMPTS
 
 
-async def test_requests_of_a_session_go_directly_to_its_last_worker(nats_url: str, fleet: str) -> None:
-    """Requests of a session go directly to the worker that served it last, and not through the queue."""
-    async with (
-        worker_by_hand(nats_url, fleet, "a", pulls=False) as a,
-        worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
-        rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
-        await rb.fleet.wait_for_workers(2)
-        served: dict[str, set[str]] = {}
-        workers = {"a": a, "b": b}
-        numbers = {"a": 0, "b": 0}
-        for turn in range(20):
-            session = f"s{turn % 5}"
-            completing = tasks.create_task(rb.complete(request(1, session_id=session)))
-            taken = {name: tasks.create_task(worker.take()) for name, worker in workers.items()}
-            done, pending = await asyncio.wait(taken.values(), return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-            [name] = [name for name, task in taken.items() if task in done]
-            assert done.pop().result().queued is None
-            await answer(workers[name], numbers[name], taken[name].result())
-            numbers[name] += 1
-            served.setdefault(session, set()).update((await completing).worker_ids)
-        assert rb.stats().direct == 20
-
-    assert {len(names) for names in served.values()} == {1}
-
-
 async def test_a_session_moves_to_another_worker_if_its_worker_stops(nats_url: str, fleet: str) -> None:
     """If the session's worker stops, its unaccepted request goes to the queue.
 

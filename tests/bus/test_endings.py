@@ -95,18 +95,6 @@ async def test_closing_the_client_ends_its_threads_and_aborts_its_requests(nats_
             await all_of(stream)
 
 
-async def test_an_unread_stream_is_aborted_at_its_deadline(one_worker: StartServed) -> None:
-    """A stream that no caller reads is aborted at its deadline too."""
-    config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
-    async with one_worker(config=config) as (rb, _, engine):
-        stream = rb.generate(sized(max_tokens=1_000_000, timeout_s=0.5, model="synthetic"))
-        await anext(stream)
-        async with asyncio.timeout(SOON_S):
-            await until_idle(engine, rb)
-        with pytest.raises(RequestTimeout):
-            await all_of(stream)
-
-
 async def test_an_error_in_the_thread_of_the_client_reaches_every_caller(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,8 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import ask, folders, serving
 from tests.support.disagg import disaggregated, in_two_legs, long
 from tests.support.expert_counts import asked_until, counted, planes_of
-from tests.support.fleet import StartServed
+from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
-from tests.support.processes import worker_process
 from tests.support.requests import greedy, short, sized, start_stream
 
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
@@ -78,21 +77,18 @@ async def test_each_phase_counts_the_tokens_that_its_worker_computes(nats_url: s
 
 
 async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
-    """After kill -9 of a worker, the survivor computes prompt and earlier tokens again, and counts them as prompt."""
-    # Both start before the stream, because a starting process occupies the cores and could delay presence beyond the
-    # lease.
-    lease = ("--lease-s", "5")
+    """After a worker has ended, the survivor computes prompt and earlier tokens again, and counts them as prompt."""
+    config = SyntheticConfig.from_args(SLOW)
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
-        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as a,
-        worker_process(nats_url, fleet, *lease, "--worker-id", "b", engine_args=SLOW) as b,
+        synthetic_worker(nats_url, fleet, worker_id="a", config=config) as (a, _),
+        synthetic_worker(nats_url, fleet, worker_id="b", config=config) as (b, _),
     ):
         await rb.fleet.wait_for_workers(2)
         stream = rb.generate(greedy(5, 400))
-        # By then the worker has acked the queue message, so the queue delivers the request to no other worker.
         chunks = [await anext(stream) for _ in range(40)]
         doomed, survivor = (a, "b") if chunks[0].worker_id == "a" else (b, "a")
-        doomed.kill()
+        doomed.stop()
         chunks += [chunk async for chunk in stream]
         before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
         answers = await asked_until(rb, lambda window: window.generated.computed == 400 - before - 1)

@@ -134,20 +134,6 @@ async def test_leaving_the_block_aborts_all_groups(one_worker: StartServed) -> N
             await groups.step()
 
 
-async def test_a_step_during_another_step_is_an_error(one_worker: StartServed) -> None:
-    """A step raises an error while another step of the same groups runs."""
-    async with (
-        one_worker(config=SLOW) as (rb, *_),
-        rb.groups(prompts(300), n=1, need=1) as groups,
-        asyncio.TaskGroup() as tasks,
-    ):
-        running = tasks.create_task(groups.step())
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="a step of these groups is still running"):
-            await groups.step()
-        assert len((await running).groups) == 1
-
-
 async def test_failed_groups_are_replaced_and_returned_with_their_error(one_worker: StartServed) -> None:
     """A prompt that no worker can serve is returned as failed with its error, and another prompt replaces it."""
     too_long = GroupPrompt(GenerateRequest(prompt_token_ids=range(100)), key="long")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import nats
-import pytest
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
@@ -158,21 +157,6 @@ def test_the_installed_release_has_every_name() -> None:
     """The installed release defines every name with an unchanged signature."""
     assert set(PRIVATE_NAMES) <= names_of_nats()
     assert {name: signature_of(name) for name in PRIVATE_NAMES} == PRIVATE_NAMES
-
-
-def test_a_name_outside_the_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name outside the list is found in the inheriting classes, and elsewhere through a connection."""
-    inside = ast.parse(
-        "class Connection(PatchedNatsClient):\n    def f(self) -> None:\n        self._server_version_x\n"
-    )
-    elsewhere = ast.parse(
-        "from rollbus.bus.nats.connection import Connection\ndef f(nats: Connection) -> None:\n    nats._drain_x\n"
-    )
-    monkeypatch.setitem(globals(), "trees", lambda: iter([(ROOT, inside), (ROOT, elsewhere)]))
-    for names in ("names_of_nats", "names_of_client"):
-        monkeypatch.setitem(globals(), names, lambda: {"_server_version_x", "_drain_x"})
-
-    assert used_names() == {"_server_version_x", "_drain_x"}
 
 
 def test_pip_installs_only_the_verified_release() -> None:

@@ -124,26 +124,6 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
     assert (stats.requests, stats.direct, both.placed()) == (4, 4, {PlacementReason.PLACED_GROUP: 4})
 
 
-async def test_the_first_of_the_rejected_samples_goes_to_the_queue(nats_url: str, fleet: str) -> None:
-    """If a worker rejects some samples, the first of them goes to the queue as the leader, and the others follow it."""
-    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(both.rb.complete(long(3)))
-        worker, taken = await both.take_direct()
-        one, two, three = taken.keys
-        full = [failure(key, 0, ErrorCode.QUEUE_FULL) for key in (two, three)]
-        await both.frame(worker, chunk(one, 0, 7, total=1), *full, admitted=[one])
-        [leader] = await both.take_queued(1)
-        await both.answer(both.a, leader)
-        worker, last = await both.take_direct()
-        await both.answer(worker, last)
-        generation = await completing
-        assert both.rb.stats().placements_refused == 2
-        assert not is_placing(both.rb)
-
-    assert [each.attempts for each in (generation, *generation.siblings)] == [1, 1, 1]
-    assert both.placed() == {PlacementReason.PLACED_GROUP: 4}
-
-
 async def test_a_prefix_is_placed_until_its_cache_is_emptied(nats_url: str, fleet: str) -> None:
     """The second turn goes to the worker of the first turn.
 
@@ -203,20 +183,6 @@ def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) ->
     if group_id is None:
         return [tasks.create_task(rb.complete(long(3, max_tokens=2)))]
     return [tasks.create_task(rb.complete(long(max_tokens=2, group_id=group_id))) for _ in range(3)]
-
-
-async def test_followers_go_to_a_worker_that_announces_slots_for_all(nats_url: str, fleet: str) -> None:
-    """If another worker announces slots for all followers, and no leader waits in the queue, the followers go there."""
-    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
-        completing = tasks.create_task(both.rb.complete(long(3)))
-        [first] = await both.take_queued(1)
-        await both.announce(both.b, free_slots=8)
-        await both.answer(both.a, first)
-        worker, others = await both.take_direct()
-        await both.answer(worker, others)
-        await completing
-
-    assert (worker.name, len(others.keys)) == ("b", 2)
 
 
 async def test_a_worker_without_a_backlog_gets_no_more_than_its_free_slots(nats_url: str, fleet: str) -> None:

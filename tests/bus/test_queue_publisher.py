@@ -95,14 +95,6 @@ async def test_a_full_queue_rejects_new_requests_and_accepts_resumed_requests(
             assert not result.is_duplicate
 
 
-async def test_a_publication_without_a_queue_fails_with_no_workers(nats_url: str, fleet: str) -> None:
-    """If no worker has created a queue for the model, the result is `no_workers`, without delay."""
-    async with publishing(nats_url, fleet) as client:
-        result = await client.publish()
-
-    assert (result.ok, result.code) == (False, ErrorCode.NO_WORKERS)
-
-
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [({"sealed": True}, ErrorCode.UNKNOWN, "sealed"), ({"max_msg_size": 10}, ErrorCode.TOO_LARGE, "size exceeds")],
@@ -220,25 +212,6 @@ async def test_a_request_above_the_limit_after_a_reconnect_is_not_repeated(
         proxy.thaw()
 
         assert (result.ok, result.code) == (False, ErrorCode.TOO_LARGE)
-
-
-@pytest.mark.slow
-async def test_a_lost_connection_loses_no_request(fleet: str) -> None:
-    """Requests that are published before, during and after an outage of the server are stored once."""
-    require_binary()
-    async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
-        await ensure_queue(client.nats, Subjects(fleet), MODEL)
-        tokens = [await client.send(str(i).encode()) for i in range(100)]
-        await server.kill()
-        tokens += [await client.send(str(i).encode()) for i in range(100, 200)]
-        await server.restart()
-        tokens += [await client.send(str(i).encode()) for i in range(200, 300)]
-        results = [await client.result(token) for token in tokens]
-
-        assert all(result.ok for result in results)
-        assert (await waiting(client, fleet))["normal"] == 300
-        async with pulling(server.url, fleet, capacity=300) as worker:
-            assert sorted(map(int, await worker.take_all(300))) == list(range(300))
 
 
 async def test_publishes_without_an_answer_are_bounded(

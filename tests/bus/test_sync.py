@@ -172,17 +172,6 @@ async def _nothing() -> Any:
     yield
 
 
-def test_without_workers_every_request_method_raises_no_workers(nats_url: str, fleet: str) -> None:
-    """Without workers, every request method raises `NoWorkers`."""
-    with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-        for call in (
-            lambda: rb.complete(short("a")), lambda: list(rb.generate(short("a"))),
-            lambda: list(rb.complete_many([short("a")])),
-        ):  # fmt: skip
-            with pytest.raises(NoWorkers):
-                call()
-
-
 async def test_a_caller_that_leaves_a_loop_aborts_its_requests(
     nats_url: str, fleet: str, one_worker: StartServed
 ) -> None:
@@ -417,25 +406,6 @@ async def test_leaving_the_groups_ends_a_step_of_another_thread(
         await until_idle(engine, rb)
     assert [type(error) for error in errors] == [RuntimeError, BusClosed]
     assert "a step of these groups is still running" in str(errors[0])
-
-
-async def test_weights_may_change_between_steps(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Between steps, no request of the groups is in flight, so weights can change. The statistics count all lengths."""
-
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
-            with rb.groups(prompts(3, 500, 4), n=1, need=1, over=2) as groups:
-                first = groups.step(version=0)
-                rb.fleet.flush_cache()
-                rest = list(groups)
-            assert keys(first) == [0]
-            assert sorted(map(str, keys(*rest))) == ["1", "2"]
-            assert first.stats.carried.size == 1
-            assert np.concatenate([step.stats.taken for step in (first, *rest)]).sum() == 507
-
-    async with one_worker(config=SLOW):
-        await in_thread(program)
 
 
 # The client without asyncio in processes that are interrupted, that fork, and that exit without leaving the client.

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 import rollbus
-from rollbus import Chunk
 from rollbus.bus.client.thread import LoopThread
 from rollbus.schemas.errors import BusBroken, BusClosed
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
-from tests.support.requests import endless, greedy
+from tests.support.requests import greedy
 
 
 @contextlib.asynccontextmanager
@@ -512,12 +511,3 @@ async def test_a_client_works_from_the_live_loop_of_another_thread(nats_url: str
                     return len((await rb.complete(greedy(1, 2))).token_ids) + len(many)
 
             assert await asyncio.to_thread(asyncio.run, use()) == 5
-
-
-async def test_a_stream_of_a_live_client_is_not_affected(nats_url: str, fleet: str) -> None:
-    """A stream in the client's own loop ends as before when the client is closed."""
-    with worker(nats_url, fleet):
-        async with rollbus.connect(nats_url, fleet=fleet) as rb:
-            chunks: AsyncGenerator[Chunk, None] = rb.generate(endless())
-            assert (await anext(chunks)).token_ids_data
-            await chunks.aclose()

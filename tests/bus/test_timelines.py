@@ -15,9 +15,8 @@ from rollbus.schemas.telemetry import TimelineEvent
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_placement import fleet_of, group
 from tests.control.support import ask, folders, serving
-from tests.support.fleet import StartServed
+from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
-from tests.support.processes import worker_process
 from tests.support.requests import endless, greedy, short, sized, start_stream
 from tests.support.waits import until
 from tests.workers.links_support import queued
@@ -161,26 +160,23 @@ async def test_a_request_that_arrives_after_the_pulls_stopped_has_a_timeline(one
     assert (told.client, told.lane, told.events[-1].reason) == ("alice", "normal", "returned")
 
 
-async def test_after_a_kill_the_other_worker_reports_attempt_1(nats_url: str, fleet: str) -> None:
-    """After kill -9 during a stream, the other worker reports attempt 1, which begins with the earlier tokens."""
-    # Both start before the stream, because a starting process occupies the cores and could delay presence beyond the
-    # lease.
-    lease = ("--lease-s", "5")
+async def test_after_the_end_of_a_worker_the_other_one_reports_attempt_1(nats_url: str, fleet: str) -> None:
+    """After a worker has ended during a stream, the other reports attempt 1, which begins with the earlier tokens."""
+    config = SyntheticConfig.from_args(SLOW)
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
-        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as a,
-        worker_process(nats_url, fleet, *lease, "--worker-id", "b", engine_args=SLOW) as b,
+        synthetic_worker(nats_url, fleet, worker_id="a", config=config) as (a, _),
+        synthetic_worker(nats_url, fleet, worker_id="b", config=config) as (b, _),
     ):
         await rb.fleet.wait_for_workers(2)
         stream = rb.generate(greedy(5, 400, request_id="r"))
         chunks = [await anext(stream)]
         first = only(await rb.fleet.timelines("r"))
         doomed = a if first.worker == "a" else b
-        doomed.kill()
+        doomed.stop()
         chunks += [chunk async for chunk in stream]
         trace = await rb.fleet.timelines("r")
 
-    # The queue may deliver attempt 0 again if its worker died before it acked the queue message.
     [told] = [timeline for timeline in trace.timelines if timeline.attempt > 0]
     before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
     assert (first.attempt, first.prompt_tokens) == (0, 3)

@@ -1,9 +1,11 @@
-"""Log events have the form `component.past_tense_event`."""
+"""Log events have the form `component.past_tense_event`, followed by named fields."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from rollbus.bus.logs import EVENT as LINE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
@@ -26,8 +28,8 @@ def log_calls() -> Iterator[tuple[str, str]]:
 
 
 def test_each_log_text_begins_with_an_event() -> None:
-    """Each text that a logger receives is constant and begins with `component.past_tense_event`."""
+    """Each text that a logger receives is constant: `component.past_tense_event` and named fields."""
     calls = list(log_calls())
 
     assert len(calls) > 150
-    assert [f"{place} {text}" for place, text in calls if not EVENT.match(text)] == []
+    assert [f"{place} {text}" for place, text in calls if not (EVENT.match(text) and LINE.fullmatch(text))] == []
