@@ -26,8 +26,8 @@ from rollbus.bus.nats.connection import connected, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, in_turns
+from rollbus.schemas.options import arg
 
 FRAME = bytes(64 * 1024)
 FRAMES_AT_ONCE = 64

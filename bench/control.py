@@ -22,9 +22,9 @@ import rollbus
 from bench.processes import Way, own_process
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, percentile
 from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.options import arg
 
 START_TIMEOUT_S = 180.0
 """Seconds until all workers must serve, on a small machine."""

@@ -18,9 +18,9 @@ import numpy as np
 
 from bench.report import Report, program
 from rollbus.bus.protocol.telemetry.experts import ExpertBook
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.messages import encode_json
+from rollbus.schemas.options import arg
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.rows import DTYPES, dtype_for
 

@@ -18,8 +18,8 @@ import rollbus
 from bench.processes import START_S, WORKER, bus_request, secure_bus, worker_process
 from bench.report import Report, program
 from rollbus.bus.queue.streams import QueueLimits
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import percentile
+from rollbus.schemas.options import arg
 
 TOKENS = 16
 STEP_S = 0.005

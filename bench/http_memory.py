@@ -20,8 +20,8 @@ import numpy as np
 import rollbus
 from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import in_turns, spreads
+from rollbus.schemas.options import arg
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine

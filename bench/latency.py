@@ -24,8 +24,8 @@ from bench.processes import Way, bus_request, on_the_bus, own_process
 from bench.real_engine import Count, Run, ask, gathered, on_real_engines, serve, streamed
 from bench.report import Report, program
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import in_turns, percentile, spreads
+from rollbus.schemas.options import arg
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 

@@ -22,8 +22,8 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.reader import ObjectReader
 from rollbus.bus.objects.writer import put_folder
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, in_turns
+from rollbus.schemas.options import arg
 
 MEGABYTE = 1024 * 1024
 BUCKET = "bench"

@@ -51,8 +51,8 @@ from bench.processes import START_S, own_process, worker_process
 from bench.processes import Way as PlayerProcess
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import percentile, spreads
+from rollbus.schemas.options import arg
 
 MODES: Final = {"dynamo, round robin": "round_robin", "dynamo, kv": "kv_router"}
 """Ways and Dynamo's names for them."""

@@ -40,8 +40,8 @@ import psutil
 import rollbus
 from bench.processes import START_S, Way, answer, bus_request, on_the_bus, own_process
 from bench.report import Load, Report, cpu_s, parse_loads, program, rate
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, Value
+from rollbus.schemas.options import arg
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
 PROMPT_TOKENS = 16

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollbus.frontend.cli.arguments import Option, add_options
 from rollbus.frontend.cli.tables import Value, as_json, cell, machine, table_text
+from rollbus.schemas.options import Option, add_options
 
 ROUNDS = 5
 ROOT = Path(__file__).resolve().parent.parent

@@ -31,8 +31,8 @@ from bench.processes import Way, answer, own_process
 from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes
 from bench.routing_ways import CASES, CLOCK, WAYS, Case, RoutedEngine, bus_request, clock_us, running_worker
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, in_turns, percentile, spreads
+from rollbus.schemas.options import arg
 
 
 @dataclass(slots=True)

@@ -43,9 +43,9 @@ from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import spreads
 from rollbus.schemas.errors import RequestError
+from rollbus.schemas.options import arg
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 
 FLEET = "bench"

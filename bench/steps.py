@@ -33,8 +33,8 @@ from bench.placement_traces import LENGTH_SIGMA, MAX_TIMES
 from bench.processes import START_S, worker_process
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread
+from rollbus.schemas.options import arg
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"

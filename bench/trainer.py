@@ -53,12 +53,12 @@ from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.link_receiver import FrameVerdict, LinkReceiver
 from rollbus.bus.protocol.stream.link_sender import LinkSender
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, Value, in_turns
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import RequestError
 from rollbus.schemas.messages import LinkMessage, RequestKey, decode_frame
+from rollbus.schemas.options import arg
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import Rows

@@ -47,9 +47,9 @@ from bench.processes import Way as WayProcess
 from bench.report import Load, Report, cpu_s, parse_loads, program, rate
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import Spread, Value
 from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.options import arg
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 

@@ -19,8 +19,8 @@ import rollbus
 from bench.http_memory import running_service, running_worker
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg
 from rollbus.frontend.cli.tables import in_turns, spreads
+from rollbus.schemas.options import arg
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 

@@ -55,9 +55,9 @@ from bench.real_engine import until_ready
 from bench.report import Report, cpu_s, program
 from bench.weights_trainer import MEASURED, Trainer, make_checkpoint, model_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.arguments import arg, flag
 from rollbus.frontend.cli.tables import Spread, in_turns, spreads
 from rollbus.schemas.acks import Ack
+from rollbus.schemas.options import arg, flag
 
 MAX_TOKENS = 400
 
