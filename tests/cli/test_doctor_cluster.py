@@ -54,9 +54,36 @@ async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
             yield cluster, urls
 
 
-async def test_doctor_reports_missing_replicas_limits_and_servers() -> None:
-    """`doctor` reports too few replicas and a missing limit for each client, a failed server, and a lost majority."""
+async def check_a_queue_without_leader(cluster: NatsCluster, urls: str) -> None:
+    """Kill the only server with the queue, compare `status` and `doctor`, and restart the server."""
+    whole = await run_rollbus(urls, "f", "status", "--json")
+    [normal] = [queue for queue in json.loads(whole.stdout)["queues"] if queue["lane"] == "normal"]
+    leader = await cluster.leader(f"rb~f~{MODEL}")
+    assert (normal["leader"], normal["replicas"], normal["behind"]) == (f"n{leader}", 1, [])
+
+    await cluster.servers[leader].kill()
+    await cluster.meta_leader()
+
+    async def problem() -> str:
+        status = await run_rollbus(urls, "f", "status", "--json")
+        return str(json.loads(status.stdout)["queue_problems"].get(MODEL))
+
+    await until(problem, "has no leader: 2 of 3 known servers are reachable")
+    status = await run_rollbus(urls, "f", "status")
+    assert "has no leader: 2 of 3 known servers are reachable" in status.stdout
+    found = await findings(urls)
+    assert "2 of 3 known servers are reachable" in about(found, f"queue of {MODEL}", Status.FAIL)
+    await cluster.servers[leader].restart()
+    await cluster.ready()
+
+
+async def test_doctor_and_status_report_what_a_cluster_lacks() -> None:
+    """`doctor` reports too few replicas and a missing limit for each client, a failed server, and a lost majority.
+
+    If the only server with the queue has failed, `status` reports in table and JSON that the queue has no leader.
+    """
     async with served_cluster() as (cluster, urls):
+        await check_a_queue_without_leader(cluster, urls)
         found = await findings(urls)
         few = about(found, "replicas", Status.WARN)
         assert "fewer than 3 in a cluster of 3 servers" in few
@@ -86,28 +113,4 @@ async def test_doctor_reports_missing_replicas_limits_and_servers() -> None:
         await until(is_without_majority, expected=True)
         for index in (0, 1):
             await cluster.servers[index].restart()
-        await cluster.ready()
-
-
-async def test_status_reports_a_queue_without_leader() -> None:
-    """If the only server with the queue has failed, `status` reports in table and JSON that the queue has no leader."""
-    async with served_cluster() as (cluster, urls):
-        whole = await run_rollbus(urls, "f", "status", "--json")
-        [normal] = [queue for queue in json.loads(whole.stdout)["queues"] if queue["lane"] == "normal"]
-        leader = await cluster.leader(f"rb~f~{MODEL}")
-        assert (normal["leader"], normal["replicas"], normal["behind"]) == (f"n{leader}", 1, [])
-
-        await cluster.servers[leader].kill()
-        await cluster.meta_leader()
-
-        async def problem() -> str:
-            status = await run_rollbus(urls, "f", "status", "--json")
-            return str(json.loads(status.stdout)["queue_problems"].get(MODEL))
-
-        await until(problem, "has no leader: 2 of 3 known servers are reachable")
-        status = await run_rollbus(urls, "f", "status")
-        assert "has no leader: 2 of 3 known servers are reachable" in status.stdout
-        found = await findings(urls)
-        assert "2 of 3 known servers are reachable" in about(found, f"queue of {MODEL}", Status.FAIL)
-        await cluster.servers[leader].restart()
         await cluster.ready()
