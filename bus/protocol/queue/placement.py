@@ -9,7 +9,7 @@ directly if its prefix cache makes it better than the median.
 import enum
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, Generic, NamedTuple, TypeVar, get_args
@@ -380,6 +380,14 @@ class ModelPolicies:
                 del self._policies[model]
 
 
+@dataclass(slots=True)
+class _Leader(Generic[K]):
+    group: int
+    lane: Lane
+    followers: dict[K, Lane] = field(default_factory=dict)
+    """In order of arrival, each with its own lane."""
+
+
 class GroupLeaders(Generic[K]):
     """The leaders of one client and model that no worker has admitted yet, bounded by its requests in flight.
 
@@ -397,14 +405,11 @@ class GroupLeaders(Generic[K]):
 
     def __init__(self, max_ahead: int = MAX_AHEAD) -> None:
         self._max_ahead = max_ahead
-        # Followers in order of arrival, by their leader.
-        self._followers: dict[K, dict[K, None]] = {}
+        self._leaders: dict[K, _Leader[K]] = {}
         self._leader_of: dict[K, K] = {}
-        # By group: its last leader, and the group of each of these leaders.
+        # By group: its last leader.
         self._last: dict[int, K] = {}
-        self._group_of: dict[K, int] = {}
-        # The lane of each leader and follower, and their number by lane.
-        self._lane_of: dict[K, Lane] = {}
+        # By lane: the number of leaders and followers.
         self._ahead: Counter[Lane] = Counter()
         self.queued: set[K] = set()
         """The leaders that the caller has sent to the queue. The caller adds them, `remove` removes them."""
@@ -422,7 +427,7 @@ class GroupLeaders(Generic[K]):
     @property
     def is_empty(self) -> bool:
         """True if no request leads, follows or waits."""
-        return not self._followers and not len(self)
+        return not self._leaders and not len(self)
 
     @property
     def has_due(self) -> bool:
@@ -431,16 +436,13 @@ class GroupLeaders(Generic[K]):
 
     def leads(self, key: K) -> bool:
         """Return True if the request is, or was, the leader of its group, and no worker has admitted it."""
-        return key in self._followers
+        return key in self._leaders
 
     def add_leader(self, group: int, key: K, lane: Lane) -> None:
         """Make a request the leader of its group."""
-        before = self._last.get(group)
-        if before is not None:
-            del self._group_of[before]
-        self._followers[key] = {}
-        self._last[group], self._group_of[key] = key, group
-        self._count(key, lane)
+        self._leaders[key] = _Leader(group, lane)
+        self._last[group] = key
+        self._ahead[lane] += 1
 
     def add(self, group: int, key: K, lane: Lane, limit: int) -> bool:
         """Let a request follow the last leader of its group, or lead, or wait until it may.
@@ -479,31 +481,27 @@ class GroupLeaders(Generic[K]):
         self.queued.discard(key)
         for waiting in self._waiting.values():
             waiting.pop(key, None)
-        leader = self._leader_of.pop(key, None)
-        if leader is not None:
-            del self._followers[leader][key]
-        followers = list(self._followers.pop(key, ()))
-        for gone in (key, *followers):
-            self._leader_of.pop(gone, None)
-            if gone in self._lane_of:
-                self._ahead[self._lane_of.pop(gone)] -= 1
-        group = self._group_of.pop(key, None)
-        if group is not None:
-            del self._last[group]
-        return followers
+        followed = self._leader_of.pop(key, None)
+        if followed is not None:
+            self._ahead[self._leaders[followed].followers.pop(key)] -= 1
+        leader = self._leaders.pop(key, None)
+        if leader is None:
+            return []
+        if self._last.get(leader.group) == key:
+            del self._last[leader.group]
+        self._ahead.subtract((leader.lane, *leader.followers.values()))
+        for follower in leader.followers:
+            del self._leader_of[follower]
+        return list(leader.followers)
 
     def _follow(self, group: int, key: K, lane: Lane, limit: int) -> bool:
         leader = self._last.get(group)
-        if leader is None or len(self._followers[leader]) >= limit:
+        if leader is None or len(self._leaders[leader].followers) >= limit:
             return False
-        self._followers[leader][key] = None
+        self._leaders[leader].followers[key] = lane
         self._leader_of[key] = leader
-        self._count(key, lane)
-        return True
-
-    def _count(self, key: K, lane: Lane) -> None:
-        self._lane_of[key] = lane
         self._ahead[lane] += 1
+        return True
 
 
 def rendezvous(key: str, workers: Iterable[str]) -> str:

@@ -6,11 +6,10 @@ worker.
 """
 
 import enum
-import heapq
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from .placement import rendezvous
@@ -97,18 +96,15 @@ class Decision(NamedTuple, Generic[K]):
 class _WaitingPrefill:
     requirements: PrefillRequirements
     until: float
-    serial: int
 
 
 class PrefillQueue(Generic[K]):
     """The requests for one model that wait for a prefill worker or are at one."""
 
     def __init__(self) -> None:
-        self._serials = itertools.count()
         self._waiting: dict[K, _WaitingPrefill] = {}
-        # By priority, then in order of arrival. Entries of removed requests are skipped. Bounded by twice the waiting
-        # ones.
-        self._order: list[tuple[int, int, K]] = []
+        # By priority: the waiting requests in order of arrival.
+        self._order: dict[int, dict[K, None]] = {}
         self._worker_of: dict[K, str] = {}
         self._num_prefills: dict[str, int] = {}
         # Workers to skip, each with the end of this time.
@@ -126,25 +122,27 @@ class PrefillQueue(Generic[K]):
 
     def add(self, key: K, requirements: PrefillRequirements, *, until: float) -> None:
         """Add a request that neither waits nor is at a worker to the prefill queue, until the time `until`."""
-        entry = _WaitingPrefill(requirements, until, next(self._serials))
-        self._waiting[key] = entry
-        heapq.heappush(self._order, (requirements.priority, entry.serial, key))
+        self._waiting[key] = _WaitingPrefill(requirements, until)
+        self._order.setdefault(requirements.priority, {})[key] = None
         self._earliest = min(self._earliest, until)
 
     def remove(self, key: K) -> None:
         """Remove a request that no longer waits, or whose prefill phase is over; without effect on other keys."""
-        self._waiting.pop(key, None)
+        self._leave(key)
         worker = self._worker_of.pop(key, None)
         if worker is not None:
             self._num_prefills[worker] -= 1
             if not self._num_prefills[worker]:
                 del self._num_prefills[worker]
-        if len(self._order) > 2 * len(self._waiting) + 16:
-            self._sort()
 
-    def _sort(self) -> None:
-        self._order = [(entry.requirements.priority, entry.serial, key) for key, entry in self._waiting.items()]
-        heapq.heapify(self._order)
+    def _leave(self, key: K) -> None:
+        """Let a request wait no longer; without effect on one that does not wait."""
+        entry = self._waiting.pop(key, None)
+        if entry is not None:
+            priority = entry.requirements.priority
+            del self._order[priority][key]
+            if not self._order[priority]:
+                del self._order[priority]
 
     def reject(self, key: K, now: float, *, is_full: bool) -> None:
         """Record that its worker rejected the prefill phase, and remove the request.
@@ -165,23 +163,17 @@ class PrefillQueue(Generic[K]):
         """
         self._passed_over = {worker: until for worker, until in self._passed_over.items() if until > now}
         decisions: list[Decision[K]] = []
-        kept: list[tuple[int, int, K]] = []
         is_late = self._earliest <= now
         num_rooms = sum(self._room(worker) for worker in workers)
-        while self._order and (num_rooms > 0 or is_late or not workers):
-            item = heapq.heappop(self._order)
-            key = item[2]
-            entry = self._waiting.get(key)
-            if entry is None or entry.serial != item[1]:
-                continue
-            decision = self._decide(key, entry, workers, now)
-            if decision is None:
-                kept.append(item)
-                continue
-            decisions.append(decision)
-            num_rooms -= decision.worker is not None
-        for item in kept:
-            heapq.heappush(self._order, item)
+        for key in chain.from_iterable(self._order[priority] for priority in sorted(self._order)):
+            if num_rooms <= 0 and workers and not is_late:
+                break
+            decision = self._decide(key, self._waiting[key], workers, now)
+            if decision is not None:
+                decisions.append(decision)
+                num_rooms -= decision.worker is not None
+        for decision in decisions:
+            self._leave(decision.key)
         if is_late or not self._waiting:
             self._earliest = min((entry.until for entry in self._waiting.values()), default=math.inf)
         return decisions
@@ -192,18 +184,13 @@ class PrefillQueue(Generic[K]):
         able = [candidate for candidate in workers if entry.requirements.is_met_by(candidate)]
         worker = self._choose(entry.requirements, able)
         if worker is not None:
-            del self._waiting[key]
             self._worker_of[key] = worker
             self._num_prefills[worker] = self._num_prefills.get(worker, 0) + 1
             return Decision(key, worker, None)
         if able and now < entry.until:
             return None
-        del self._waiting[key]
-        return Decision(
-            key,
-            None,
-            PrefillFallback.BUSY if able else PrefillFallback.UNSUITABLE if workers else PrefillFallback.NO_WORKER,
-        )
+        reason = PrefillFallback.UNSUITABLE if workers else PrefillFallback.NO_WORKER
+        return Decision(key, None, PrefillFallback.BUSY if able else reason)
 
     def _choose(self, requirements: PrefillRequirements, able: Sequence[PrefillWorkerInfo]) -> str | None:
         """Return the preferred worker, if it has room; else the worker with the fewest prefill phases for its size."""
