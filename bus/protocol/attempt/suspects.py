@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from ....schemas.limits import MAX_ENGINE_DEATHS, MAX_ENGINE_DEATHS_ALONE
@@ -124,7 +124,8 @@ class Company(NamedTuple):
 @dataclass(slots=True)
 class _Suspect:
     model: str
-    deaths: list[Engine] = field(default_factory=list)
+    deaths: list[Engine]
+    is_held: bool = True
 
 
 class Suspects(Generic[K]):
@@ -140,10 +141,10 @@ class Suspects(Generic[K]):
     """
 
     def __init__(self) -> None:
+        # In the order of their last deaths.
         self._suspects: dict[K, _Suspect] = {}
-        # By model: the suspect that may be published, and those held back, oldest first, by the number of their deaths.
+        # By model: the suspect that may be published.
         self._on_trial: dict[str, K] = {}
-        self._held: dict[str, dict[int, dict[K, None]]] = {}
         self._at_death: OrderedDict[Engine, Company] = OrderedDict()
 
     def __len__(self) -> int:
@@ -156,8 +157,7 @@ class Suspects(Generic[K]):
 
     def is_held(self, key: K) -> bool:
         """Return True if the client must not publish this request now."""
-        suspect = self._suspects.get(key)
-        return suspect is not None and key in self._held.get(suspect.model, {}).get(len(suspect.deaths), {})
+        return key in self._suspects and self._suspects[key].is_held
 
     def on_trial(self) -> Iterator[tuple[str, K]]:
         """Iterate over the models that have a request on trial, with that request."""
@@ -186,30 +186,27 @@ class Suspects(Generic[K]):
         """
         poison: dict[K, int] = {}
         for key in lost:
-            suspect = self._suspects.get(key) or _Suspect(model)
+            before = self._suspects[key].deaths if key in self._suspects else []
             self.clear(key)
-            suspect.deaths.append(engine)
-            if len(suspect.deaths) >= (MAX_ENGINE_DEATHS_ALONE if was_alone else MAX_ENGINE_DEATHS):
-                poison[key] = len(suspect.deaths)
+            deaths = [*before, engine]
+            if len(deaths) >= (MAX_ENGINE_DEATHS_ALONE if was_alone else MAX_ENGINE_DEATHS):
+                poison[key] = len(deaths)
             else:
-                self._suspects[key] = suspect
-                self._hold(key, suspect)
+                self._suspects[key] = _Suspect(model, deaths)
         return poison
-
-    def _hold(self, key: K, suspect: _Suspect) -> None:
-        self._held.setdefault(suspect.model, {}).setdefault(len(suspect.deaths), {})[key] = None
 
     def next(self, model: str) -> K | None:
         """Put the next suspect of `model` on trial and return it; None if one is on trial or none is left.
 
         Suspects of fewer deaths go first: innocent requests then do not wait for the restarts that the others cause.
         """
-        held = self._held.get(model)
-        if held is None or model in self._on_trial:
+        if model in self._on_trial:
             return None
-        num_deaths = min(held)
-        key = next(iter(held[num_deaths]))
-        self._release(key, model, num_deaths)
+        held = {key: one for key, one in self._suspects.items() if one.is_held and one.model == model}
+        if not held:
+            return None
+        key = min(held, key=lambda each: len(held[each].deaths))
+        held[key].is_held = False
         self._on_trial[model] = key
         return key
 
@@ -222,20 +219,8 @@ class Suspects(Generic[K]):
     def clear(self, key: K) -> None:
         """Remove a request that has a token or has ended; without effect on others."""
         suspect = self._suspects.pop(key, None)
-        if suspect is None:
-            return
-        self._release(key, suspect.model, len(suspect.deaths))
-        if self._on_trial.get(suspect.model) == key:
+        if suspect is not None and self._on_trial.get(suspect.model) == key:
             del self._on_trial[suspect.model]
-
-    def _release(self, key: K, model: str, num_deaths: int) -> None:
-        held = self._held.get(model, {})
-        same = held.get(num_deaths, {})
-        same.pop(key, None)
-        if not same:
-            held.pop(num_deaths, None)
-        if not held:
-            self._held.pop(model, None)
 
     def undo_death(self, engine: Engine) -> list[K]:
         """Undo the death of an engine that was silent for longer than its lease and whose presence arrives again.
@@ -247,14 +232,9 @@ class Suspects(Generic[K]):
         for key, suspect in list(self._suspects.items()):
             if engine not in suspect.deaths:
                 continue
-            was_held = self.is_held(key)
-            if was_held:
-                self._release(key, suspect.model, len(suspect.deaths))
             suspect.deaths.remove(engine)
-            if was_held and suspect.deaths:
-                self._hold(key, suspect)
-            elif not suspect.deaths:
+            if not suspect.deaths:
                 self.clear(key)
-                if was_held:
+                if suspect.is_held:
                     released.append(key)
         return released
