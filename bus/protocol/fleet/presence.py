@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Final, NamedTuple
 
 from ....schemas.checks import list_names
@@ -221,6 +220,25 @@ class _Tracked:
         """Restart the lease at `now`."""
         self.expires = now + min(self.presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
 
+    @property
+    def held_s(self) -> float:
+        """How long the worker has held its id, by its presence."""
+        return self.presence.uptime_s if self.presence.held_s is None else self.presence.held_s
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One id: the incarnation that is followed, those that are live beside it, and those that were replaced."""
+
+    followed: _Tracked
+    others: dict[str, _Tracked] = field(default_factory=dict)
+    replaced: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
+
+    def is_namesake(self, incarnation: str) -> bool:
+        """Return True if an incarnation is of another worker than the followed one, and both are or were live."""
+        is_other = incarnation != self.followed.presence.incarnation
+        return is_other and (incarnation in self.replaced or incarnation in self.others)
+
 
 class PresenceTable:
     """The latest presence of each live worker.
@@ -231,12 +249,9 @@ class PresenceTable:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Tracked] = {}
+        self._workers: dict[str, _Worker] = {}
         # The incarnation of each worker whose lease expired, and the time of its last presence; bounded.
         self._silent: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        # By worker: incarnations that were replaced, and those that are live beside the one in `_workers`.
-        self._ended: dict[str, deque[str]] = {}
-        self._namesakes: dict[str, dict[str, _Tracked]] = {}
         # By worker: the incarnation that started last, and how many started since it accepted requests; bounded.
         self._starts: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._given_up: OrderedDict[str, str] = OrderedDict()
@@ -244,24 +259,28 @@ class PresenceTable:
 
     def update(self, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
         """Handle presence. Return the incarnation or worker that it ended, or the worker that has survived."""
-        previous = self.get(presence.worker)
-        if previous is not None and self._is_namesake(previous, presence):
-            return self._update_namesake(previous, presence, now)
+        known = self._workers.get(presence.worker)
+        if known is not None and known.is_namesake(presence.incarnation):
+            return self._update_namesake(known, presence, now)
         silent = self._silent.pop(presence.worker, None)
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED):
             lost = self._end(presence, f"it is {presence.state}", is_death=presence.state is WorkerState.FAILED)
             if presence.start_left_s == 0:
                 self._give_up(presence)
             return lost
-        if previous is None and len(self._workers) >= MAX_WORKERS:
+        previous = None if known is None else known.followed.presence
+        if known is not None:
+            known.followed = _Tracked(presence, now)
+        elif len(self._workers) < MAX_WORKERS:
+            known = self._workers[presence.worker] = _Worker(_Tracked(presence, now))
+        else:
             return None
-        self._workers[presence.worker] = _Tracked(presence, now)
         self._count_start(presence)
         if previous is None or _pick_snapshot_values(previous) != _pick_snapshot_values(presence):
             self._given_up.pop(presence.model, None)
             self._snapshot = None
         if previous is not None and previous.incarnation != presence.incarnation:
-            self._ended.setdefault(presence.worker, deque(maxlen=MAX_ENDED)).append(previous.incarnation)
+            known.replaced.append(previous.incarnation)
             reason = "it came back as a new incarnation"
             # A worker that has fenced itself is the same process. A restarted worker has a shorter uptime.
             is_death = presence.uptime_s < previous.uptime_s and previous.state is not WorkerState.FENCED
@@ -298,12 +317,13 @@ class PresenceTable:
     def expire(self, now: float) -> list[LostWorker]:
         """Remove and return the workers whose lease has expired."""
         gone = []
-        for worker, namesakes in list(self._namesakes.items()):
-            expired = [name for name, other in namesakes.items() if other.expires <= now]
-            gone += [self._end_namesake(worker, name, "its lease expired", is_death=True) for name in expired]
-        for tracked in [tracked for tracked in self._workers.values() if tracked.expires <= now]:
-            self._silent[tracked.presence.worker] = tracked.presence.incarnation, tracked.received_at
-            gone.append(self._end(tracked.presence, "its lease expired", is_death=True))
+        for known in list(self._workers.values()):
+            expired = [name for name, other in known.others.items() if other.expires <= now]
+            gone += [_end_namesake(known, name, "its lease expired", is_death=True) for name in expired]
+            followed = known.followed
+            if followed.expires <= now:
+                self._silent[followed.presence.worker] = followed.presence.incarnation, followed.received_at
+                gone.append(self._end(followed.presence, "its lease expired", is_death=True))
         while len(self._silent) > MAX_WORKERS:
             self._silent.popitem(last=False)
         return gone
@@ -311,77 +331,58 @@ class PresenceTable:
     def remove_all(self, reason: str) -> list[LostWorker]:
         """Remove and return all workers: no presence could arrive for longer than requests wait for a worker."""
         gone = [LostWorker(p.worker, p.incarnation, p.model, reason) for p in self.workers()]
-        for lost in gone:
-            self._remove(lost.worker)
+        self._workers.clear()
+        self._snapshot = None
         return gone
 
-    def _is_namesake(self, previous: WorkerPresence, presence: WorkerPresence) -> bool:
-        """Return True if `presence` is of another worker than `previous`, and both are or were live until now."""
-        if presence.incarnation == previous.incarnation:
-            return False
-        worker, incarnation = presence.worker, presence.incarnation
-        return incarnation in self._ended.get(worker, ()) or incarnation in self._namesakes.get(worker, {})
-
-    def _update_namesake(
-        self, previous: WorkerPresence, presence: WorkerPresence, now: float
-    ) -> LostWorker | Survivor | None:
-        """Handle presence of another worker with the id of `previous`."""
-        worker, incarnation = presence.worker, presence.incarnation
-        others = self._namesakes.setdefault(worker, {})
+    def _update_namesake(self, known: _Worker, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
+        """Handle presence of another worker with the id of the followed one."""
+        incarnation = presence.incarnation
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.FENCED):
-            if incarnation not in others:
+            if incarnation not in known.others:
                 return None
             is_death = presence.state is WorkerState.FAILED
-            return self._end_namesake(worker, incarnation, f"it is {presence.state}", is_death=is_death)
-        if incarnation not in others and len(others) >= MAX_NAMESAKES:
+            return _end_namesake(known, incarnation, f"it is {presence.state}", is_death=is_death)
+        if incarnation not in known.others and len(known.others) >= MAX_NAMESAKES:
             return None
-        others[incarnation] = _Tracked(presence, now)
-        ended = self._ended.get(worker, deque())
-        if incarnation not in ended:
+        tracked = known.others[incarnation] = _Tracked(presence, now)
+        if incarnation not in known.replaced:
             return None
-        ended.remove(incarnation)
-        if _held_s(presence) > _held_s(previous):
-            others[previous.incarnation] = self._workers[worker]
-            self._workers[worker] = others.pop(incarnation)
+        known.replaced.remove(incarnation)
+        if tracked.held_s > known.followed.held_s:
+            known.others[known.followed.presence.incarnation] = known.followed
+            known.followed = known.others.pop(incarnation)
             self._snapshot = None
         # It counted as lost when presence of the other one arrived.
-        return Survivor(worker, incarnation)
-
-    def _end_namesake(self, worker: str, incarnation: str, reason: str, *, is_death: bool) -> LostWorker:
-        model = self._namesakes[worker].pop(incarnation).presence.model
-        return LostWorker(worker, incarnation, model, reason, is_final=False, is_death=is_death)
+        return Survivor(presence.worker, incarnation)
 
     def _end(self, presence: WorkerPresence, reason: str, *, is_death: bool) -> LostWorker:
-        """End a worker, or one of several with its id."""
-        worker = presence.worker
-        others = self._namesakes.get(worker, {})
-        followed = self.get(worker) if others else None
-        ended = (followed or presence).incarnation
-        self._remove(worker)
-        if others:
-            longest = max(others.values(), key=lambda other: _held_s(other.presence))
-            del others[longest.presence.incarnation]
-            self._namesakes[worker] = others
-            self._workers[worker] = longest
-        return LostWorker(
-            worker, ended, presence.model, reason, is_final=worker not in self._workers, is_death=is_death
-        )
+        """End a worker, or one of several with its id. The one that has held the id longest is followed then."""
+        self._snapshot = None
+        ended, known = presence.incarnation, self._workers.pop(presence.worker, None)
+        is_final = known is None or not known.others
+        if known is not None and known.others:
+            ended = known.followed.presence.incarnation
+            longest = max(known.others.values(), key=lambda other: other.held_s)
+            del known.others[longest.presence.incarnation]
+            self._workers[presence.worker] = _Worker(longest, known.others)
+        return LostWorker(presence.worker, ended, presence.model, reason, is_final=is_final, is_death=is_death)
 
     def restart_leases(self, now: float) -> None:
         """Restart every lease: no presence could arrive while this process was disconnected."""
-        for tracked in chain(self._workers.values(), *(others.values() for others in self._namesakes.values())):
-            tracked.restart_lease(now)
+        for known in self._workers.values():
+            for tracked in (known.followed, *known.others.values()):
+                tracked.restart_lease(now)
 
     def incarnations_of(self, worker: str) -> frozenset[str]:
         """Return all live incarnations of `worker`: more than one if several workers have its id."""
-        seen = self.get(worker)
-        own = () if seen is None else (seen.incarnation,)
-        return frozenset((*own, *self._namesakes.get(worker, ())))
+        known = self._workers.get(worker)
+        return frozenset() if known is None else frozenset((known.followed.presence.incarnation, *known.others))
 
     def incarnations(self) -> frozenset[tuple[str, str]]:
         """Return worker and incarnation of all live workers that have not fenced themselves."""
         own = ((p.worker, p.incarnation) for p in self.workers() if p.state is not WorkerState.FENCED)
-        others = ((worker, name) for worker, others in self._namesakes.items() for name in others)
+        others = ((worker, name) for worker, known in self._workers.items() for name in known.others)
         return frozenset((*own, *others))
 
     @property
@@ -394,11 +395,13 @@ class PresenceTable:
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Return the live workers by id, of one model or of all."""
-        return tuple(t.presence for _, t in sorted(self._workers.items()) if model in (None, t.presence.model))
+        everyone = (known.followed.presence for _, known in sorted(self._workers.items()))
+        return tuple(presence for presence in everyone if model in (None, presence.model))
 
     def heard(self) -> tuple[tuple[WorkerPresence, float], ...]:
         """Return the live workers by id, each with the time of its last presence."""
-        return tuple((t.presence, t.received_at) for _, t in sorted(self._workers.items()))
+        everyone = (known.followed for _, known in sorted(self._workers.items()))
+        return tuple((tracked.presence, tracked.received_at) for tracked in everyone)
 
     def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
         """Return the serving workers that accept whole requests."""
@@ -414,14 +417,13 @@ class PresenceTable:
 
     def get(self, worker: str) -> WorkerPresence | None:
         """Return the latest presence of a live worker."""
-        tracked = self._workers.get(worker)
-        return None if tracked is None else tracked.presence
+        known = self._workers.get(worker)
+        return None if known is None else known.followed.presence
 
-    def _remove(self, worker: str) -> None:
-        self._snapshot = None
-        self._workers.pop(worker, None)
-        self._ended.pop(worker, None)
-        self._namesakes.pop(worker, None)
+
+def _end_namesake(known: _Worker, incarnation: str, reason: str, *, is_death: bool) -> LostWorker:
+    lost = known.others.pop(incarnation).presence
+    return LostWorker(lost.worker, incarnation, lost.model, reason, is_final=False, is_death=is_death)
 
 
 def _pick_snapshot_values(presence: WorkerPresence) -> tuple[object, ...]:
@@ -429,11 +431,6 @@ def _pick_snapshot_values(presence: WorkerPresence) -> tuple[object, ...]:
     p = presence
     start = (bool(p.start_left_s), p.last_error) if p.state is WorkerState.STARTING else ()
     return p.state, p.model, p.incarnation, p.epoch, p.weight_version, p.loras, start
-
-
-def _held_s(presence: WorkerPresence) -> float:
-    """Return how long a worker has held its id, by its presence."""
-    return presence.uptime_s if presence.held_s is None else presence.held_s
 
 
 def slots_of(worker: WorkerPresence) -> int:
