@@ -21,7 +21,7 @@ from tests.support.presences import capabilities, presence
 HERE = presence(worker="a", lease_s=5.0)
 
 
-def heard(*presences: WorkerPresence, now: float = 0.0) -> PresenceTable:
+def table_of(*presences: WorkerPresence, now: float = 0.0) -> PresenceTable:
     """Return a table that has these presences."""
     view = PresenceTable()
     for each in presences:
@@ -32,7 +32,7 @@ def heard(*presences: WorkerPresence, now: float = 0.0) -> PresenceTable:
 @pytest.mark.proves("P64")
 def test_a_worker_is_lost_after_its_lease_and_the_margin() -> None:
     """A worker is lost after its lease and the margin. By then it has fenced itself."""
-    view = heard(HERE, now=100.0)
+    view = table_of(HERE, now=100.0)
 
     assert view.expire(105.0 + LEASE_MARGIN_S - 0.01) == []
     [gone] = view.expire(105.0 + LEASE_MARGIN_S)
@@ -44,7 +44,7 @@ def test_a_worker_is_lost_after_its_lease_and_the_margin() -> None:
 @pytest.mark.proves("P65")
 def test_leases_restart_after_an_outage_of_the_client() -> None:
     """After an outage of the client, each worker has a whole lease to publish presence again."""
-    view = heard(HERE, now=100.0)
+    view = table_of(HERE, now=100.0)
     view.restart_leases(200.0)
 
     assert view.expire(204.0) == []
@@ -54,7 +54,7 @@ def test_leases_restart_after_an_outage_of_the_client() -> None:
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
 def test_a_final_presence_ends_a_worker(state: WorkerState) -> None:
     """A final presence ends a worker with any incarnation."""
-    view = heard(HERE)
+    view = table_of(HERE)
     gone = view.update(replace(HERE, state=state, incarnation="2"), 1.0)
 
     assert isinstance(gone, LostWorker)
@@ -76,7 +76,7 @@ def test_a_new_incarnation_ends_the_earlier_incarnation() -> None:
 
 def test_a_fence_ends_the_incarnation_and_keeps_the_worker() -> None:
     """`fenced` ends the incarnation and keeps the worker, which does not serve until it is serving again."""
-    view = heard(HERE)
+    view = table_of(HERE)
     gone = view.update(replace(HERE, state=WorkerState.FENCED), 1.0)
 
     assert isinstance(gone, LostWorker)
@@ -96,18 +96,18 @@ def test_silence_failure_and_restart_are_deaths_but_a_stop_and_a_fence_are_not()
         (replace(later, uptime_s=2.0), False),
     ]
     for heard, is_death in cases:
-        view = heard(HERE)
+        view = table_of(HERE)
         gone = view.update(heard, 1.0)
         assert isinstance(gone, LostWorker)
         assert gone.is_death is is_death
 
-    view = heard(HERE)
+    view = table_of(HERE)
     assert [gone.is_death for gone in view.expire(100.0)] == [True]
 
 
 def test_a_restart_after_a_fence_is_no_second_death() -> None:
     """The restart of a fenced worker is no death, because the worker had no requests after its fence."""
-    view = heard(HERE)
+    view = table_of(HERE)
     view.update(replace(HERE, incarnation="2", state=WorkerState.FENCED), 1.0)
     gone = view.update(replace(HERE, incarnation="3", uptime_s=0.5), 2.0)
 
@@ -118,7 +118,7 @@ def test_a_restart_after_a_fence_is_no_second_death() -> None:
 @pytest.mark.parametrize(("uptime_s", "has_survived"), [(101.0, True), (90.0, False)])
 def test_a_process_that_started_before_its_silence_has_survived(uptime_s: float, has_survived: bool) -> None:
     """A worker whose lease expired has survived if its process started before its last presence."""
-    view = heard(HERE, now=5.0)
+    view = table_of(HERE, now=5.0)
     view.expire(100.0)
     change = view.update(replace(HERE, incarnation="2", uptime_s=uptime_s), 100.0)
 
@@ -164,7 +164,7 @@ def test_a_request_needs_a_model_name_only_if_there_are_several_models() -> None
 
     The error for a wrong name lists the valid names.
     """
-    view = heard(HERE)
+    view = table_of(HERE)
     assert view.snapshot.resolve_model(None) == view.snapshot.resolve_model("m") == "m"
     view.update(replace(HERE, worker="b", model="n"), 0.0)
     assert view.snapshot.resolve_model("n") == "n"
@@ -176,7 +176,7 @@ def test_a_request_needs_a_model_name_only_if_there_are_several_models() -> None
 
 def test_the_error_for_an_unserved_model_lists_its_workers_and_their_states() -> None:
     """The error for a model without a serving worker names the workers and their states."""
-    view = heard(replace(HERE, state=WorkerState.STARTING), replace(HERE, worker="b", model="n"))
+    view = table_of(replace(HERE, state=WorkerState.STARTING), replace(HERE, worker="b", model="n"))
 
     with pytest.raises(NoWorkers, match=r"no live worker serves m \(a is starting\)"):
         view.snapshot.resolve_model("m")
@@ -185,7 +185,7 @@ def test_the_error_for_an_unserved_model_lists_its_workers_and_their_states() ->
 @pytest.mark.parametrize("state", WorkerState)
 def test_requests_wait_only_for_workers_that_serve_now_or_soon(state: WorkerState) -> None:
     """Requests wait for a serving, paused or updating worker, and only the first of them counts as serving."""
-    view = heard(replace(HERE, state=state))
+    view = table_of(replace(HERE, state=state))
 
     assert view.snapshot.served == (("m",) if state.value in {"serving", "paused", "updating"} else ())
     assert bool(view.serving("m")) == (state is WorkerState.SERVING)
@@ -305,7 +305,7 @@ def test_a_restarted_worker_replaces_its_earlier_incarnation() -> None:
 
     A late `stopped` of the earlier incarnation does not end the new one.
     """
-    view = heard(OLD)
+    view = table_of(OLD)
     gone = view.update(NEW, 1.0)
     late = view.update(replace(OLD, state=WorkerState.STOPPED), 1.1)
 
