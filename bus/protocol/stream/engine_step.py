@@ -122,7 +122,8 @@ class TokenBatcher:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._room = 0
-        self._weight_version = 0
+        self.weight_version = 0
+        """The version of the weights that sampled all batched tokens."""
         # By slot and place in the run. Created for the first batch, which shows the data of a token.
         self._token_ids: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
         self._logprobs: npt.NDArray[np.float32] | None = None
@@ -140,16 +141,11 @@ class TokenBatcher:
         """The keys of the requests with batched tokens."""
         return list(self._slots)
 
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that sampled all batched tokens."""
-        return self._weight_version
-
     def takes(self, batch: TokenBatch, weight_version: int) -> bool:
         """Return True if a batch fits the batched tokens: the same weights, and the same data for each token."""
         if not self._slots:
             return True
-        return weight_version == self._weight_version and self._is_alike(batch)
+        return weight_version == self.weight_version and self._is_alike(batch)
 
     def _is_alike(self, batch: TokenBatch) -> bool:
         if (batch.logprobs is None) != (self._logprobs is None):
@@ -170,7 +166,7 @@ class TokenBatcher:
         """
         _check(batch)
         if not self._slots:
-            self._weight_version = weight_version
+            self.weight_version = weight_version
             if not self._room or not self._is_alike(batch):
                 self._make_columns(batch)
         slots = self._find_slots(batch.keys)

@@ -111,11 +111,12 @@ class LinkSender:
         self._touched: dict[RequestKey, ChunkWriter] = {}
         self._large: OrderedDict[RequestKey, ChunkWriter] = OrderedDict()
         self._unsent_bytes = 0
-        # Sealed frames without a frame ack, with the offers in each: numbers `_acked` to `_number` - 1.
+        # Sealed frames without a frame ack, with the offers in each: numbers `_acked` to `num_frames` - 1.
         self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
         self._unacked_bytes = 0
-        self._acked = self._number = 0
-        self._offset = 0
+        self._acked = self._offset = 0
+        self.num_frames = 0
+        """The number of frames so far, without heartbeats."""
         self._credit = INITIAL_CREDIT_BYTES
         self._is_stalled = False
         self.credit_stalls = 0
@@ -125,11 +126,6 @@ class LinkSender:
     def keys(self) -> Collection[RequestKey]:
         """The open requests: those whose terminal chunk is not in a frame yet."""
         return self._open.keys()
-
-    @property
-    def num_frames(self) -> int:
-        """The number of frames so far, without heartbeats."""
-        return self._number
 
     @property
     def held_bytes(self) -> int:
@@ -330,25 +326,20 @@ class LinkSender:
         return True
 
     def _number_frame(self, draft: FrameBuilder) -> bytes:
-        frame = Frame(
-            WIRE_VERSION,
-            self.incarnation,
-            self._number,
-            draft.admitted,
-            draft.chunks,
-            self.link,
-            self.client_incarnation,
-        )
-        data = encode(frame)
+        data = self._encode_frame(draft.admitted, draft.chunks)
         self._unacked.append((data, draft.admitted))
         self._unacked_bytes += len(data)
-        self._number += 1
+        self.num_frames += 1
         self._offset += len(data)
         return data
 
     def heartbeat(self) -> bytes:
         """Return a frame with the number of frames so far. It has no number, is not kept and needs no credit."""
-        return encode(Frame(WIRE_VERSION, self.incarnation, self._number, [], [], self.link, self.client_incarnation))
+        return self._encode_frame([], [])
+
+    def _encode_frame(self, admitted: list[RequestKey], chunks: list[Chunk]) -> bytes:
+        number, client = self.num_frames, self.client_incarnation
+        return encode(Frame(WIRE_VERSION, self.incarnation, number, admitted, chunks, self.link, client))
 
     def receive(self, message: LinkMessage) -> LinkInstructions:
         """Handle a link message. A message about another link, or an outdated one, changes nothing.
@@ -359,9 +350,9 @@ class LinkSender:
         about = message.client_incarnation, message.incarnation, message.link
         if about != (self.client_incarnation, self.incarnation, self.link):
             return LinkInstructions()
-        if message.acked > self._number:
+        if message.acked > self.num_frames:
             raise RemoteProtocolError(
-                f"the client acknowledged {message.acked} frames, but only {self._number} were sent"
+                f"the client acknowledged {message.acked} frames, but only {self.num_frames} were sent"
             )
         self._credit = max(self._credit, message.credit)
         if message.acked < self._acked:

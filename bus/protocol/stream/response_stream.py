@@ -51,9 +51,9 @@ class ResponseStream:
         self._kept: list[Chunk] = []
         # The delivered tokens, <i4. The prompt of the next attempt ends with them.
         self._token_ids: list[bytes] = []
-        self._num_chunks = 0
-        self._num_tokens = 0
-        self._num_rows = 0
+        self._num_chunks = self._num_rows = 0
+        self.num_tokens = 0
+        """The number of delivered tokens."""
         self._weight_version = 0
         self._lora_version: int | None = None
         # The next token is the first of an attempt or phase that continues from earlier tokens. The KV of these tokens
@@ -85,11 +85,6 @@ class ResponseStream:
     def num_attempts(self) -> int:
         """The number of publications, without withdrawn ones. Two phases count as one."""
         return self.attempt - self._first_attempt - self._num_uncounted + 1
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of delivered tokens."""
-        return self._num_tokens
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -138,7 +133,7 @@ class ResponseStream:
         """Return True if the prefill phase has ended only because it is limited to one token."""
         if self.phase != "prefill" or not end.num_tokens:
             return False
-        sampling, num_tokens = self._request.sampling, self._num_tokens + chunk.num_tokens
+        sampling, num_tokens = self._request.sampling, self.num_tokens + chunk.num_tokens
         if sampling.max_tokens is not None and num_tokens >= sampling.max_tokens:
             return False
         # It may end at a stop token although the whole request has a higher `min_tokens`.
@@ -157,7 +152,7 @@ class ResponseStream:
             )
 
     def _deliver(self, chunk: Chunk) -> Chunk:
-        self._num_tokens += chunk.num_tokens
+        self.num_tokens += chunk.num_tokens
         self._num_rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
         self._weight_version, self._lora_version = chunk.weight_version, chunk.lora_version
         if chunk.num_tokens:
@@ -181,7 +176,7 @@ class ResponseStream:
             return end
         return replace(
             end,
-            num_tokens=self._num_tokens,
+            num_tokens=self.num_tokens,
             num_rows=self._num_rows,
             # A later attempt found mostly tokens of the earlier attempts in the cache.
             cached_tokens=end.cached_tokens if self.num_attempts == 1 else None,
@@ -203,12 +198,12 @@ class ResponseStream:
         """
         self._held = []
         request = self._request
-        if self._num_tokens and self._keep and not request.sampling.is_continuable:
+        if self.num_tokens and self._keep and not request.sampling.is_continuable:
             self._start_over()
-        lost = LostAttempt(attempt=self.attempt, worker=worker, at=now, tokens=self._num_tokens, reason=reason)
+        lost = LostAttempt(attempt=self.attempt, worker=worker, at=now, tokens=self.num_tokens, reason=reason)
         self.lost.append(lost)
         self.attempt += 1
-        if not self._num_tokens:
+        if not self.num_tokens:
             return self._start_attempt(request)
         reached = self._find_reached_end()
         if reached is not None:
@@ -217,7 +212,7 @@ class ResponseStream:
 
     def _start_attempt(self, request: GenerateRequest, phase: Literal["decode"] | None = None) -> GenerateRequest:
         self.asked, self.phase = request, phase
-        self._is_resumed = self._num_tokens > 0
+        self._is_resumed = self.num_tokens > 0
         self._verifier = ChunkVerifier(request)
         self.is_prefilled = False
         return request
@@ -260,7 +255,7 @@ class ResponseStream:
 
     def _start_over(self) -> None:
         self._kept, self._token_ids = [], []
-        self._num_chunks = self._num_tokens = self._num_rows = 0
+        self._num_chunks = self.num_tokens = self._num_rows = 0
 
     def _make_continuation(self) -> GenerateRequest:
         if not self._request.sampling.is_continuable:
@@ -286,7 +281,7 @@ class ResponseStream:
                 weight_version=self._weight_version,
                 end=End(
                     finish_reason=reason,
-                    num_tokens=self._num_tokens,
+                    num_tokens=self.num_tokens,
                     num_rows=self._num_rows,
                     stop_reason=stop_reason,
                     routed_experts_start=self.start if self._num_rows else None,
