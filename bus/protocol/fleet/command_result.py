@@ -22,6 +22,7 @@ from ....schemas.control import (
 from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..html import as_html
+from .authority import without
 from .presence import LostWorker
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
@@ -366,23 +367,15 @@ def workers_that_must_ack(
     named = sorted(roster.keys() | set(known_models))
     if len(named) > 1 and command.is_of_one_model:
         raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {list_names(named)}")
-    _check_label([worker for worker in known if worker.model in roster], command)
+    _check_label(known, command, roster)
     return roster
 
 
-def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand) -> None:
-    """Check that every worker of the model can decode a label, also workers that the command does not name.
-
-    The desired state is one message for the whole model. A worker that does not know a field could not decode the
-    message at all. A starting worker has published no capabilities yet, and is left out.
-    """
+def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand, models: Iterable[str]) -> None:
+    """Check that every worker of the model can decode a label, also workers that the command does not name."""
     if not isinstance(command, UpdateWeights | FinishWeightUpdate) or command.label is None:
         return
-    older = sorted(
-        worker.worker
-        for worker in workers
-        if worker.capabilities is not None and not worker.capabilities.version_labels
-    )
+    older = [worker for model in models for worker in without("version_labels", workers, model)]
     if older:
         raise InvalidRequest(
             field="label",
