@@ -252,7 +252,7 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
         case wire_types.UnionType():
             return st.one_of([of_type(each) for each in kind.types if not isinstance(each, wire_types.NoneType)])
         case wire_types.ListType() | wire_types.VarTupleType():
-            items = st.lists(of_type(kind.item_type), min_size=kind.min_length or 0, max_size=3)
+            items = st.lists(of_type(kind.item_type), min_size=kind.min_length or 0, max_size=2)
             return items if isinstance(kind, wire_types.ListType) else items.map(tuple)
         case wire_types.StrType(pattern=str(pattern)):
             return st.from_regex(pattern, fullmatch=True)
@@ -267,9 +267,9 @@ DRAWN: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
     wire_types.EnumType: lambda kind: st.sampled_from(kind.cls),
     wire_types.StructType: lambda kind: st.deferred(lambda: instances(kind.cls)),
     wire_types.TupleType: lambda kind: st.tuples(*map(of_type, kind.item_types)),
-    wire_types.DictType: lambda kind: st.dictionaries(names, of_type(kind.value_type), max_size=3),
+    wire_types.DictType: lambda kind: st.dictionaries(names, of_type(kind.value_type), max_size=2),
     wire_types.IntType: lambda kind: st.integers(kind.ge or 0, 2**53 if kind.le is None else kind.le),
-    wire_types.StrType: lambda kind: st.text(st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=50),
+    wire_types.StrType: lambda kind: st.text(st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=20),
     wire_types.BytesType: lambda kind: st.binary(max_size=8),
     wire_types.BoolType: lambda kind: st.booleans(),
     wire_types.AnyType: lambda kind: json_values,
