@@ -76,43 +76,29 @@ class ExpertCounter:
         Steps before the first token are counted together with that token, in order, because only then
         `request.cached_tokens` is known.
         """
-        if self._book is not None:
-            self._count_computed(self._book, step, request, weight_version, now)
-            if step.routed_experts is not None and len(step.routed_experts):
-                self._count_rows(self._book, step, request, weight_version, now)
-
-    @staticmethod
-    def _count_computed(
-        book: ExpertBook, step: RequestStep, request: WorkerRequest, weight_version: int, now: float
-    ) -> None:
-        num_tokens = len(step.token_ids)
-        if not num_tokens:
+        book = self._book
+        if book is None:
             return
-        num_before, num_prompt, num_generated = request.writer.taken_tokens - num_tokens, 0, num_tokens
-        if not num_before:
-            num_prompt = max(request.prompt_len - request.cached_tokens, 0)
-            num_generated -= 1
-        elif step.kv_recomputed:
-            num_prompt = request.prompt_len
-            num_generated += num_before - 1
-        if num_prompt:
-            book.add_computed("prompt", num_prompt, weight_version, now)
-        if num_generated:
-            book.add_computed("generated", num_generated, weight_version, now)
-
-    @staticmethod
-    def _count_rows(
-        book: ExpertBook, step: RequestStep, request: WorkerRequest, weight_version: int, now: float
-    ) -> None:
+        if num_tokens := len(step.token_ids):
+            num_before, num_prompt, num_generated = request.writer.taken_tokens - num_tokens, 0, num_tokens
+            if not num_before:
+                num_prompt = max(request.prompt_len - request.cached_tokens, 0)
+                num_generated -= 1
+            elif step.kv_recomputed:
+                num_prompt = request.prompt_len
+                num_generated += num_before - 1
+            if num_prompt:
+                book.add_computed("prompt", num_prompt, weight_version, now)
+            if num_generated:
+                book.add_computed("generated", num_generated, weight_version, now)
         rows, start = step.routed_experts, step.routed_experts_start
-        if rows is None:
-            return
-        first_computed = max(request.cached_tokens - start, 0)
-        first_generated = max(request.prompt_len - start, 0)
-        if first_computed < min(first_generated, len(rows)):
-            book.add_rows("prompt", rows[first_computed:first_generated], weight_version, now)
-        if first_generated < len(rows):
-            book.add_rows("generated", rows[first_generated:], weight_version, now)
+        if rows is not None:
+            first_computed = max(request.cached_tokens - start, 0)
+            first_generated = max(request.prompt_len - start, 0)
+            if first_computed < min(first_generated, len(rows)):
+                book.add_rows("prompt", rows[first_computed:first_generated], weight_version, now)
+            if first_generated < len(rows):
+                book.add_rows("generated", rows[first_generated:], weight_version, now)
 
 
 @dataclass(slots=True)
