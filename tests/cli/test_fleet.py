@@ -191,33 +191,17 @@ def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
     assert generate(nats, path, "--routed-experts", "npz")[1]["done"] == 0
 
 
-def test_ctrl_c_keeps_the_finished_results(nats: str, tmp_path: Path) -> None:
-    """After SIGINT, a run reports its progress in one line, exits with code 130 and leaves a complete .npz."""
-    path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
-    output = tmp_path / "out.jsonl"
-    args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
-    process = subprocess.Popen(
-        command("generate", *args), env={**ENV, "ROLLBUS_NATS": nats}, stderr=subprocess.PIPE, text=True
-    )
-    assert becomes_true(lambda: output.exists() and output.read_bytes().count(b"\n") > 10)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
-
-    results = read(output)
-    told = f"rollbus: {len(results):,} of 5,000 done; the same command continues\n"
-    assert (process.returncode, stderr) == (130, told)
-    with np.load(tmp_path / "out.npz") as arrays:
-        assert {int(key) for key in arrays} >= set(results)
-
-
 def test_a_terminal_shows_a_bar_for_each_step_of_the_run(nats: str, tmp_path: Path) -> None:
-    """A bar names each step of the run and disappears at the end. After Ctrl-C, the count includes earlier runs."""
+    """A bar names each step of the run and disappears at the end.
+
+    After Ctrl-C, the exit code is 130, the count includes earlier runs, and the .npz is complete.
+    """
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
     output = tmp_path / "out.jsonl"
-    args = ("--input", str(path), "--output", str(output), "--max-in-flight", "16", "--nats", nats)
+    args = ("--input", str(path), "--output", str(output), "--max-in-flight", "16", "--routed-experts", "npz")
     counts = [0]
     for _ in range(2):
-        with on_terminal("generate", *args) as terminal:
+        with on_terminal("generate", *args, "--nats", nats) as terminal:
             for words in ("checking the prompts", "connecting", "generating", " tokens/s", " left"):
                 terminal.read_until(words)
             terminal.press_ctrl_c()
@@ -228,6 +212,8 @@ def test_a_terminal_shows_a_bar_for_each_step_of_the_run(nats: str, tmp_path: Pa
         assert terminal.lines()[-1] == f"rollbus: {counts[-1]:,} of 5,000 done; the same command continues"
         assert [line for line in terminal.lines() if "tokens/s" in line] == []
     assert counts == sorted(set(counts))
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert {int(key) for key in arrays} >= set(read(output))
 
 
 def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:
