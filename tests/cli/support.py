@@ -64,7 +64,9 @@ def started(args: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
 
         def wait() -> Ended:
             code = run.result()
-            return Ended(code, *(os.pread(file.fileno(), 2**30, 0).decode() for file in (stdout, stderr)))
+            for file in (stdout, stderr):
+                file.seek(0)
+            return Ended(code, stdout.read().decode(), stderr.read().decode())
 
         try:
             yield wait

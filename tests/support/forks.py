@@ -105,7 +105,8 @@ def _forks() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = [sys.executable, "-P", __file__, str(theirs.fileno())]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(program, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(program, env=env, stdin=nothing, stdout=nothing, pass_fds=[theirs.fileno()])
     theirs.close()
 
     def end() -> None:
