@@ -110,32 +110,17 @@ def test_a_folder_comes_before_a_model_id_and_a_path_is_no_id(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_model_of_the_cache_is_served_under_its_id(tmp_path: Path) -> None:
-    """Offline, workers load the snapshot of the cache. They refuse weights from any other folder of the cache."""
-    snapshot = write_cache(tmp_path / "hf", write_checkpoint(tmp_path / "one", seed=1))
-    other = write_checkpoint(tmp_path / "hf" / "hub" / "other", seed=2)
-    env = hub_env(tmp_path / "hf", HF_HUB_OFFLINE="1")
+def test_a_model_is_downloaded_once_and_served_under_its_id(tmp_path: Path) -> None:
+    """The command downloads only the files that vLLM needs. Later runs serve the snapshot of the cache without the hub.
 
-    with running_up("--engine", "synthetic", "--model", ID, log=tmp_path / "log", env=env) as (_, info):
-        status = json.loads(rollbus("status", "--json", nats=info["nats"]).stdout)
-        refused = rollbus("update-weights", str(other), "--version", "1", nats=info["nats"])
-
-    [worker] = status["workers"]
-    assert (worker["model"], worker["model_path"]) == (ID, str(snapshot))
-    assert refused.returncode == ExitCode.FAILED
-    assert f"--model {ID}: not a folder; reading the model from Hugging Face" in (tmp_path / "log").read_text()
-
-
-@pytest.mark.slow
-def test_a_model_is_downloaded_once(tmp_path: Path) -> None:
-    """The command downloads only the files that vLLM needs, and only once. Later runs work without the hub."""
+    Workers refuse weights from any other folder of the cache.
+    """
     checkpoint = write_checkpoint(tmp_path / "one", seed=1)
     files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
-    env = hub_env(tmp_path / "hf")
+    env, log = hub_env(tmp_path / "hf"), tmp_path / "log"
+    options = ("--engine", "synthetic", "--model", ID)
     with serving_hub({**files, "pytorch_model.bin": b"again", "model.gguf": b"again"}) as (url, asked):
-        with running_up(
-            "--engine", "synthetic", "--model", ID, log=tmp_path / "log", env={**env, "HF_ENDPOINT": url}
-        ) as (_, info):
+        with running_up(*options, log=log, env={**env, "HF_ENDPOINT": url}) as (_, info):
             [worker] = json.loads(rollbus("status", "--json", nats=info["nats"]).stdout)["workers"]
         assert not any(path.endswith((".bin", ".gguf")) for path in asked)
 
@@ -143,12 +128,13 @@ def test_a_model_is_downloaded_once(tmp_path: Path) -> None:
     assert worker["model"] == ID
     assert folder.is_relative_to(tmp_path / "hf")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
-    with running_up("--engine", "synthetic", "--model", ID, log=tmp_path / "log", env={**env, "HF_ENDPOINT": url}) as (
-        _,
-        info,
-    ):
+    other = write_checkpoint(tmp_path / "hf" / "hub" / "other", seed=2)
+    with running_up(*options, log=log, env={**env, "HF_HUB_OFFLINE": "1"}) as (_, info):
         [again] = json.loads(rollbus("status", "--json", nats=info["nats"]).stdout)["workers"]
-    assert again["model_path"] == worker["model_path"]
+        refused = rollbus("update-weights", str(other), "--version", "1", nats=info["nats"])
+    assert (again["model"], again["model_path"]) == (ID, worker["model_path"])
+    assert refused.returncode == ExitCode.FAILED
+    assert f"--model {ID}: not a folder; reading the model from Hugging Face" in log.read_text()
 
 
 @pytest.mark.slow
