@@ -19,7 +19,6 @@ from ...schemas.checks import describe
 from ...schemas.decoding import nearest
 from ...schemas.errors import RollbusError
 from . import Settings, chat, control, docs, generate, page, status
-from . import status as about
 from .access import check_access, check_media_type, check_origin
 from .calls import Admission
 from .control import reads
@@ -36,7 +35,6 @@ OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **page.ROUTES}
 """Routes without a token: health, the served models, the API description, and the page without its data."""
 DATA: RouteTable = {
     **status.ROUTES,
-    **about.ABOUT_ROUTES,
     **generate.ROUTES,
     **chat.ROUTES,
     **openai.ROUTES,

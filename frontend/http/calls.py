@@ -20,6 +20,7 @@ T = TypeVar("T")
 NO_EVENT: Final = b""
 """Instead of an event: a comment keeps proxies and clients from closing a stream whose text is held back."""
 PING: Final = b": ping\n\n"
+"""A comment, which keeps proxies from closing an idle stream."""
 END = b"data: [DONE]\n\n"
 """The last event of a successful stream, as OpenAI's clients expect it."""
 

@@ -128,23 +128,6 @@ async def metrics(service: Service, _request: Request) -> Response:
     return Response(await service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-_READY = HttpRoute(ready, answer={200: Ready, 503: Ready})
-_HEALTH = HttpRoute(health, answer=None)
-OPEN_ROUTES: RouteTable = {
-    ("GET", "/health"): _HEALTH,
-    ("GET", "/ping"): _HEALTH,
-    ("POST", "/ping"): _HEALTH,
-    ("GET", "/ready"): _READY,
-    ("GET", "/v1/rl/ready"): _READY,
-}
-ROUTES: RouteTable = {
-    ("GET", "/v1/models"): HttpRoute(models, answer=ModelList),
-    ("GET", "/v1/models/{id:path}"): HttpRoute(model, answer=Model),
-    ("GET", "/v1/rl/state"): HttpRoute(state, answer=FleetAnswer),
-    ("GET", "/metrics"): HttpRoute(metrics, answer="text/plain"),
-}
-
-
 PARALLEL: Final = re.compile(r"\btp(\d{1,6})-pp(\d{1,6})-dp(\d{1,6})\b")
 """The sizes in the signature of an engine."""
 
@@ -261,7 +244,20 @@ async def workers(service: Service, request: Request) -> Response:
     return json_response({"workers": [own], "total": 1})
 
 
-ABOUT_ROUTES: RouteTable = {
+_READY = HttpRoute(ready, answer={200: Ready, 503: Ready})
+_HEALTH = HttpRoute(health, answer=None)
+OPEN_ROUTES: RouteTable = {
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/ping"): _HEALTH,
+    ("POST", "/ping"): _HEALTH,
+    ("GET", "/ready"): _READY,
+    ("GET", "/v1/rl/ready"): _READY,
+}
+ROUTES: RouteTable = {
+    ("GET", "/v1/models"): HttpRoute(models, answer=ModelList),
+    ("GET", "/v1/models/{id:path}"): HttpRoute(model, answer=Model),
+    ("GET", "/v1/rl/state"): HttpRoute(state, answer=FleetAnswer),
+    ("GET", "/metrics"): HttpRoute(metrics, answer="text/plain"),
     ("GET", "/version"): HttpRoute(version, answer=Version),
     ("GET", "/load"): HttpRoute(load, answer=ServiceLoad),
     ("GET", "/workers"): HttpRoute(workers),

@@ -12,15 +12,14 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from ....schemas import limits
-from ....schemas.control import PauseMode
+from ....schemas.control import Label as Name
+from ....schemas.control import PauseMode, Version
 from ....schemas.weights import Canary
 from ..body import decode_body, read_body
 from ..errors import invalid
 from ..service import Service
 
-Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=limits.MAX_TIMEOUT_S)]
-Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
 Workers = Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_WORKER_OVERRIDES)]
 

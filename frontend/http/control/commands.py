@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic
 
 import msgspec
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
 from . import bodies
 from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, ledger_response, status_of
-from .bodies import either, read_query
+from .bodies import Fields, either, read_query
 from .reads import SETTLE_S, FleetQuery, begin_pause, begin_transfer, fleet_state, stale_field, wants_async
 
 MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
@@ -91,8 +91,6 @@ HTTP_ADMIN: Final = "http:admin"
 """Owner of transfers, and author of commands, of those who know the admin token."""
 HTTP_ANYONE: Final = "http:anyone"
 """The same without an admin token: all callers are one owner."""
-
-Fields = TypeVar("Fields", bound=bodies.SendBody)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,6 @@ HELLO: Final = "hello"
 DAY: Final = "day"
 SNAPSHOT: Final = "fleet"
 EXPERTS: Final = "experts"
-PING: Final = b": ping\n\n"
-"""A comment, which keeps proxies from closing an idle stream."""
 
 
 class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ from ....bus.client.client import FleetWatch, watch_fleet
 from ....bus.protocol.telemetry.rates import STEP_S, History
 from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
+from ..calls import PING
 from .events import (
     DAY,
     HELLO,
-    PING,
     SNAPSHOT,
     DaySnapshot,
     FleetDay,
