@@ -16,6 +16,7 @@ from rollbus.frontend.http.server import listen, serving
 from rollbus.schemas.errors import RequestRejected
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.browser.conftest import View
 from tests.browser.page import PHONE, Page, Size, each, opened
 from tests.browser.small_fleet import under_load
 from tests.browser.test_fleet import check_leaves_no_trace, give
@@ -198,13 +199,9 @@ async def test_the_request_view_begins_with_a_list(browser: Chrome, nats_url: st
             await stream.reading
 
 
-async def test_the_page_shows_the_timeline_of_a_request(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_page_shows_the_timeline_of_a_request(view: View) -> None:
     """The page shows the timeline of the entered request id from the queue to the end, and reports an unknown id."""
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="w0"),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/", may_fail=True) as page,
-    ):
+    async with view("w0", may_fail=True) as (http, page):
         await http.rb.fleet.wait_for_workers()
         await http.rb.complete(short("gsm8k/rollout.7"))
         await page.click("[data-testid=tab-request]")
@@ -228,14 +225,10 @@ async def test_the_page_shows_the_timeline_of_a_request(browser: Chrome, nats_ur
         assert await page.run(EVENTS) == []
 
 
-async def test_the_data_token_shows_no_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_data_token_shows_no_timeline(view: View) -> None:
     """The token for requests shows the fleet, but neither the list of requests nor the timeline of one."""
     settings = Settings(token="data-token-7319", admin_token="admin-token-2846")
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="w0"),
-        http_before(nats_url, fleet, settings) as http,
-        opened(browser, f"{http.url}/", may_fail=True) as page,
-    ):
+    async with view("w0", settings=settings, may_fail=True) as (http, page):
         await http.rb.fleet.wait_for_workers()
         await http.rb.complete(short("rollout-8"))
         await give(page, "data-token-7319")
@@ -284,13 +277,9 @@ SHORT_WAIT = (
 )
 
 
-async def test_a_hidden_page_closes_its_connection(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_a_hidden_page_closes_its_connection(view: View) -> None:
     """A page that is hidden for a long time closes its connection. It connects again as soon as it is visible."""
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="w0"),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/") as page,
-    ):
+    async with view("w0") as (http, page):
         script = await page.command("Page.addScriptToEvaluateOnNewDocument", source=SHORT_WAIT)
         await page.goto(f"{http.url}/?again")
         await page.command("Page.removeScriptToEvaluateOnNewDocument", **script)

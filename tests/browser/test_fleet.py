@@ -12,9 +12,9 @@ from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerPresence, Work
 from rollbus.schemas.telemetry import RequestProgress, RequestTimeline, TimelineEvent
 from rollbus.schemas.weights import Staging
 from tests.browser.announcer import announced
+from tests.browser.conftest import View
 from tests.browser.page import PHONE, Page, nameless, opened, roles
 from tests.http.support import http_before
-from tests.support.fleet import synthetic_worker
 from tests.support.hand_control import APPLIED, controlled, unless
 from tests.support.presences import capabilities, presence
 
@@ -39,7 +39,7 @@ def many_workers(_: int) -> list[WorkerPresence]:
     ]
 
 
-async def test_rows_show_the_presence_of_the_workers(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_rows_show_the_presence_of_the_workers(view: View) -> None:
     """A row shows state, version, slots, KV use and error of the worker's presence.
 
     A missing value is not shown as 0.
@@ -54,11 +54,7 @@ async def test_rows_show_the_presence_of_the_workers(browser: Chrome, nats_url: 
         last_error="disk is full",
     )
     other = replace(said, worker="w1", state=WorkerState.SERVING, weight_version=13, engine_stats=None, last_error=None)
-    async with (
-        announced(nats_url, fleet, lambda _: [said, other]),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/") as page,
-    ):
+    async with view(said, other) as (_, page):
         await page.until_text("[data-testid=tile-workers-value]", "1 of 2")
         shown = await page.rows()
     assert shown.keys() == {"w0", "w1"}
@@ -137,7 +133,7 @@ MADE = "return document.querySelectorAll('main img, main script, svg[onload]').l
 QUOTES = "\"'><svg onload=window.taken=true>&amp;"
 
 
-async def test_markup_in_texts_of_workers_is_shown_as_text(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_markup_in_texts_of_workers_is_shown_as_text(view: View) -> None:
     """The page shows markup in names, errors and stages as text, and creates no element from it."""
     said = presence(
         worker="w0",
@@ -151,11 +147,7 @@ async def test_markup_in_texts_of_workers_is_shown_as_text(browser: Chrome, nats
         host=IMAGE,
     )
     other = presence(worker="w1", model=IMAGE)
-    async with (
-        announced(nats_url, fleet, lambda _: [said, other]),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/") as page,
-    ):
+    async with view(said, other) as (_, page):
         await page.until_text("[data-testid=tile-workers-value]", "2 of 2")
         shown = await page.rows()
         assert shown["w0"]["note"].endswith(f"△ {IMAGE}")
@@ -225,16 +217,12 @@ async def tab_to(page: Page, testid: str) -> list[str]:
     return seen
 
 
-async def test_the_page_works_without_a_mouse(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_page_works_without_a_mouse(view: View) -> None:
     """Enter opens the dialog, the focus stays inside, and Escape closes it and returns the focus to its button.
 
     The column headers are buttons that announce the sort order, and the filter is a search box with a name.
     """
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="w0"),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/") as page,
-    ):
+    async with view("w0") as (_, page):
         await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
         passed = await tab_to(page, "token-button")
         assert passed[0] == "skip"
@@ -289,13 +277,9 @@ async def check_leaves_no_trace(page: Page, token: str) -> None:
     assert [token] == await page.run("return Object.values(sessionStorage)")
 
 
-async def test_nothing_is_shown_without_the_token(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_nothing_is_shown_without_the_token(view: View) -> None:
     """The page reports a wrong token. The right token opens the page, also after a reload."""
-    async with (
-        synthetic_worker(nats_url, fleet, worker_id="w0"),
-        http_before(nats_url, fleet, SETTINGS) as http,
-        opened(browser, f"{http.url}/", may_fail=True) as page,
-    ):
+    async with view("w0", settings=SETTINGS, may_fail=True) as (http, page):
         await page.until(LINK, "denied")
         assert "w0" not in await page.run("return document.body.innerText")
         await give(page, "wrong-token-5555")

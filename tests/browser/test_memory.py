@@ -12,6 +12,7 @@ from rollbus.frontend.http.live import experts
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.browser.announcer import announced
+from tests.browser.conftest import View
 from tests.browser.expert_view import counts_of, until_counts
 from tests.browser.page import DESKTOP, PHONE, Size, each, opened
 from tests.control.support import folders
@@ -84,19 +85,13 @@ return [...document.querySelectorAll("tr[data-key] :is(td[data-column=state], td
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-async def test_no_column_is_cut_and_tables_tell_that_they_scroll(
-    browser: Chrome, nats_url: str, fleet: str, size: Size
-) -> None:
+async def test_no_column_is_cut_and_tables_tell_that_they_scroll(view: View, size: Size) -> None:
     """A column is as wide as its widest text. A table with more columns says so until it is scrolled to its end."""
     said = [
         presence(worker="w0", in_flight=1024, capabilities=capabilities(max_num_seqs=1024), last_error=ERROR),
         presence(worker=LONG, state=WorkerState.WAITING_FOR_WEIGHTS, model="org/model-" + "x" * 40),
     ]
-    async with (
-        announced(nats_url, fleet, lambda _: said),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/", size=size) as page,
-    ):
+    async with view(*said, size=size) as (_, page):
         await page.until_text("[data-testid=tile-workers-value]", "1 of 2")
         wrapped = ("worker", "state") if size is PHONE else ()
         await page.until(
@@ -139,15 +134,11 @@ async def test_the_heat_map_keeps_its_last_counts(
         await until_counts(page, "prompt", expected["prompt"])
 
 
-async def test_a_worker_leads_to_its_log_and_its_requests(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_a_worker_leads_to_its_log_and_its_requests(view: View) -> None:
     """The view of one worker names its host, process, log and error, and links to its requests."""
     # The service has no history of the worker yet.
     said = presence(worker="w0", host="node-3", pid=4711, log="/var/log/w0.log", last_error=ERROR, uptime_s=60.0)
-    async with (
-        announced(nats_url, fleet, lambda _: [said]),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/", may_fail=True) as page,
-    ):
+    async with view(said, may_fail=True) as (_, page):
         await page.click("tr[data-key=w0] a")
         facts = await page.until_text("[data-testid=worker-facts]", bool)
         assert facts.endswith("host node-3, process 4711 · log /var/log/w0.log")
@@ -155,14 +146,10 @@ async def test_a_worker_leads_to_its_log_and_its_requests(browser: Chrome, nats_
         assert await page.run(each("#view-throughput .controls a", "one.hash")) == ["#/fleet", "#/request?worker=w0"]
 
 
-async def test_charts_mark_what_happened(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_charts_mark_what_happened(view: View) -> None:
     """Charts have marks for updates, pauses and starts, those of one worker without those of other workers."""
     said = [presence(worker=f"w{i}", uptime_s=600.0 * i) for i in range(1, 4)]
-    async with (
-        announced(nats_url, fleet, lambda _: said),
-        http_before(nats_url, fleet) as http,
-        opened(browser, f"{http.url}/") as page,
-    ):
+    async with view(*said) as (_, page):
         await page.until(EVENTS, lambda found: len(found) > 1)
         marks = "const [marks] = await Promise.all([import('/assets/day.js')]); return marks.chartMarks(arguments[0])"
         all_marks = await page.run(marks, None)
