@@ -7,11 +7,10 @@ import functools
 import json
 import re
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import httpx
 import numpy as np
@@ -247,8 +246,9 @@ async def talking(
 
 
 T = TypeVar("T")
+Serve = Callable[..., contextlib.AbstractAsyncContextManager[Http]]
+Talk = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Http, Any]]]
 STEP_S = 0.002
-PING_WAIT_S = 0.15
 
 
 @dataclass
@@ -279,6 +279,9 @@ class ControlHttp:
         return answer.status_code, answer.json()
 
 
+Control = Callable[..., contextlib.AbstractAsyncContextManager[ControlHttp]]
+
+
 async def together(*calls: Coroutine[Any, Any, T]) -> list[T]:
     """Run these calls concurrently, because a command to a fleet takes half a second."""
     async with asyncio.TaskGroup() as tasks:
@@ -303,8 +306,6 @@ async def control_http(
     write_adapter(root / "adapter")
     config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
     async with contextlib.AsyncExitStack() as stack:
-        # The tests ping workers of this process often, so a short wait suffices.
-        stack.enter_context(mock.patch("rollbus.bus.client.presence.PING_WAIT_S", PING_WAIT_S))
         engines = []
         for i, model in enumerate(models or ("synthetic",) * count):
             fields: dict[str, Any] = {

@@ -28,17 +28,17 @@ from rollbus.frontend.http.control import DATA_ROUTES, NOT_SERVED_ROUTES
 from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.status import parallel_config
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import Http, client_of, control_http, http_before, http_service, make_byte_level, save
+from tests.http.support import Control, Http, Serve, client_of, make_byte_level, save
 from tests.support.patience import SOON_S
 from tests.support.waits import until
 
 
-async def test_versions_load_and_settings(nats_url: str, fleet: str) -> None:
+async def test_versions_load_and_settings(serve: Serve) -> None:
     """The routes give engine versions under vLLM's names and the workers' presence, and nothing of the environment.
 
     `/workers` has this service once, by the name in the request, because a command reaches the whole fleet.
     """
-    async with http_service(nats_url, fleet, weight_version=3) as http:
+    async with serve(weight_version=3) as http:
         client = http.client
         version = (await client.get("/version")).json()
         text = (await client.get("/server_info")).json()
@@ -76,10 +76,10 @@ def test_engines_that_agree_have_one_parallel_config() -> None:
     assert parallel_config([]) is None
 
 
-async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_one_model_is_retrieved(control: Control) -> None:
     """`models.retrieve` of the OpenAI client finds names with slashes, and an unknown model is a `NotFoundError`."""
     async with (
-        control_http(nats_url, fleet, tmp_path, models=("org/model-1.5",)) as c,
+        control(models=("org/model-1.5",)) as c,
         client_of(c.http) as client,
     ):
         found = await client.models.retrieve("org/model-1.5")
@@ -92,9 +92,9 @@ async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path)
 # Routes that only read.
 
 
-async def test_a_service_without_workers_is_alive_and_not_ready(nats_url: str, fleet: str) -> None:
+async def test_a_service_without_workers_is_alive_and_not_ready(serve_fleet: Serve) -> None:
     """A service without a fleet is alive and not ready. It has no models, no series of workers, and no release."""
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         names = ("/health", "/ping", "/ready", "/version", "/v1/models", "/server_info", "/metrics")
         found = {name: await http.client.get(name) for name in (*names, "/v1/rl/request_list")}
         refused = await http.client.post("/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}})
@@ -110,9 +110,9 @@ async def test_a_service_without_workers_is_alive_and_not_ready(nats_url: str, f
     assert "rollbus_worker_in_flight{" not in found["/metrics"].text
 
 
-async def test_data_routes_require_a_token(nats_url: str, fleet: str) -> None:
+async def test_data_routes_require_a_token(serve: Serve) -> None:
     """Data routes require the data token or the admin token, and `/health` requires none."""
-    async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+    async with serve(Settings(token="data", admin_token="admin")) as http:
 
         async def get(path: str, authorization: str | None) -> httpx.Response:
             headers = {} if authorization is None else {"Authorization": authorization}
@@ -127,9 +127,9 @@ async def test_data_routes_require_a_token(nats_url: str, fleet: str) -> None:
         assert (await get("/health", None)).status_code == 200
 
 
-async def test_unknown_routes_and_methods_are_json_errors(nats_url: str, fleet: str) -> None:
+async def test_unknown_routes_and_methods_are_json_errors(serve_fleet: Serve) -> None:
     """404 and 405 have the format of all other errors, with the nearest path or the allowed methods."""
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         for answer, status, words in (
             (await http.client.get("/zzz"), 404, "the path '/zzz' is unknown; /docs"),
             (await http.client.get("/v1/modells"), 404, "did you mean /v1/models?"),
@@ -165,10 +165,10 @@ def documented(key: tuple[str, str]) -> tuple[str, str]:
     return method, path.replace(":path}", "}")
 
 
-async def test_the_document_lists_exactly_the_served_routes(nats_url: str, fleet: str) -> None:
+async def test_the_document_lists_exactly_the_served_routes(serve_fleet: Serve) -> None:
     """The document lists exactly the served routes, with their methods and tokens."""
     settings = Settings(token="data", admin_token="admin")
-    async with http_before(nats_url, fleet, settings) as http:
+    async with serve_fleet(settings) as http:
         served = {
             documented((method, route.path))
             for route in make_app(http.own, settings).routes
@@ -236,11 +236,11 @@ async def _status(http: Http, path: str) -> int:
     return (await http.client.get(path)).status_code
 
 
-async def test_schemathesis_finds_no_server_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_schemathesis_finds_no_server_error(serve: Serve, tmp_path: Path) -> None:
     """Requests drawn from the document get responses as documented, and never 5xx."""
     config = SyntheticConfig(max_model_len=256)
     settings = Settings(max_body_bytes=1 << 20, tokenizer=save(make_byte_level(), tmp_path))
-    async with http_service(nats_url, fleet, settings, config=config) as http:
+    async with serve(settings, config=config) as http:
         # `/ready` waits only some seconds for the tokenizer, whose library takes longer to load on a busy machine.
         await until(lambda: _status(http, "/ready"), 200)
         described_as = (await http.client.get("/openapi.json")).json()

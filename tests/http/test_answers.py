@@ -5,7 +5,6 @@ import base64
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +22,7 @@ from rollbus.frontend.http.requests import RequestTarget
 from rollbus.frontend.http.tokens import ENCODED_BYTES, Tokens, routed_experts_json
 from rollbus.frontend.http.writer import AnswerWriter
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import CHAT, COMPLETIONS, Http, by_bus, byte_level, rows_of, talking
+from tests.http.support import CHAT, COMPLETIONS, Http, Talk, by_bus, byte_level, rows_of
 from tests.support.fleet import until_idle
 from tests.support.presences import presence
 
@@ -198,11 +197,9 @@ def a_stop(ids: list[int]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(
-    nats_url: str, fleet: str, tmp_path: Path, stream: bool
-) -> None:
+async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(talk: Talk, stream: bool) -> None:
     """Ids, logprobs and rows end with the token that completes the stop string, and the engine stops the request."""
-    async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
+    async with talk(ENDLESS) as (http, _):
         whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, logprobs=0)
         stop, kept = a_stop(whole.token_ids.tolist())
         asked: dict[str, Any] = {"seed": 1, "logprobs": 0, "max_tokens": 60_000, "stream": stream}
@@ -219,9 +216,9 @@ async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(
     assert len(late["token_ids"]) > kept
 
 
-async def test_a_stop_string_ends_only_its_own_sample(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_stop_string_ends_only_its_own_sample(talk: Talk) -> None:
     """A stop string in one sample does not change the others, and the usage counts the remaining tokens."""
-    async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
+    async with talk(ENDLESS) as (http, _):
         whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, n=2, logprobs=0, prompt_logprobs=1)
         stop, kept = a_stop(whole.token_ids.tolist())
         asked = {"seed": 1, "logprobs": 0, "max_tokens": 40, "n": 2, "prompt_logprobs": 1}
@@ -238,9 +235,9 @@ async def test_a_stop_string_ends_only_its_own_sample(nats_url: str, fleet: str,
     assert len(answer["prompt_logprobs"]) == len(PROMPT)
 
 
-async def test_prompt_logprobs_are_returned_as_in_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_prompt_logprobs_are_returned_as_in_vllm(talk: Talk) -> None:
     """Prompt logprobs are beside the choices of a chat and in each choice of a completion, with texts, as in vLLM."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         for path, body in (
             (CHAT, {"nvext": {"token_data": PROMPT}, "n": 2}),
             (CHAT, {"messages": [{"role": "user", "content": "the"}], "stop": "nowhere"}),

@@ -24,7 +24,7 @@ from rollbus.frontend.http.sampling import SamplingFields
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.cli.support import ROOT
-from tests.http.support import Http, http_before, make_byte_level, noted_requests, save, talking
+from tests.http.support import Http, Serve, Talk, http_before, make_byte_level, noted_requests, save
 from tests.support.gated_engine import running
 
 USER = {"role": "user", "content": "the"}
@@ -195,9 +195,9 @@ def test_the_table_lists_every_route_of_vllm() -> None:
     assert found - {(row.method, row.path) for row in route_rows()} == set()
 
 
-async def test_routes_are_served_or_refused_as_in_the_table(nats_url: str, fleet: str) -> None:
+async def test_routes_are_served_or_refused_as_in_the_table(serve_fleet: Serve) -> None:
     """Served routes exist. The other routes are refused, with the reason in the table if they are known."""
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         for row in route_rows():
             async with http.client.stream(row.method, re.sub(r"{\w+}", "x", row.path)) as answer:
                 content = await answer.aread() if answer.status_code >= 400 else b""
@@ -212,9 +212,9 @@ async def test_routes_are_served_or_refused_as_in_the_table(nats_url: str, fleet
                 assert (answer.status_code in (404, 405), row.served) == (True, "404"), row
 
 
-async def test_fields_are_accepted_or_refused_as_in_the_table(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_fields_are_accepted_or_refused_as_in_the_table(talk: Talk) -> None:
     """Served fields are accepted. The other fields are refused by name with the reason in the table."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         wrong: list[str] = []
         for body, (_, path, base, prefix) in BODIES.items():
             for row in field_rows(body):
@@ -248,9 +248,9 @@ def _agrees_with_row(row: FieldRow, prefix: str, status: int, text: str) -> bool
     return f"{prefix}{row.name}" == error["param"] and reason in error["message"]
 
 
-async def test_fields_of_commands_in_the_table_are_known(nats_url: str, fleet: str) -> None:
+async def test_fields_of_commands_in_the_table_are_known(serve_fleet: Serve) -> None:
     """Each field of a command is known: an invalid value is refused as wrong and not as unknown."""
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         for path, fields in control_rows().items():
             for field in fields:
                 answer = await http.client.post(path, json={field: [[]]})

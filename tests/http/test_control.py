@@ -14,7 +14,7 @@ from rollbus.frontend.http.control.answers import LORA_OF_PRIME, RL, VLLM, Respo
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
-from tests.http.support import ControlHttp, control_http, http_before, in_flight, together
+from tests.http.support import Control, ControlHttp, Serve, in_flight, together
 from tests.support.fleet import all_serve, until_state, until_worker
 from tests.support.hand_control import controlled, silent
 
@@ -35,9 +35,9 @@ def results(ledger: dict[str, Any]) -> dict[str, str]:
     return {line["worker"]: line["result"] for line in ledger["workers"]}
 
 
-async def test_all_workers_apply_each_command(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_all_workers_apply_each_command(control: Control) -> None:
     """Each command gives 200 and a ledger with a line per worker, and the fleet reaches the requested state."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         bodies: dict[str, Any] = {
             "pause": {"mode": "abort", "clear_cache": True, "timeout_s": 20},
             "flush_cache": {"preempt": True},
@@ -65,14 +65,14 @@ async def test_all_workers_apply_each_command(nats_url: str, fleet: str, tmp_pat
     assert [worker.loras for worker in after.workers] == [(), ()]
 
 
-async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
+async def test_an_empty_fleet_is_503(serve_fleet: Serve) -> None:
     """Without workers, each command and each read gives 503 under all names, and the desired state records nothing."""
     weights = {"weight_dir": "/x"}
     commands = [*COMMANDS, ("pause", {"async": True}), ("update_weights", {"path": "/x"}), ("update_weights", weights)]
     posts = [(f"/v1/rl/{name}", body) for name, body in commands]
     posts += [("/update_weights", weights), ("/pause", {}), ("/resume", {}), ("/reset_prefix_cache", {})]
     reads = ("/is_paused", "/liveness", "/v1/rl/health", "/v1/rl/weight_version", "/weight_info")
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         calls = [http.client.post(path, json=body) for path, body in posts]
         answers = await together(*calls, *map(http.client.get, reads))
         for answer in answers:
@@ -82,11 +82,9 @@ async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
         assert not (await http.rb.fleet.state()).desired
 
 
-async def test_a_command_is_207_if_a_worker_applies_and_502_if_all_fail(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_a_command_is_207_if_a_worker_applies_and_502_if_all_fail(control: Control) -> None:
     """If one of two engines fails, the status is 207 and the ledger has the reason. If both fail, it is 502."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         c.engines[0].faults = replace(c.engines[0].faults, reset_cache=True)
         some = await c.post("/v1/rl/flush_cache")
         c.engines[1].faults = replace(c.engines[1].faults, reset_cache=True)
@@ -99,12 +97,12 @@ async def test_a_command_is_207_if_a_worker_applies_and_502_if_all_fail(
     assert none[1]["error"] == {**none[1]["error"], "type": "server_error", "param": None, "code": "cache_in_use"}
 
 
-async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_update_that_an_engine_fails_is_207(control: Control) -> None:
     """If an engine fails an update, only the other worker has the new weights.
 
     The failed one serves nothing until an update works.
     """
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         body = {"path": str(c.root / "two"), "version": 2}
         c.engines[0].faults = replace(c.engines[0].faults, load="half_written")
         some = await c.post("/v1/rl/update_weights", body)
@@ -169,9 +167,9 @@ def test_the_status_says_which_workers_failed_and_why(
     assert status_of(ledger, "pause", style) == expected
 
 
-async def test_paths_outside_the_roots_are_403(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_paths_outside_the_roots_are_403(control: Control, tmp_path: Path) -> None:
     """Each worker refuses a path outside its roots, by `..`, by a link or relative, and nothing changes."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         (c.root / "link").symlink_to(tmp_path)
         paths = ["/etc", str(c.root / ".." / "root2"), str(c.root / "link"), "one"]
         calls = []
@@ -188,9 +186,9 @@ async def test_paths_outside_the_roots_are_403(nats_url: str, fleet: str, tmp_pa
     assert not any(desired.registers for desired in state.desired.values())
 
 
-async def test_an_older_version_is_409(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_older_version_is_409(control: Control) -> None:
     """An older version gives 409, and so does the same version with other weights. `allow_rollback` permits both."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         one, two = str(c.root / "one"), str(c.root / "two")
         good = await c.post("/v1/rl/update_weights", {"path": two, "version": 5})
         older = await c.post("/v1/rl/update_weights", {"path": one, "version": 4})
@@ -201,12 +199,12 @@ async def test_an_older_version_is_409(nats_url: str, fleet: str, tmp_path: Path
     assert older[1]["error"]["code"] == same[1]["error"]["code"] == "old_version"
 
 
-async def test_a_pause_that_takes_too_long_is_504(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_pause_that_takes_too_long_is_504(control: Control) -> None:
     """A pause that times out gives 504 with the requests in flight.
 
     The worker stays paused, and `abort` ends the requests.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c, in_flight(c.http):
+    async with control() as c, in_flight(c.http):
         late = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1})
         aborted = await c.post("/v1/rl/pause", {"mode": "abort"})
 
@@ -241,9 +239,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_fields_are_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_wrong_fields_are_named(control: Control) -> None:
     """A wrong field gives 400 with its name and the allowed values, and nothing is recorded."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         answers = await together(*(c.post(f"/v1/rl/{name}", body) for name, body, _ in WRONG))
         for (name, body, field), (status, answer) in zip(WRONG, answers, strict=True):
             assert (status, answer["error"]["param"]) == (400, field), (name, body, answer)
@@ -259,9 +257,9 @@ async def test_wrong_fields_are_named(nats_url: str, fleet: str, tmp_path: Path)
     assert [answer.status_code for answer in other_json] == [400] * 3
 
 
-async def test_an_update_of_weights_must_name_its_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_update_of_weights_must_name_its_model(control: Control) -> None:
     """With two models, a pause applies to both. An update of weights must name its model, with or without a version."""
-    async with control_http(nats_url, fleet, tmp_path, models=("a", "b")) as c:
+    async with control(models=("a", "b")) as c:
         body = {"path": str(c.root / "two")}
         bodies: list[dict[str, Any]] = [body, {**body, "version": 2}]
         wrong = await together(*(c.post("/v1/rl/update_weights", each) for each in bodies))
@@ -280,9 +278,9 @@ async def test_an_update_of_weights_must_name_its_model(nats_url: str, fleet: st
     assert (unknown[0], unknown[1]["error"]["param"]) == (400, "model")
 
 
-async def test_each_update_without_a_version_gets_its_own_version(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_update_without_a_version_gets_its_own_version(control: Control, serve_fleet: Serve) -> None:
     """If two controllers load weights without a version at the same time, each update gets its own version."""
-    async with control_http(nats_url, fleet, tmp_path) as c, http_before(nats_url, fleet) as other:
+    async with control() as c, serve_fleet() as other:
         async with asyncio.TaskGroup() as tasks:
             posting = [
                 tasks.create_task(http.client.post("/v1/rl/update_weights", json={"path": str(c.root / name)}))
@@ -299,9 +297,9 @@ async def test_each_update_without_a_version_gets_its_own_version(nats_url: str,
     assert (state.workers[0].weight_version, state.workers[0].state) == (3, WorkerState.SERVING)
 
 
-async def test_a_command_continues_after_its_client_disconnects(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_command_continues_after_its_client_disconnects(control: Control) -> None:
     """If a client disconnects, its pause is still carried out, and the service answers other clients meanwhile."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         async with in_flight(c.http) as chunks:
             with pytest.raises(httpx.ReadTimeout):
                 await c.http.client.post("/v1/rl/pause", json={"mode": "wait"}, timeout=0.5)
@@ -313,10 +311,10 @@ async def test_a_command_continues_after_its_client_disconnects(nats_url: str, f
     assert state.workers[0].pause_mode == "wait"
 
 
-async def test_commands_require_the_admin_token(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_commands_require_the_admin_token(control: Control) -> None:
     """The data token opens the routes that only read. Each route that changes something requires the admin token."""
     settings = Settings(token="data", admin_token="admin")
-    async with control_http(nats_url, fleet, tmp_path, settings=settings) as c:
+    async with control(settings=settings) as c:
         await _check_access(c)
         assert not (await c.http.rb.fleet.state()).desired
 
@@ -349,20 +347,20 @@ Options = dict[str, Any]
     ids=["field", "header"],
 )
 async def test_an_asynchronous_pause_is_answered_immediately(
-    nats_url: str, fleet: str, tmp_path: Path, path: str, options: Options
+    control: Control, serve_fleet: Serve, path: str, options: Options
 ) -> None:
     """An asynchronous pause gives 202 with an operation that runs until all requests ended, and then has succeeded.
 
     A service that starts later reports the same.
     """
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         async with in_flight(c.http):
             begun = await c.http.client.post(path, **options)
             location = begun.headers["Location"]
             running = await c.get(location)
         await until_state(c.http.own, lambda state: {worker.state for worker in state.workers} == {WorkerState.PAUSED})
         done = await c.get(location)
-        async with http_before(nats_url, fleet) as other:
+        async with serve_fleet() as other:
             told = (await other.client.get(location)).json()
         await c.post("/v1/rl/resume")
         over = await c.get(location)
@@ -377,12 +375,12 @@ async def test_an_asynchronous_pause_is_answered_immediately(
     assert (over[1]["status"], {line["result"] for line in over[1]["workers"]}) == ("superseded", {"stale"})
 
 
-async def test_an_operation_that_takes_too_long_has_failed(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_operation_that_takes_too_long_has_failed(control: Control) -> None:
     """An operation that times out has failed, and its workers stay paused.
 
     When their requests end, it has succeeded.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         async with in_flight(c.http):
             _, begun = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1, "async": True})
             await until_state(c.http.own, lambda state: state.workers[0].state is WorkerState.PAUSED)
@@ -395,9 +393,9 @@ async def test_an_operation_that_takes_too_long_has_failed(nats_url: str, fleet:
     assert done[1]["status"] == "succeeded"
 
 
-async def test_an_operation_on_named_workers_ignores_other_workers(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_operation_on_named_workers_ignores_other_workers(control: Control) -> None:
     """An operation on named workers ignores the state of other workers."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         _, begun = await c.post("/v1/rl/pause", {"workers": ["w1"], "async": True})
         await until_state(c.http.own, lambda state: WorkerState.PAUSED in {worker.state for worker in state.workers})
         _, told = await c.get(begun["url"])
@@ -406,9 +404,9 @@ async def test_an_operation_on_named_workers_ignores_other_workers(nats_url: str
     assert [(line["worker"], line["result"]) for line in told["workers"]] == [("w1", "applied")]
 
 
-async def test_a_recorded_command_is_answered_without_acks(nats_url: str, fleet: str) -> None:
+async def test_a_recorded_command_is_answered_without_acks(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """The 202 does not wait for acks, because the desired state is already recorded."""
-    async with controlled(nats_url, fleet, "a") as hands, http_before(nats_url, fleet) as http:
+    async with controlled(nats_url, fleet, "a") as hands, serve_fleet() as http:
         hands["a"].reply = silent
         await hands["a"].announce()
         begun = await http.client.post("/v1/rl/pause", json={"async": True})
@@ -417,11 +415,9 @@ async def test_a_recorded_command_is_answered_without_acks(nats_url: str, fleet:
     assert (begun.status_code, told["status"], told["workers"][0]["result"]) == (202, "running", "running")
 
 
-async def test_an_invalid_operation_gives_the_same_error_as_without_async(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_an_invalid_operation_gives_the_same_error_as_without_async(control: Control) -> None:
     """An invalid operation gives the same error as without `async`. Ids that are not of a pause give 404."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         wrong = await c.post("/v1/rl/pause", {"workers": ["w9"], "async": True})
         unknown = await c.get("/v1/rl/operations/nothing")
         _, flushed = await c.post("/v1/rl/flush_cache")

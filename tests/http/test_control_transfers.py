@@ -1,7 +1,5 @@
 """Transfers of weights over HTTP belong to the user of the token, and health names who stopped or holds workers."""
 
-from pathlib import Path
-
 import pytest
 
 import rollbus
@@ -9,7 +7,7 @@ from rollbus.frontend.http import Settings
 from rollbus.schemas.acks import AckError
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
-from tests.http.support import ControlHttp, control_http, http_before
+from tests.http.support import Control, ControlHttp, Serve
 from tests.support.fleet import until_state
 
 CHUNK = {"update_info": {"seed": 4}}
@@ -20,12 +18,12 @@ async def until_transfer(c: ControlHttp) -> None:
     await until_state(c.http.own, lambda state: state.workers[0].transfer is not None)
 
 
-async def test_any_service_continues_the_transfer_of_a_user(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_any_service_continues_the_transfer_of_a_user(control: Control, serve_fleet: Serve) -> None:
     """The owner is the user of the token and never the service, so another service finishes what one has begun.
 
     A finish without a chunk is 409 and changes nothing. A chunk of an earlier start is 409.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c, http_before(nats_url, fleet, None) as second:
+    async with control() as c, serve_fleet(None) as second:
         early = await c.post("/finish_weight_update")
         _, first = await c.post("/start_weight_update")
         empty = await c.post("/finish_weight_update")
@@ -48,12 +46,12 @@ async def test_any_service_continues_the_transfer_of_a_user(nats_url: str, fleet
 
 
 async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
-    nats_url: str, fleet: str, tmp_path: Path
+    control: Control, nats_url: str, fleet: str
 ) -> None:
     """The start of another owner is 409 with the holder and the age of its transfer. An admin may cancel any."""
     settings = Settings(token="data", admin_token="secret")
     async with (
-        control_http(nats_url, fleet, tmp_path, settings=settings) as c,
+        control(settings=settings) as c,
         rollbus.connect(nats_url, fleet=fleet, client="trainer") as trainer,
     ):
         c.http.client.headers["Authorization"] = "Bearer secret"
@@ -77,9 +75,9 @@ async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
     assert "of http:admin" in error.message
 
 
-async def test_commands_that_the_state_does_not_allow_are_409(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_commands_that_the_state_does_not_allow_are_409(control: Control) -> None:
     """A transfer into a sleeping engine, and a sleep or a resume during a transfer, are 409 and change nothing."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         await c.post("/sleep")
         asleep = [
             await c.post("/init_weight_transfer_engine", {"init_info": {}}),
@@ -96,9 +94,9 @@ async def test_commands_that_the_state_does_not_allow_are_409(nats_url: str, fle
     assert [status for status, _ in (woken, started, cancelled)] == [200, 200, 200]
 
 
-async def test_health_names_who_stopped_workers_and_since_when(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_health_names_who_stopped_workers_and_since_when(control: Control) -> None:
     """A pause, drain or sleep outlives its caller, and health says who recorded it and when, until its counterpart."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         await c.post("/pause", {"mode": "keep"})
         await c.http.rb.fleet.drain(["w1"])
         _, health = await c.get("/v1/rl/health")

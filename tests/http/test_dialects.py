@@ -20,26 +20,16 @@ from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import write_adapter
-from tests.http.support import (
-    CHAT,
-    CONFIG,
-    ControlHttp,
-    control_http,
-    http_service,
-    in_flight,
-    make_byte_level,
-    save,
-    talking,
-)
+from tests.http.support import CHAT, CONFIG, Control, ControlHttp, Serve, Talk, in_flight, make_byte_level, save
 from tests.http.test_edge import GENERATING, SLOW
 from tests.support.fleet import synthetic_worker, until_idle, until_state, until_worker
 from tests.support.requests import greedy
 from tests.support.waits import until, until_true
 
 
-async def test_the_routes_support_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_routes_support_the_update_of_prime_rl(control: Control) -> None:
     """The routes support prime-rl's update: pause by query, weights by folder, resume without a body, and adapters."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c, in_flight(c.http) as chunks:
+    async with control(2) as c, in_flight(c.http) as chunks:
         client = c.http.client
         answers = [
             await client.post("/pause", params={"mode": "keep", "clear_cache": "false"}),
@@ -72,12 +62,12 @@ async def test_the_routes_support_the_update_of_prime_rl(nats_url: str, fleet: s
     assert live.json() == {"status": "ok"}
 
 
-async def test_the_routes_support_the_weight_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_routes_support_the_weight_transfer_of_vllm(control: Control) -> None:
     """The weight transfer of vLLM shares a route with prime-rl, and the body decides.
 
     Versions are strings, or the next number.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         client = c.http.client
 
         async def transfer(seed: int, finish: dict[str, str] | None) -> list[str]:
@@ -114,12 +104,12 @@ async def test_the_routes_support_the_weight_transfer_of_vllm(nats_url: str, fle
     assert (state.workers[0].state, state.workers[0].weight_version) == (WorkerState.SERVING, 8)
 
 
-async def test_the_pause_route_of_vllm_keeps_requests_by_default(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_pause_route_of_vllm_keeps_requests_by_default(control: Control) -> None:
     """Without a mode, requests are kept.
 
     As in vLLM, the other modes reset the cache unless the query says otherwise.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         modes = [
             ("", "keep", False),
             ("?mode=abort", "abort", True),
@@ -133,9 +123,9 @@ async def test_the_pause_route_of_vllm_keeps_requests_by_default(nats_url: str, 
             assert (status, recorded.mode, recorded.clear_cache) == (200, mode, clears), query  # type: ignore[union-attr]
 
 
-async def test_the_cache_routes_of_vllm_report_success_or_failure(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_cache_routes_of_vllm_report_success_or_failure(control: Control) -> None:
     """`success` states whether the caches were reset. A cache in use requires `reset_running_requests`."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         request = GenerateRequest(prompt_token_ids=[5] * 64, sampling=SamplingParams(max_tokens=1))
         idle = await c.post("/reset_prefix_cache")
         async with in_flight(c.http):
@@ -149,14 +139,12 @@ async def test_the_cache_routes_of_vllm_report_success_or_failure(nats_url: str,
     assert (forced[0], forced[1]["success"]) == (200, True)
 
 
-async def test_the_adapter_routes_of_vllm_respond_with_a_line_of_text(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_the_adapter_routes_of_vllm_respond_with_a_line_of_text(control: Control) -> None:
     """The response is a line of text.
 
     A loaded name is refused without `load_inplace`, and a missing folder gives 404.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         client = c.http.client
         adapter = {"lora_name": "a", "lora_path": str(c.root / "adapter")}
         loaded = await client.post("/v1/load_lora_adapter", json={**adapter, "is_3d_lora_weight": False})
@@ -179,9 +167,9 @@ async def test_the_adapter_routes_of_vllm_respond_with_a_line_of_text(
     assert unloaded[1].json()["error"]["code"] == "not_found"
 
 
-async def test_a_partial_result_is_502_under_names_of_other_engines(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_partial_result_is_502_under_names_of_other_engines(control: Control) -> None:
     """Under names of other engines, a partial result gives 502 instead of 207, because their clients accept any 2xx."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         c.engines[0].faults = replace(c.engines[0].faults, reset_cache=True, load="refused", load_lora=True)
         adapter = {"lora_name": "a", "lora_path": str(c.root / "adapter")}
         answers = [
@@ -203,12 +191,12 @@ RESOLVES_S = 0.3
 ENDLESS = rollbus.SamplingParams(max_tokens=10_000, ignore_eos=True)
 
 
-async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> None:
+async def test_requests_are_aborted_by_their_ids(serve: Serve) -> None:
     """The route of vLLM aborts requests of any client and counts them.
 
     Only rollbus's route gives 404 for an ended request.
     """
-    async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.01)) as http:
+    async with serve(config=SyntheticConfig(step_s=0.01)) as http:
         body = {**GENERATING[GENERATE], "stream": True, "request_id": "mine"}
         async with http.client.stream("POST", GENERATE, json=body) as stream:
             lines = aiter(stream.aiter_lines())
@@ -229,13 +217,13 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> N
     assert (without.status_code, without.json()["error"]["param"]) == (400, "request_ids")
 
 
-async def test_all_requests_are_aborted(nats_url: str, fleet: str) -> None:
+async def test_all_requests_are_aborted(serve: Serve) -> None:
     """Without ids, vLLM's route aborts the requests of this service, also those that wait, and of other clients."""
     config = SyntheticConfig(step_s=0.01, max_num_seqs=2)
     settings = Settings(token="data", admin_token="admin")
     admin = {"Authorization": "Bearer admin"}
     body = GENERATING[GENERATE]
-    async with http_service(nats_url, fleet, settings, config=config) as http:
+    async with serve(settings, config=config) as http:
         stream = http.rb.generate(request := rollbus.GenerateRequest(prompt_token_ids=[5], sampling=ENDLESS))
         await anext(stream)
         async with asyncio.TaskGroup() as tasks:
@@ -259,7 +247,7 @@ async def test_all_requests_are_aborted(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"model": "synthetic"}])
 async def test_requests_without_a_known_model_yet_are_aborted(
-    nats_url: str, fleet: str, tmp_path: Path, body: dict[str, Any]
+    serve: Serve, tmp_path: Path, body: dict[str, Any]
 ) -> None:
     """An abort of all requests includes those that still resolve their model, on each route, streamed or not."""
     gate = asyncio.Event()
@@ -275,7 +263,7 @@ async def test_requests_without_a_known_model_yet_are_aborted(
         return await abort_open(self, model, ids)
 
     settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
-    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+    async with serve(settings, config=SLOW) as http:
 
         async def last_reason(path: str, *, stream: bool) -> str | None:
             answer = await http.client.post(path, json={**GENERATING[path], "model": None, "stream": stream})
@@ -301,9 +289,9 @@ async def test_requests_without_a_known_model_yet_are_aborted(
     assert [task.result() for task in asked] == ["abort"] * len(asked)
 
 
-async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_engines_sleep_and_wake(control: Control) -> None:
     """`sleep` and `wake_up` accept vLLM's query parameters. They reject those with another effect and name them."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         client = c.http.client
         answers = [
             await client.post("/sleep", params={"level": "1"}),
@@ -338,10 +326,10 @@ def test_a_known_route_that_is_not_served_names_a_served_route() -> None:
         assert any(other in instead for other in served), path
 
 
-async def test_the_token_route_of_prime_rl_equals_the_chat_route(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_token_route_of_prime_rl_equals_the_chat_route(talk: Talk) -> None:
     """prime-rl's token route equals the chat route with the token ids of the prompt in `tokens`."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3, "seed": 1}
-    async with talking(nats_url, fleet, tmp_path, CONFIG) as (http, _):
+    async with talk(CONFIG) as (http, _):
         body = {**asked, "tokens": [5, 6, 7], "return_token_ids": True}
         answer = (await http.client.post(f"{CHAT}/tokens", json=body)).json()
         sampling = rollbus.SamplingParams(max_tokens=3, seed=1)
@@ -366,12 +354,14 @@ async def update(c: ControlHttp, name: str, **fields: Any) -> int:
     return int(body["weight_version"])
 
 
-async def test_an_adapter_in_an_update_answers_under_the_models_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_adapter_in_an_update_answers_under_the_models_name(
+    control: Control, nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """An adapter in prime-rl's update answers the requests for the model, also those in flight and at a late worker.
 
     Its versions continue those of the weights. A later update by a checkpoint ends it.
     """
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         write_adapter(c.root / "second", module="model.layers.0.mlp.down_proj")
         rb = c.http.rb
         plain = await rb.complete(greedy(1, 8))
@@ -409,9 +399,9 @@ async def test_an_adapter_in_an_update_answers_under_the_models_name(nats_url: s
     assert info[1] == {"weight_version": "3", "version": 3}
 
 
-async def test_an_unload_ends_the_adapter_under_the_models_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_unload_ends_the_adapter_under_the_models_name(control: Control) -> None:
     """An unload of the model's name ends the adapter, and requests in flight continue on the weights."""
-    async with control_http(nats_url, fleet, tmp_path) as c, in_flight(c.http) as chunks:
+    async with control() as c, in_flight(c.http) as chunks:
         assert await update(c, "adapter", version=9) == 9
         again = await update(c, "adapter", version=9)
         await until_true(lambda: chunks and chunks[-1].lora_version == 9)
@@ -427,11 +417,9 @@ async def test_an_unload_ends_the_adapter_under_the_models_name(nats_url: str, f
     assert versions(after) == ({1}, None)
 
 
-async def test_only_prime_rls_update_takes_an_adapter_for_the_weights(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_only_prime_rls_update_takes_an_adapter_for_the_weights(control: Control) -> None:
     """Other routes reject an adapter for the weights, and the model's name for an adapter, by name."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         path = str(c.root / "adapter")
         own = await c.post("/v1/rl/update_weights", {"path": path})
         named = await c.post("/load_lora_adapter", {"lora_name": "synthetic", "lora_path": path})

@@ -19,7 +19,7 @@ from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.server import MAX_HEAD_BYTES, WANTED_DESCRIPTORS, raise_descriptor_limit
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import Http, client_of, http_before, http_service, in_flight, make_byte_level, save
+from tests.http.support import Http, Serve, client_of, in_flight, make_byte_level, save
 from tests.http.test_metrics import parse
 from tests.support.fleet import StartServed, is_idle, until_idle
 from tests.support.patience import SOON_S
@@ -67,7 +67,7 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
             return b""
 
 
-async def test_bodies_may_be_larger_than_heads(nats_url: str, fleet: str) -> None:
+async def test_bodies_may_be_larger_than_heads(serve: Serve) -> None:
     """A body may be larger than a head, chunked or not, also after an early response."""
 
     async def pieces(size: int) -> AsyncIterator[bytes]:
@@ -75,7 +75,7 @@ async def test_bodies_may_be_larger_than_heads(nats_url: str, fleet: str) -> Non
             yield b" " * 100
 
     size = 8 * MAX_HEAD_BYTES
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         for content in (pieces(size), b" " * size):
             answer = await http.client.post("/v1/tokenize", content=content)
             assert answer.json()["error"]["message"].startswith("the body is not JSON")
@@ -91,7 +91,7 @@ TOKEN_IN_TRAILER = (
 )
 
 
-async def test_what_is_not_http_1_1_is_refused_or_answered_safely(nats_url: str, fleet: str) -> None:
+async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) -> None:
     """Other bytes get 400, and a head without an end its end. An answer to HTTP/1.0 has no chunks.
 
     A token in a trailer gives no access, because a proxy does not check trailers.
@@ -103,7 +103,7 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(nats_url: str,
         "trailer": TOKEN_IN_TRAILER,
     }
     found = {}
-    async with http_service(nats_url, fleet, TOKENS) as http:
+    async with serve(TOKENS) as http:
         for name, data in sent.items():
             async with connected(http.url, data) as (reader, _):
                 found[name] = (await rest_of(reader)).lower()
@@ -113,17 +113,17 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(nats_url: str,
     assert b" 401 " in found["trailer"].splitlines()[0]
 
 
-async def test_idle_connections_are_closed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that is idle after its response is closed."""
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
-    async with http_service(nats_url, fleet) as http, connected(http.url, HEALTH + b"\r\n") as (reader, _):
+    async with serve() as http, connected(http.url, HEALTH + b"\r\n") as (reader, _):
         assert b"200" in await rest_of(reader)
 
 
-async def test_pipelined_requests_are_all_answered(nats_url: str, fleet: str) -> None:
+async def test_pipelined_requests_are_all_answered(serve: Serve) -> None:
     """Pipelined requests on one connection are all answered, and the connection stays open."""
     request = HEALTH + b"\r\n"
-    async with http_service(nats_url, fleet) as http, connected(http.url, 3 * request) as (reader, writer):
+    async with serve() as http, connected(http.url, 3 * request) as (reader, writer):
         for _ in range(3):
             assert b"200" in await reader.readuntil(b"\r\n\r\n")
         writer.write(request)
@@ -143,10 +143,10 @@ def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
 # Compressed bodies, and the header that forbids retries.
 
 
-async def test_a_compressed_body_is_refused(nats_url: str, fleet: str) -> None:
+async def test_a_compressed_body_is_refused(serve: Serve) -> None:
     """A compressed body is 415 with the header's name. A body that is declared as not compressed is read."""
     plain = json.dumps(BODY).encode()
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         post = http.client.post
         packed = await post(PATH, content=gzip.compress(plain), headers={"Content-Encoding": "gzip"})
         read = await post(PATH, content=plain, headers={"Content-Encoding": "Identity"})
@@ -156,10 +156,10 @@ async def test_a_compressed_body_is_refused(nats_url: str, fleet: str) -> None:
     assert read.status_code == 200
 
 
-async def test_a_permanent_refusal_forbids_retries(nats_url: str, fleet: str) -> None:
+async def test_a_permanent_refusal_forbids_retries(serve: Serve) -> None:
     """The OpenAI client sends a request that gets 501 only once, although it retries other statuses from 500 on."""
     options = {"max_retries": 3, "api_key": "data"}
-    async with http_service(nats_url, fleet, TOKENS) as http, client_of(http).with_options(**options) as client:
+    async with serve(TOKENS) as http, client_of(http).with_options(**options) as client:
         with pytest.raises(openai.InternalServerError, match="no model of the fleet embeds") as raised:
             await client.embeddings.create(model="synthetic", input="a")
         metrics = (await http.client.get("/metrics", headers={"Authorization": "Bearer data"})).text
@@ -184,12 +184,12 @@ PROMPT = [7] * 40_000
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str, stream: bool) -> None:
+async def test_a_client_that_does_not_read_is_cut_off(serve: Serve, stream: bool) -> None:
     """An unread response counts as in flight. After the timeout, it is cut, aborted and counted with status 408."""
     settings = Settings(max_in_flight=1, client_timeout_s=1.0)
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 50_000 if stream else 1, "ignore_eos": True}}
     few = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
-    async with http_service(nats_url, fleet, settings, config=LARGE) as http:
+    async with serve(settings, config=LARGE) as http:
         assert http.engine is not None
         async with posted(http, PATH, {**body, "stream": stream}) as reader:
             assert b"200" in await reader.readline()
@@ -203,21 +203,21 @@ async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str,
     assert busy.status_code == 429
 
 
-async def test_a_client_that_disconnects_during_a_response_is_counted(nats_url: str, fleet: str) -> None:
+async def test_a_client_that_disconnects_during_a_response_is_counted(serve: Serve) -> None:
     """If the client disconnects during a response, the rest is not produced, and the metric counts status 499."""
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
-    async with http_service(nats_url, fleet, config=LARGE) as http:
+    async with serve(config=LARGE) as http:
         async with posted(http, PATH, body) as reader:
             assert b"200" in await reader.readline()
         labels = {"method": "POST", "route": PATH, "model": "synthetic"}
         await becomes(http, "rollbus_http_requests_total", 1, **labels, status="499")
 
 
-async def test_a_slow_client_receives_the_whole_response(nats_url: str, fleet: str) -> None:
+async def test_a_slow_client_receives_the_whole_response(serve: Serve) -> None:
     """The timeout applies to each piece, so a slow client receives the whole response."""
     settings = Settings(client_timeout_s=0.5)
     body = {"token_ids": PROMPT[:20_000], "sampling_params": {"max_tokens": 1}}
-    async with http_service(nats_url, fleet, settings, config=LARGE) as http:
+    async with serve(settings, config=LARGE) as http:
         parts = []
         async with http.client.stream("POST", PATH, json=body) as stream:
             async for part in stream.aiter_raw():
@@ -227,10 +227,10 @@ async def test_a_slow_client_receives_the_whole_response(nats_url: str, fleet: s
     assert routed["shape"] == [20_000, 64, 8]
 
 
-async def test_a_body_that_does_not_arrive_gives_408(nats_url: str, fleet: str) -> None:
+async def test_a_body_that_does_not_arrive_gives_408(serve: Serve) -> None:
     """A body that does not arrive gives 408 and closes the connection."""
     async with (
-        http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http,
+        serve(Settings(client_timeout_s=0.3)) as http,
         connected(http.url, post_head(PATH, 10) + b"{") as (reader, _),
     ):
         head, _, body = (await rest_of(reader)).partition(b"\r\n\r\n")
@@ -238,12 +238,12 @@ async def test_a_body_that_does_not_arrive_gives_408(nats_url: str, fleet: str) 
     assert json.loads(body)["error"]["code"] == "body_timeout"
 
 
-async def test_every_response_has_a_request_id(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_every_response_has_a_request_id(serve: Serve, tmp_path: Path) -> None:
     """Each response has the client's request id if it is valid, or a new one, also for errors before a request."""
     settings = Settings(
         token="data", admin_token="admin", max_body_bytes=1000, tokenizer=save(make_byte_level(), tmp_path)
     )
-    async with http_service(nats_url, fleet, settings) as http:
+    async with serve(settings) as http:
 
         async def ask(method: str, path: str, status: int, token: str = "admin", content: bytes = b"") -> None:
             for given, returned in (("mine", "mine"), ("not\tusable", None)):
@@ -293,9 +293,9 @@ async def becomes(http: Http, name: str, wanted: float, **labels: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
+async def test_bodies_are_bounded(serve: Serve) -> None:
     """A body above the limit gives 413 on each route, if its length is declared and also if it is chunked."""
-    async with http_service(nats_url, fleet, Settings(max_body_bytes=1000)) as http:
+    async with serve(Settings(max_body_bytes=1000)) as http:
 
         async def chunked() -> AsyncIterator[bytes]:
             for _ in range(3):
@@ -309,10 +309,10 @@ async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
         assert (await http.client.get("/health")).status_code == 200
 
 
-async def test_a_request_beyond_the_limit_gives_429(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_request_beyond_the_limit_gives_429(serve: Serve, tmp_path: Path) -> None:
     """On each route, a request beyond the limit gives 429 with Retry-After, until another request has ended."""
     settings = Settings(max_in_flight=1, tokenizer=save(make_byte_level(), tmp_path))
-    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+    async with serve(settings, config=SLOW) as http:
         for path, body in GENERATING.items():
             async with posted(http, path, {**body, "stream": True}) as reader:
                 assert b"200" in await reader.readline()
@@ -326,11 +326,11 @@ async def test_a_request_beyond_the_limit_gives_429(nats_url: str, fleet: str, t
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_request_of_a_disconnected_client_is_aborted_and_counted(
-    nats_url: str, fleet: str, tmp_path: Path, stream: bool
+    serve: Serve, tmp_path: Path, stream: bool
 ) -> None:
     """If a client disconnects, before or after the first token, its request is aborted in the engine and counted."""
     settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
-    async with http_service(nats_url, fleet, settings, config=SLOW) as http:
+    async with serve(settings, config=SLOW) as http:
         assert http.engine is not None
         engine, left = http.engine, {"model": "synthetic", "outcome": "left"}
         for number, (path, body) in enumerate(GENERATING.items()):
@@ -359,17 +359,13 @@ STOPPING_LONG = {"token_ids": [1], "sampling_params": {"max_tokens": 60_000, "ig
 
 
 async def test_a_stop_ends_waiting_requests_and_streams_and_keeps_commands(
-    nats_url: str,
-    fleet: str,
-    one_worker: StartServed,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    serve_fleet: Serve, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Waiting requests get 503, streams are closed, and their requests aborted. A recorded command remains."""
     monkeypatch.setattr(server, "STOP_TIMEOUT_S", 0.2)
     async with one_worker(config=STOPPING_SLOW) as (rb, _, engine):
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=SOON_S) as client:
-            async with http_before(nats_url, fleet) as http, in_flight(Http(http.url, http.client, rb, http.own)):
+            async with serve_fleet() as http, in_flight(Http(http.url, http.client, rb, http.own)):
                 await http.own.fleet.wait_for_workers()
                 stream = await client.send(
                     client.build_request(

@@ -18,7 +18,7 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
-from tests.http.support import Http, by_bus, http_before, http_service, noted_requests, rows_of
+from tests.http.support import Http, Serve, by_bus, noted_requests, rows_of
 from tests.support.checkpoints import write_adapter
 from tests.support.gated_engine import running
 from tests.support.waits import until_true
@@ -49,10 +49,10 @@ def of_bus(generation: rollbus.Generation) -> list[tuple[list[int], list[float],
     return [(s.token_ids.tolist(), s.logprobs.tolist(), s.start) for s in samples if s.logprobs is not None]
 
 
-async def test_the_response_has_the_fields_of_vllm_and_the_tokens_of_the_bus(nats_url: str, fleet: str) -> None:
+async def test_the_response_has_the_fields_of_vllm_and_the_tokens_of_the_bus(serve: Serve) -> None:
     """The response has all fields of vLLM's response, and the exact tokens, logprobs and rows of all samples."""
     sampling = {"max_tokens": 5, "n": 3, "seed": 7, "logprobs": 2, "prompt_logprobs": 1}
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         answer = await generate(http, sampling_params=sampling, return_token_ids=True, model="synthetic")
         expected = await by_bus(http.rb, PROMPT, **sampling)
 
@@ -83,11 +83,11 @@ async def test_the_response_has_the_fields_of_vllm_and_the_tokens_of_the_bus(nat
     )
 
 
-async def test_masks_are_lists_of_ids(nats_url: str, fleet: str) -> None:
+async def test_masks_are_lists_of_ids(serve: Serve) -> None:
     """Sampling masks are lists of ids for each choice, as in vLLM, and an event has the masks of its tokens."""
     config = SyntheticConfig(sampling_mask=True)
     sampling = {"max_tokens": 5, "n": 2, "seed": 7, "top_k": 9}
-    async with http_service(nats_url, fleet, config=config) as http:
+    async with serve(config=config) as http:
         whole = (await generate(http, sampling_params=sampling)).json()
         streamed = events_of(await generate(http, sampling_params=sampling, stream=True))
         refused = await generate(http, sampling_params={"max_tokens": 5})
@@ -101,10 +101,10 @@ async def test_masks_are_lists_of_ids(nats_url: str, fleet: str) -> None:
     assert (refused.status_code, "top_k" in refused.text) == (400, True)
 
 
-async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) -> None:
+async def test_a_stream_has_the_same_tokens_and_rows(serve: Serve) -> None:
     """The events of each sample join to the choices of the whole response, with rows from the start position."""
     sampling = {"max_tokens": 5, "n": 2, "seed": 7, "logprobs": 0, "routed_experts_prompt_start": 2}
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         whole = (await generate(http, sampling_params=sampling)).json()
         options = {"include_usage": True, "continuous_usage_stats": True}
         answer = await generate(
@@ -131,12 +131,12 @@ async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) 
         assert np.array_equal(rows, rows_of(expected["routed_experts"]))
 
 
-async def test_the_context_limits_the_tokens_of_a_response(nats_url: str, fleet: str) -> None:
+async def test_the_context_limits_the_tokens_of_a_response(serve: Serve) -> None:
     """As in vLLM, the context limits the tokens, and a prompt without room is refused with vLLM's message.
 
     Logprobs not requested and experts of a dense model are null.
     """
-    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0, max_model_len=64)) as http:
+    async with serve(config=SyntheticConfig(num_experts=0, max_model_len=64)) as http:
         whole = [
             await generate(http, sampling_params={"ignore_eos": True, **more}) for more in ({}, {"max_tokens": 61})
         ]
@@ -182,12 +182,12 @@ BODY_REFUSED: list[tuple[dict[str, object], str]] = [
 ]
 
 
-async def test_a_refused_request_names_its_field_and_is_not_published(nats_url: str, fleet: str) -> None:
+async def test_a_refused_request_names_its_field_and_is_not_published(serve: Serve) -> None:
     """A refused request gives 400 with vLLM's name of the field, streamed or not, and never reaches the fleet."""
     refused: list[tuple[dict[str, object], str]] = [
         ({"sampling_params": fields}, f"sampling_params.{name}") for fields, name in SAMPLING_REFUSED
     ]
-    async with http_service(nats_url, fleet, config=SyntheticConfig(max_model_len=64)) as http:
+    async with serve(config=SyntheticConfig(max_model_len=64)) as http:
         for fields, name in [*refused, *BODY_REFUSED]:
             for stream in (False, True):
                 body: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": {}, "stream": stream, **fields}
@@ -203,12 +203,12 @@ async def test_a_refused_request_names_its_field_and_is_not_published(nats_url: 
         assert http.own.stats().requests == 0
 
 
-async def test_the_request_fields_reach_the_bus(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_request_fields_reach_the_bus(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bus receives salt, priority, session, group and trace. An invalid trace is dropped, as W3C requires."""
     seen = noted_requests(monkeypatch)
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     fields: dict[str, Any] = {"sampling_params": {"max_tokens": 1, "stop_token_ids": [9]}, "cache_salt": "salt"}
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         for given in (trace, "nonsense"):
             headers = {"X-Session-ID": "mine", "X-Group-ID": "ours", "traceparent": given}
             assert (await generate(http, headers, **fields, priority=-3)).status_code == 200
@@ -220,11 +220,11 @@ async def test_the_request_fields_reach_the_bus(nats_url: str, fleet: str, monke
     assert (first.traceparent, second.traceparent) == (f"{trace[:-2]}00", None)
 
 
-async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_adapter_is_named_as_a_model(serve: Serve, tmp_path: Path) -> None:
     """The name of a loaded adapter as model samples with the adapter, and the response has its name."""
     folder = write_adapter(tmp_path / "adapter")
     few: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    async with http_service(nats_url, fleet, weight_roots=(str(tmp_path),)) as http:
+    async with serve(weight_roots=(str(tmp_path),)) as http:
         await http.rb.fleet.load_lora("polite", folder)
         await until_true(lambda: any(worker.loras for worker in http.own.fleet.workers))
         base = (await generate(http, sampling_params=few, model="synthetic")).json()
@@ -238,9 +238,9 @@ async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_pat
     assert adapted["choices"][0]["token_ids"] == expected.token_ids.tolist() != base["choices"][0]["token_ids"]
 
 
-async def test_a_request_aborted_before_its_first_token_has_a_valid_response(nats_url: str, fleet: str) -> None:
+async def test_a_request_aborted_before_its_first_token_has_a_valid_response(serve: Serve) -> None:
     """A request that is aborted before its first token gives a valid response without tokens and rows."""
-    async with http_service(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
+    async with serve() as http, asyncio.TaskGroup() as tasks:
         await http.rb.fleet.pause(mode="keep")
         asked = tasks.create_task(generate(http, sampling_params={"logprobs": 1, "prompt_logprobs": 0}, request_id="a"))
         while not await http.own.abort(["a"]):
@@ -280,10 +280,10 @@ class FailingEngine(SyntheticEngine):
             ]
 
 
-async def test_an_engine_error_gives_502(nats_url: str, fleet: str) -> None:
+async def test_an_engine_error_gives_502(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """An engine error gives 502, also as a stream's first event. Later, it is the last event, without [DONE]."""
     engine = FailingEngine()
-    async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http:
+    async with running(nats_url, fleet, engine), serve_fleet() as http:
         await http.own.fleet.wait_for_workers()
         few = {"max_tokens": 8, "ignore_eos": True}
         whole = await generate(http, sampling_params=few)
@@ -305,10 +305,10 @@ async def test_an_engine_error_gives_502(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "n"), [(300, 1), (64, 3)])
-async def test_the_rows_in_the_bytes_follow_their_marker(nats_url: str, fleet: str, num_experts: int, n: int) -> None:
+async def test_the_rows_in_the_bytes_follow_their_marker(serve: Serve, num_experts: int, n: int) -> None:
     """The marker that clients search for occurs once for each choice, followed by the base64 of its rows."""
     sampling: dict[str, Any] = {"max_tokens": 3, "n": n, "seed": 5}
-    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=num_experts)) as http:
+    async with serve(config=SyntheticConfig(num_experts=num_experts)) as http:
         raw = (await generate(http, sampling_params=sampling)).content
         expected = await by_bus(http.rb, PROMPT, **sampling)
 

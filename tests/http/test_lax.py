@@ -25,17 +25,7 @@ from rollbus.frontend.tokenization import Tokenizer
 from rollbus.schemas.decoding import nearest
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import (
-    CHAT,
-    COMPLETIONS,
-    CONFIG,
-    byte_level,
-    http_service,
-    make_byte_level,
-    noted_requests,
-    save,
-    talking,
-)
+from tests.http.support import CHAT, COMPLETIONS, CONFIG, Serve, Talk, byte_level, make_byte_level, noted_requests, save
 from tests.support.patience import SOON_S
 
 VLLMValidationError = pytest.importorskip("vllm.exceptions").VLLMValidationError
@@ -208,9 +198,9 @@ def test_the_time_for_one_body_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         decode_body(json.dumps({**body, "stop_token_ids": [*few, "1"]}).encode(), CompletionBody)
 
 
-async def test_texts_between_ids_are_ids(nats_url: str, fleet: str, tmp_path: Any) -> None:
+async def test_texts_between_ids_are_ids(talk: Talk) -> None:
     """A list with ids and texts of ids is one prompt of ids, as in vLLM. A list of texts has one prompt in each."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
 
         async def prompts_of(prompt: object) -> Any:
             answer = await http.client.post(
@@ -225,12 +215,10 @@ async def test_texts_between_ids_are_ids(nats_url: str, fleet: str, tmp_path: An
         assert (await prompts_of([1, "x"]))["param"] == "prompt"
 
 
-async def test_bodies_of_other_clients_are_served(
-    nats_url: str, fleet: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bodies_of_other_clients_are_served(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """`logprobs` as a boolean, seed -1, numbers as text and an empty model have the effect that they have in vLLM."""
     asked = noted_requests(monkeypatch)
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
 
         async def post(**body: Any) -> Any:
             answer = await http.client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, **body})
@@ -257,9 +245,9 @@ async def test_bodies_of_other_clients_are_served(
         assert list(asked[-1].prompt_token_ids) == [1, 2]
 
 
-async def test_queries_are_read_in_the_same_way(nats_url: str, fleet: str) -> None:
+async def test_queries_are_read_in_the_same_way(serve: Serve) -> None:
     """Parameters of a query have the same rules, because all of them are texts."""
-    async with http_service(nats_url, fleet, Settings(), config=CONFIG) as http:
+    async with serve(Settings(), config=CONFIG) as http:
         post = http.client.post
         assert (await post("/pause?clear_cache=No&timeout_s=60.0&wait_for_inflight_requests=1")).status_code == 200
         assert (await post("/resume?timeout_s=+60")).status_code == 200
@@ -278,7 +266,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def test_the_timeout_is_that_of_body_header_or_service_in_this_order(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeout is that of the body, the header or the service, in this order.
 
@@ -286,7 +274,7 @@ async def test_the_timeout_is_that_of_body_header_or_service_in_this_order(
     """
     asked = noted_requests(monkeypatch)
     header = {"X-Request-Timeout": "20.5"}
-    async with http_service(nats_url, fleet, Settings(timeout_s=50.0)) as http:
+    async with serve(Settings(timeout_s=50.0)) as http:
         for path, body in BODIES.items():
             for fields, headers in (({"timeout_s": 10}, header), ({}, header), ({}, {})):
                 answer = await http.client.post(path, json={**body, **fields}, headers=headers)
@@ -302,50 +290,46 @@ async def test_the_timeout_is_that_of_body_header_or_service_in_this_order(
         assert Settings().timeout_s == DEFAULT_TIMEOUT_S
 
 
-async def test_a_request_that_exceeds_its_timeout_gives_504(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_exceeds_its_timeout_gives_504(serve: Serve) -> None:
     """A request that exceeds its timeout gives 504."""
     config = SyntheticConfig(step_s=0.05)
-    async with http_service(nats_url, fleet, config=config) as http:
+    async with serve(config=config) as http:
         body = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}, "timeout_s": 0.2}
         answer = await http.client.post(GENERATE, json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("stream", [False, True])
 async def test_without_detokenization_no_tokenizer_is_needed(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `detokenize` false, no tokenizer is needed and the text is empty.
 
-    A tokenizer in the current folder is not used.
+    A tokenizer in the current directory is not used.
     """
     save(make_byte_level(), tmp_path)
     monkeypatch.chdir(tmp_path)
     body: dict[str, Any] = {"nvext": {"token_data": PROMPT, "extra_fields": ["token_ids"]}, "max_tokens": 3}
-    body |= {"logprobs": True} if path == CHAT else {"logprobs": 1}
-    async with http_service(nats_url, fleet) as http:
-        answer = await http.client.post(path, json={**body, "detokenize": False, "stream": stream})
-        assert answer.status_code == 200, answer.text
-        with_text = await http.client.post(path, json=body)
+    async with serve() as http:
+        for path, logprobs, entries in ((CHAT, True, "content"), (COMPLETIONS, 1, "tokens")):
+            asked = {**body, "logprobs": logprobs}
+            streamed = await http.client.post(path, json={**asked, "detokenize": False, "stream": True})
+            assert streamed.status_code == 200, streamed.text
+            found = (await http.client.post(path, json={**asked, "detokenize": False})).json()
+            (choice,) = found["choices"]
+            assert (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
+            assert len(found["nvext"]["token_ids"]) == 3
+            names = [each["token"] if path == CHAT else each for each in choice["logprobs"][entries]]
+            assert names == [f"token_id:{each}" for each in found["nvext"]["token_ids"]]
+            with_text = await http.client.post(path, json=body)
+            assert (with_text.status_code, with_text.json()["error"]["code"]) == (501, "no_tokenizer")
         assert (await http.client.get("/ready")).status_code == 200
-    assert (with_text.status_code, with_text.json()["error"]["code"]) == (501, "no_tokenizer")
-    if not stream:
-        found = answer.json()
-        (choice,) = found["choices"]
-        assert (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
-        assert len(found["nvext"]["token_ids"]) == 3
-        names = (
-            [each["token"] for each in choice["logprobs"]["content"]] if path == CHAT else choice["logprobs"]["tokens"]
-        )
-        assert names == [f"token_id:{each}" for each in found["nvext"]["token_ids"]]
 
 
-async def test_a_service_that_always_returns_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_service_that_always_returns_tokens(serve: Serve, tmp_path: Path) -> None:
     """With `returns_tokens`, each response has token ids and logprobs, without a field in the request."""
     settings = Settings(returns_tokens=True, tokenizer=save(make_byte_level(), tmp_path))
     config = SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=64)
-    async with http_service(nats_url, fleet, settings, config=config) as http:
+    async with serve(settings, config=config) as http:
         found = {path: (await http.client.post(path, json=body)).json() for path, body in BODIES.items()}
     for path, answer in found.items():
         (choice,) = answer["choices"]
@@ -366,7 +350,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 async def test_a_wrong_field_is_refused_before_the_tokenizer_is_loaded(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors name the nearest field and the allowed values. A wrong field is refused before the tokenizer is loaded."""
     loads: list[Path] = []
@@ -376,7 +360,7 @@ async def test_a_wrong_field_is_refused_before_the_tokenizer_is_loaded(
         return byte_level()
 
     monkeypatch.setattr(loads_module, "load_tokenizer", load)
-    async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
+    async with serve(Settings(tokenizer=tmp_path)) as http:
         for path, fields, param, said in WRONG:
             answer = await http.client.post(path, json={**BODIES[path], **fields})
             error = answer.json()["error"]
@@ -398,7 +382,7 @@ def test_a_long_name_gets_no_suggestion() -> None:
 
 
 async def test_the_tokenizer_is_loaded_before_the_service_is_ready(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`/ready` gives 503 while the tokenizer loads, also to probes that do not wait. The tokenizer is loaded once."""
     may_end, loads = threading.Event(), []
@@ -410,7 +394,7 @@ async def test_the_tokenizer_is_loaded_before_the_service_is_ready(
 
     monkeypatch.setattr(loads_module, "load_tokenizer", load)
     monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", 0.05)
-    async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
+    async with serve(Settings(tokenizer=tmp_path)) as http:
         for _ in range(2):
             assert (await http.client.get("/ready")).status_code == 503
         may_end.set()

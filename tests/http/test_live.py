@@ -22,7 +22,7 @@ from rollbus.frontend.http.live.events import encode_event, model_lines, worker_
 from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.schemas.presence import WorkerCounters
 from tests.http.live_support import PATH, watching
-from tests.http.support import http_before, http_service
+from tests.http.support import Serve, http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
@@ -32,9 +32,9 @@ from tests.support.tcp_proxy import tcp_proxy
 TOKENS = Settings(token="data", admin_token="admin")
 
 
-async def test_the_stream_sends_events_with_workers_queues_and_models(nats_url: str, fleet: str) -> None:
+async def test_the_stream_sends_events_with_workers_queues_and_models(serve: Serve, fleet: str) -> None:
     """The first event describes the format. Then events with workers, queues and models follow repeatedly."""
-    async with http_service(nats_url, fleet, weight_version=3) as http, watching(http) as stream:
+    async with serve(weight_version=3) as http, watching(http) as stream:
         event = await stream.until("fleet", lambda event: event["queues"])
         later = await stream.next("fleet")
         (known,) = (await http.rb.fleet.state()).workers
@@ -66,9 +66,9 @@ async def test_the_stream_sends_events_with_workers_queues_and_models(nats_url: 
     assert hello["history_step_s"] == 5
 
 
-async def test_an_event_shows_mode_and_time_of_a_pause(nats_url: str, fleet: str) -> None:
+async def test_an_event_shows_mode_and_time_of_a_pause(serve: Serve) -> None:
     """An event shows mode and time of a pause, and no pause after the resume."""
-    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+    async with serve() as http, watching(http) as stream:
         await http.rb.fleet.pause(mode="wait")
         event = await stream.until("fleet", lambda event: event["models"] and event["models"][0]["pause"])
         (model,) = event["models"]
@@ -80,9 +80,9 @@ async def test_an_event_shows_mode_and_time_of_a_pause(nats_url: str, fleet: str
         assert (event["models"][0]["pause"], event["models"][0]["paused_since"]) == (None, None)
 
 
-async def test_only_the_admin_token_permits_commands(nats_url: str, fleet: str) -> None:
+async def test_only_the_admin_token_permits_commands(serve_fleet: Serve) -> None:
     """The data token permits watching. Only with the admin token, the first event permits commands."""
-    async with http_before(nats_url, fleet, TOKENS) as http:
+    async with serve_fleet(TOKENS) as http:
         for token, may_act in (("data", False), ("admin", True)):
             async with watching(http, token=token) as stream:
                 assert (stream.hello["may_act"], stream.hello["may_trace"]) == (may_act, may_act)
@@ -91,19 +91,19 @@ async def test_only_the_admin_token_permits_commands(nats_url: str, fleet: str) 
 WRONG_QUERIES = ("zzz=1", "fleet=a&fleet=b", "worker=w0", "experts=", f"experts={'x' * 1000}", "experts=a&experts=b")
 
 
-async def test_a_malformed_query_gives_400(nats_url: str, fleet: str) -> None:
+async def test_a_malformed_query_gives_400(serve_fleet: Serve) -> None:
     """A wrong query gives 400 with the parameter."""
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         for query in WRONG_QUERIES:
             error = (answer := await http.client.get(f"{PATH}?{query}")).json()["error"]
             found = (answer.status_code, error["code"], error["param"])
             assert found == (400, "invalid_request", query.partition("=")[0])
 
 
-async def test_a_viewer_beyond_the_limit_gets_503(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_viewer_beyond_the_limit_gets_503(serve_fleet: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """One viewer too many gives 503, until another viewer leaves."""
     monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
-    async with http_before(nats_url, fleet) as http, watching(http):
+    async with serve_fleet() as http, watching(http):
         async with watching(http):
             answer = await http.client.get(PATH)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_viewers")
@@ -112,11 +112,11 @@ async def test_a_viewer_beyond_the_limit_gets_503(nats_url: str, fleet: str, mon
             pass
 
 
-async def test_places_are_kept_for_admins(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_places_are_kept_for_admins(serve_fleet: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Viewers with the data token cannot take all places, and the 503 states how an admin gets a place."""
     monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
     monkeypatch.setattr(viewers, "KEPT_FOR_ADMINS", 1)
-    async with http_before(nats_url, fleet, TOKENS) as http, watching(http, token="data"):
+    async with serve_fleet(TOKENS) as http, watching(http, token="data"):
         answer = await http.client.get(PATH, headers={"Authorization": "Bearer data"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_viewers")
         assert "allowed: 1, and 1 more with the token of admins" in answer.json()["error"]["message"]
@@ -125,7 +125,7 @@ async def test_places_are_kept_for_admins(nats_url: str, fleet: str, monkeypatch
 
 
 async def test_an_error_of_the_view_stops_neither_service_nor_stream(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected error in the view is logged. The service continues, and its viewers receive events again."""
     update, faults = Heard.update, [ZeroDivisionError("once")]
@@ -137,7 +137,7 @@ async def test_an_error_of_the_view_stops_neither_service_nor_stream(
 
     monkeypatch.setattr(Heard, "update", fail_once)
     monkeypatch.setattr(live_fleet, "RESTART_S", 0.0)
-    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+    async with serve() as http, watching(http) as stream:
         await stream.next("fleet")
         assert (await http.client.get("/health")).status_code == 200
     assert not faults
@@ -161,11 +161,11 @@ async def test_the_stream_continues_while_nats_is_down(nats_url: str, fleet: str
         await stream.until("fleet", lambda event: event["bus_up"] and event["problem"] is None)
 
 
-async def test_streams_end_with_the_service(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_end_with_the_service(serve_fleet: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams end with the service immediately, also if a viewer reads nothing."""
     monkeypatch.setattr(server, "STOP_TIMEOUT_S", 10 * SOON_S)
     async with contextlib.AsyncExitStack() as readers:
-        async with http_before(nats_url, fleet) as http:
+        async with serve_fleet() as http:
             stream = await readers.enter_async_context(watching(http))
             host, port = http.url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port), limit=1024)
@@ -202,9 +202,9 @@ async def test_a_slow_viewer_gets_the_newest() -> None:
 # Commands of any controller in the events, and the clients of waiting requests.
 
 
-async def test_a_command_of_another_controller_is_shown(nats_url: str, fleet: str) -> None:
+async def test_a_command_of_another_controller_is_shown(serve: Serve) -> None:
     """A command of another controller appears with the ack of each worker, the newest command first."""
-    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+    async with serve() as http, watching(http) as stream:
         await stream.next("fleet")
         (worker,) = http.rb.fleet.workers
         while True:
@@ -229,11 +229,11 @@ async def test_a_command_of_another_controller_is_shown(nats_url: str, fleet: st
 
 
 async def test_an_event_has_the_waiting_requests_by_lane_and_client(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An event has the waiting requests by lane and client."""
     monkeypatch.setattr(follow, "CLIENTS_S", 0.0)
-    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+    async with serve() as http, watching(http) as stream:
         await http.rb.fleet.pause()
         async with asyncio.TaskGroup() as tasks:
             waiting = [tasks.create_task(http.rb.complete(greedy(1, 2))) for _ in range(3)]

@@ -11,7 +11,7 @@ from rollbus.bus.subjects import Subjects
 from rollbus.frontend.http.live.events import FleetDay
 from rollbus.schemas.control import AnyCommand, DesiredState, FlushCache, Pause, Resume
 from tests.http.live_support import watching
-from tests.http.support import http_before
+from tests.http.support import Serve
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_server import opened
 from tests.support.presences import presence
@@ -20,12 +20,14 @@ MODEL = "synthetic"
 RECORDED = HISTORY + 6
 
 
-async def test_the_recorded_commands_are_known_to_a_service_that_starts_later(nats_url: str, fleet: str) -> None:
+async def test_the_recorded_commands_are_known_to_a_service_that_starts_later(
+    serve_fleet: Serve, nats_url: str, fleet: str
+) -> None:
     """A service that starts later has the commands that the store keeps, and says from when on.
 
     It adds each later command, also one that is recorded while nobody watches.
     """
-    async with opened(nats_url) as nats, http_before(nats_url, fleet) as http:
+    async with opened(nats_url) as nats, serve_fleet() as http:
         store = DesiredStore(nats, Subjects(fleet))
         for _ in range(RECORDED):
             await store.record(MODEL, FlushCache(), "operator")

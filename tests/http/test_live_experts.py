@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.bus.client import presence
 from rollbus.frontend.http.live import experts as expert_feeds
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import watching
-from tests.http.support import http_service
+from tests.http.support import Serve
 from tests.support.requests import greedy
 
 SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
@@ -19,8 +18,7 @@ SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the service ask for counts continuously, and wait only briefly for absent workers."""
-    monkeypatch.setattr(presence, "PING_WAIT_S", 0.15)
+    """Let the service ask for counts continuously."""
     monkeypatch.setattr(expert_feeds, "PERIOD_S", 0.2)
 
 
@@ -30,9 +28,9 @@ def counts(event: dict[str, Any], plane: str) -> np.ndarray:
     return np.frombuffer(data, "<u4").reshape(event["num_layers"], event["num_experts"])
 
 
-async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
+async def test_counts_are_those_of_the_rows(serve: Serve) -> None:
     """The counts equal the rows that a client received: by plane with their imbalance."""
-    async with http_service(nats_url, fleet, config=SHAPE, weight_version=3) as http:
+    async with serve(config=SHAPE, weight_version=3) as http:
         (worker,) = http.rb.fleet.workers
         got = await http.rb.complete(greedy(1, 20))
         rows = got.routed_experts
@@ -51,9 +49,9 @@ async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
     assert plane["unused"] == (totals == 0).sum(axis=1).tolist()
 
 
-async def test_counts_that_cannot_be_shown_are_reported_as_a_problem(nats_url: str, fleet: str) -> None:
+async def test_counts_that_cannot_be_shown_are_reported_as_a_problem(serve: Serve) -> None:
     """An unknown model, an unknown worker and a model without experts give a problem, and the stream continues."""
-    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0)) as http:
+    async with serve(config=SyntheticConfig(num_experts=0)) as http:
         (worker,) = http.rb.fleet.workers
         for query, words in (
             ("?experts=other", "other"),
@@ -66,9 +64,7 @@ async def test_counts_that_cannot_be_shown_are_reported_as_a_problem(nats_url: s
                 assert event["planes"] is None
 
 
-async def test_viewers_of_the_same_counts_share_the_queries(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_viewers_of_the_same_counts_share_the_queries(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Viewers of the same counts share the queries to the workers, and without viewers there are none.
 
     The number of simultaneous queries is limited.
@@ -83,7 +79,7 @@ async def test_viewers_of_the_same_counts_share_the_queries(
     monkeypatch.setattr(rollbus.Fleet, "experts", note)
     monkeypatch.setattr(expert_feeds, "PERIOD_S", 1000.0)
     monkeypatch.setattr(expert_feeds, "MAX_FEEDS", 1)
-    async with http_service(nats_url, fleet, config=SHAPE) as http:
+    async with serve(config=SHAPE) as http:
         async with watching(http) as nobody:
             await nobody.next("fleet")
         assert asked == []

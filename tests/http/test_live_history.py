@@ -10,7 +10,7 @@ from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live.events import QueueWaits
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import watching
-from tests.http.support import http_before, http_service
+from tests.http.support import Serve, http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
@@ -25,9 +25,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_fleet, "STEP_S", 0.1)
 
 
-async def test_the_history_is_kept_without_viewers(nats_url: str, fleet: str) -> None:
+async def test_the_history_is_kept_without_viewers(serve: Serve) -> None:
     """Without viewers too, the history has the load by fleet, model and worker, and the queue wait of requests."""
-    async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.001)) as http:
+    async with serve(config=SyntheticConfig(step_s=0.001)) as http:
         (worker,) = http.rb.fleet.workers
         async with asyncio.timeout(SOON_S):
             await http.client.post("/inference/v1/generate", json=BODY)
@@ -43,9 +43,9 @@ async def test_the_history_is_kept_without_viewers(nats_url: str, fleet: str) ->
     assert not any(answer["workers"][worker.worker]["queue_wait_s"])
 
 
-async def test_since_selects_the_new_points(nats_url: str, fleet: str) -> None:
+async def test_since_selects_the_new_points(serve: Serve) -> None:
     """`since` selects points by the number in the events. An unknown worker gives 404, and a wrong number 400."""
-    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+    async with serve() as http, watching(http) as stream:
         before = (await stream.until("fleet", lambda event: event["history_number"]))["history_number"]
         number = (await stream.until("fleet", lambda event: event["history_number"] > before))["history_number"]
         new = (await http.client.get(PATH, params={"since": before})).json()

@@ -20,7 +20,7 @@ from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.metrics_doc import DOC, rows, with_table
-from tests.http.support import http_service
+from tests.http.support import Serve
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import chunk, failure, hand_worker, request
@@ -83,12 +83,12 @@ def a_chunk(weight_version: int) -> rollbus.Chunk:
     )
 
 
-async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
+async def test_the_fleet_is_in_one_scrape(serve: Serve) -> None:
     """`/metrics` has the gauges of each worker's presence, the queue of each lane, and a count of HTTP requests.
 
     Values that an engine does not report have no series, instead of a series with 0.
     """
-    async with http_service(nats_url, fleet, weight_version=3, worker_id="w") as http:
+    async with serve(weight_version=3, worker_id="w") as http:
         await http.client.get("/v1/models")
         await http.client.get("/nowhere")
         answer = await http.client.get("/metrics")
@@ -111,9 +111,9 @@ async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
     }
 
 
-async def test_the_page_lists_exactly_the_exported_metrics(nats_url: str, fleet: str) -> None:
+async def test_the_page_lists_exactly_the_exported_metrics(serve: Serve) -> None:
     """docs/metrics.md lists exactly the exported metrics, with kind, labels and meaning."""
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         text = (await http.client.get("/metrics")).text
     page = DOC.read_text()
     listed = {name: (kind, meaning) for name, kind, _, meaning in rows()}
@@ -123,10 +123,10 @@ async def test_the_page_lists_exactly_the_exported_metrics(nats_url: str, fleet:
     assert not [name for name, (_, meaning) in listed.items() if not meaning]
 
 
-async def test_the_scrape_counts_requests_and_stalls_of_all_clients(nats_url: str, fleet: str) -> None:
+async def test_the_scrape_counts_requests_and_stalls_of_all_clients(serve: Serve, nats_url: str, fleet: str) -> None:
     """Workers count the requests of all clients, and also stalls of clients that grant no credit."""
     async with (
-        http_service(nats_url, fleet, worker_id="w", config=SyntheticConfig(num_layers=64)) as http,
+        serve(worker_id="w", config=SyntheticConfig(num_layers=64)) as http,
         hand_client(nats_url, fleet, answers=False) as slow,
     ):
         await http.rb.complete(wanted(4))
@@ -150,7 +150,7 @@ async def test_the_scrape_counts_requests_and_stalls_of_all_clients(nats_url: st
     assert not [name for name, _ in found if name.startswith(("rollbus_http_generat", "rollbus_client_queue_wait"))]
 
 
-async def test_engines_have_the_metric_names_of_vllm(nats_url: str, fleet: str) -> None:
+async def test_engines_have_the_metric_names_of_vllm(serve: Serve) -> None:
     """Engines have the metric names, kinds and labels of vLLM's server. Each worker is an engine."""
     vllm = frozenset({("model_name", "synthetic"), ("engine", "w"), ("worker", "w")})
     config = SyntheticConfig(prefix_cache=True)
@@ -159,7 +159,7 @@ async def test_engines_have_the_metric_names_of_vllm(nats_url: str, fleet: str) 
         "token_ids": [*range(3, 103)],
         "sampling_params": {"max_tokens": 3},
     }
-    async with http_service(nats_url, fleet, worker_id="w", config=config) as http:
+    async with serve(worker_id="w", config=config) as http:
         for _ in range(2):
             assert (await http.client.post("/inference/v1/generate", json=prompt)).status_code == 200
         found: Samples = {}
@@ -188,11 +188,11 @@ async def test_engines_have_the_metric_names_of_vllm(nats_url: str, fleet: str) 
     assert found["rollbus_worker_decode_tokens_per_second", W] > 0
 
 
-async def test_placements_of_requests_are_counted_by_reason(nats_url: str, fleet: str) -> None:
+async def test_placements_of_requests_are_counted_by_reason(serve: Serve) -> None:
     """The service counts its placements by reason. The worker counts its requests and its cached prompt tokens."""
     prompt = {"model": "synthetic", "token_ids": [*range(3, 1027)], "sampling_params": {"max_tokens": 3, "n": 4}}
     config = SyntheticConfig(prefix_cache=True)
-    async with http_service(nats_url, fleet, worker_id="w", config=config) as http:
+    async with serve(worker_id="w", config=config) as http:
         for _ in range(2):
             assert (await http.client.post("/inference/v1/generate", json=prompt)).status_code == 200
         found: Samples = {}
@@ -216,10 +216,10 @@ async def test_placements_of_requests_are_counted_by_reason(nats_url: str, fleet
     assert cached + recomputed == found["rollbus_worker_prompt_tokens_total", W]
 
 
-async def test_requests_in_the_queue_count_as_waiting_at_an_engine(nats_url: str, fleet: str) -> None:
+async def test_requests_in_the_queue_count_as_waiting_at_an_engine(serve: Serve) -> None:
     """Requests in the queue count as waiting at an engine, because clients like prime-rl send more if none waits."""
     queue = frozenset({("model_name", "synthetic"), ("engine", "queue."), ("worker", "")})
-    async with http_service(nats_url, fleet, worker_id="w") as http, asyncio.TaskGroup() as tasks:
+    async with serve(worker_id="w") as http, asyncio.TaskGroup() as tasks:
         await http.rb.fleet.pause()
         asked = [tasks.create_task(http.rb.complete(short(f"r{i}"))) for i in range(5)]
         found: Samples = {}
@@ -341,9 +341,9 @@ async def test_models_that_were_not_used_for_long_lose_their_series(
     assert value(after, "rollbus_http_generations_in_flight", model="open") == 0
 
 
-async def test_an_unknown_model_is_no_label(nats_url: str, fleet: str) -> None:
+async def test_an_unknown_model_is_no_label(serve: Serve) -> None:
     """Requests for unknown models are counted together with an empty model label."""
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         for name in ("no", "nope"):
             body: dict[str, object] = {"model": name, "token_ids": [1], "sampling_params": {}}
             assert (await http.client.post("/inference/v1/generate", json=body)).status_code == 404

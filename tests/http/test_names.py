@@ -11,7 +11,7 @@ from rollbus.bus.nats.server import Server
 from rollbus.frontend.http import Settings
 from rollbus.schemas.errors import ErrorCode, RequestRejected
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import http_before, http_service, noted_requests
+from tests.http.support import Serve, noted_requests
 from tests.support.fleet import synthetic_worker, until_state
 from tests.support.requests import endless, short, start_stream
 from tests.support.waits import until_true
@@ -30,7 +30,7 @@ async def ask(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
     return await client.post("/inference/v1/generate", json=BODY | fields)
 
 
-async def test_without_a_model_the_only_known_model_answers(nats_url: str, fleet: str) -> None:
+async def test_without_a_model_the_only_known_model_answers(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """Without a model, or with an empty name, the only known model answers. With several, the error lists them.
 
     An empty `--default-model`, as from an unset variable of a shell, is no name. The service remembers nothing: a
@@ -38,7 +38,7 @@ async def test_without_a_model_the_only_known_model_answers(nats_url: str, fleet
     """
     async with (
         synthetic_worker(nats_url, fleet, worker_id="wa", model="a"),
-        http_before(nats_url, fleet, Settings(default_model="")) as http,
+        serve_fleet(Settings(default_model="")) as http,
     ):
         await http.own.fleet.wait_for_workers()
         for fields in ({}, {"model": ""}, {"model": None}):
@@ -60,22 +60,22 @@ async def test_without_a_model_the_only_known_model_answers(nats_url: str, fleet
         assert (status, code, message) == (404, ErrorCode.UNKNOWN_MODEL, "model 'c' is unknown; allowed: a, b")
 
 
-async def test_a_request_never_gets_the_tokens_of_another_model(nats_url: str, fleet: str) -> None:
+async def test_a_request_never_gets_the_tokens_of_another_model(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """If the workers of one of two models are gone, a request without a model is rejected."""
     await provision(Server(nats_url), fleet, ["a"])
-    async with synthetic_worker(nats_url, fleet, model="b"), http_before(nats_url, fleet) as http:
+    async with synthetic_worker(nats_url, fleet, model="b"), serve_fleet() as http:
         await http.own.fleet.wait_for_workers()
         assert error_of(await ask(http.client))[:2] == (400, ErrorCode.INVALID_REQUEST)
         chat = {"messages": [{"role": "user", "content": "hi"}]}
         assert error_of(await http.client.post("/v1/chat/completions", json=chat))[0] == 400
 
 
-async def test_the_default_model_answers_requests_without_a_name(nats_url: str, fleet: str) -> None:
+async def test_the_default_model_answers_requests_without_a_name(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """With `--default-model`, a request without a name goes to that model, whatever other models the fleet has."""
     settings = Settings(default_model="b")
     async with (
         synthetic_worker(nats_url, fleet, worker_id="wa", model="a"),
-        http_before(nats_url, fleet, settings) as http,
+        serve_fleet(settings) as http,
     ):
         await http.own.fleet.wait_for_workers()
         async with synthetic_worker(nats_url, fleet, worker_id="wb", model="b"):
@@ -95,9 +95,9 @@ FEW = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
 CHAT = {"model": "synthetic", "prompt": [[1, 2], [3]], "max_tokens": 1, "detokenize": False}
 
 
-async def test_ids_of_header_and_body_are_kept(nats_url: str, fleet: str) -> None:
+async def test_ids_of_header_and_body_are_kept(serve: Serve) -> None:
     """Each printable id of header or body is that of the answer, and the history is found by it."""
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         for name in ("gsm8k/test.1", "a=b c", "x:y", ".", "..", "r" * 512):
             by_header = await http.client.post(PATH, json=FEW, headers={"X-Request-Id": name})
             by_body = await http.client.post(PATH, json={**FEW, "request_id": name})
@@ -114,9 +114,9 @@ async def test_ids_of_header_and_body_are_kept(nats_url: str, fleet: str) -> Non
         assert prefixed.json()["request_id"] == "x:y"
 
 
-async def test_an_id_that_no_header_carries_is_only_in_the_body(nats_url: str, fleet: str) -> None:
+async def test_an_id_that_no_header_carries_is_only_in_the_body(serve: Serve) -> None:
     """An id outside ASCII is kept in the body of the answer, without the header; in a request's header it is 400."""
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         kept = await http.client.post(PATH, json={**FEW, "request_id": "日本"})
         other = await http.client.post(PATH, json=FEW, headers={b"X-Request-Id": "é".encode("latin-1")})
         unprintable = await http.client.post(PATH, json=FEW, headers={"X-Request-Id": "a\tb"})
@@ -135,12 +135,12 @@ async def test_an_id_that_no_header_carries_is_only_in_the_body(nats_url: str, f
     assert len({answer.headers["X-Request-Id"] for answer in drawn}) == 2
 
 
-async def test_equal_ids_of_two_users_never_meet(nats_url: str, fleet: str) -> None:
+async def test_equal_ids_of_two_users_never_meet(serve: Serve) -> None:
     """A request of one user is no double of another user's with the same id; one user's second is 409."""
     settings = Settings(token="data", admin_token="admin")
     users = [{"Authorization": f"Bearer {token}", "X-Request-Id": "1"} for token in ("data", "admin")]
     endless = {"token_ids": [1], "sampling_params": {"ignore_eos": True, "max_tokens": 1_000_000}, "stream": True}
-    async with http_service(nats_url, fleet, settings=settings, config=SLOW) as http:
+    async with serve(settings=settings, config=SLOW) as http:
         async with http.client.stream("POST", PATH, json=endless, headers=users[0]) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
@@ -157,15 +157,13 @@ async def test_equal_ids_of_two_users_never_meet(nats_url: str, fleet: str) -> N
 # Session and group names over HTTP are separate for each user, because all users share the service's client.
 
 
-async def test_users_do_not_share_sessions_and_groups(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_users_do_not_share_sessions_and_groups(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal session and group names of two users differ on the bus, and those of one user stay equal.
 
     The error for a long name has its length in the request, not that on the bus.
     """
     wanted = noted_requests(monkeypatch)
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
 
         async def ask(address: str, session: str, group: str) -> tuple[str, str]:
             """Return the names on the bus."""
@@ -193,12 +191,12 @@ async def test_users_do_not_share_sessions_and_groups(
 TOKENS = Settings(token="data", admin_token="admin")
 
 
-async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
+async def test_an_admin_sees_a_request(serve: Serve) -> None:
     """With the admin token, the route returns the complete timeline and its worker, for any client.
 
     The data token is refused.
     """
-    async with http_service(nats_url, fleet, settings=TOKENS) as http:
+    async with serve(settings=TOKENS) as http:
         await http.rb.complete(short("r"))
         path = "/v1/rl/requests/r"
         told = await http.client.get(path, headers={"Authorization": "Bearer admin"})
@@ -228,12 +226,12 @@ async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
 HOSTILE = ("%20a", "x" * 513, "%00", "%E2%80%AE", "%C2%A0")
 
 
-async def test_unknown_and_hostile_ids_are_refused(nats_url: str, fleet: str) -> None:
+async def test_unknown_and_hostile_ids_are_refused(serve: Serve) -> None:
     """An unknown request gives 404 with the number of workers asked, and how many requests they remember.
 
     An invalid id gives 400 with the field, before any worker is asked.
     """
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         unknown = [await http.client.get(f"/v1/rl/requests/{name}") for name in ("unknown", "x" * 128)]
         hostile = [await http.client.get(f"/v1/rl/requests/{name}") for name in HOSTILE]
 
@@ -250,13 +248,13 @@ async def test_unknown_and_hostile_ids_are_refused(nats_url: str, fleet: str) ->
 LIST = "/v1/rl/request_list"
 
 
-async def test_an_admin_lists_requests(nats_url: str, fleet: str) -> None:
+async def test_an_admin_lists_requests(serve: Serve) -> None:
     """With the admin token, the route returns each list, filtered by client, model and workers.
 
     The data token is refused.
     """
     async with (
-        http_service(nats_url, fleet, settings=TOKENS, config=SLOW) as http,
+        serve(settings=TOKENS, config=SLOW) as http,
         asyncio.TaskGroup() as tasks,
     ):
         with pytest.raises(RequestRejected):
@@ -302,9 +300,9 @@ WRONG = {
 }
 
 
-async def test_a_wrong_list_is_refused(nats_url: str, fleet: str) -> None:
+async def test_a_wrong_list_is_refused(serve: Serve) -> None:
     """A wrong filter gives 400 with its name."""
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         for param, queries in WRONG.items():
             for query in queries:
                 answer = await http.client.get(f"{LIST}?{query}")

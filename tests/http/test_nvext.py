@@ -1,43 +1,21 @@
 """`nvext` of Dynamo in the OpenAI routes, on a synthetic engine."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from nats.aio.msg import Msg
 from starlette.datastructures import Headers
 
 import rollbus
-from rollbus.bus.nats.connection import subscribe
-from rollbus.frontend.http import Settings
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.openai.shapes import RequestClock, nvext_json
 from rollbus.frontend.http.requests import RequestTarget, given_trace
 from rollbus.frontend.http.text import text_of
 from rollbus.frontend.http.tokens import Scores, Tokens
-from rollbus.schemas.messages import KvTransfer, decode_frame
-from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.worker import Worker
-from tests.http.support import (
-    CHAT,
-    COMPLETIONS,
-    CONFIG,
-    Http,
-    by_bus,
-    byte_level,
-    http_before,
-    noted_requests,
-    rows_of,
-    talking,
-)
-from tests.support.fleet import synthetic_worker
-from tests.support.nats_server import opened
+from tests.http.support import CHAT, COMPLETIONS, CONFIG, Http, Talk, by_bus, byte_level, noted_requests, rows_of
 from tests.support.presences import presence
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -46,6 +24,7 @@ ALL = [
     *("engine_data", "completion_token_ids", "token_ids", "prompt_token_ids", "worker_id", "timing"),
     *("weight_version", "stop_reason"),
 ]
+WITH_ALL: dict[str, Any] = {"nvext": {"extra_fields": ALL}}
 MARK = b'"routed_experts":{"data":"'
 """The marker that clients search for in the bytes."""
 
@@ -65,11 +44,9 @@ async def ask(http: Http, path: str = CHAT, **body: Any) -> httpx.Response:
     return answer
 
 
-async def test_each_turn_returns_tokens_logprobs_and_rows_of_the_engine(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_each_turn_returns_tokens_logprobs_and_rows_of_the_engine(talk: Talk) -> None:
     """Each turn returns the tokens, logprobs and rows of the engine. The rows occur once, at the expected place."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         prompt, start = PROMPT, 0
         for _turn in range(3):
             hints = {"cache_salt": "ckpt-9", "agent_hints": {"priority": 5, "osl": 3}, "anything": 1}
@@ -90,19 +67,18 @@ async def test_each_turn_returns_tokens_logprobs_and_rows_of_the_engine(
             prompt = [*prompt, 10, 11]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_the_last_event_of_a_stream_has_the_nvext_of_the_response(
-    nats_url: str, fleet: str, tmp_path: Path, path: str
-) -> None:
+async def test_the_last_event_of_a_stream_has_the_nvext_of_the_response(talk: Talk) -> None:
     """The last event of a stream has the nvext of the whole response, and its chunks have all token ids."""
     stream = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-    for field, value in (("nvext", {"token_data": PROMPT}), ("tokens", PROMPT)):
-        async with talking(nats_url, fleet, tmp_path) as (http, _):
-            body: dict[str, Any] = {"max_tokens": 6, "seed": 2, field: value}
-            body["nvext"] = {**body.get("nvext", {}), "extra_fields": ALL}
-            whole = (await ask(http, path, **body)).json()
-            *texts, done, _ = (await ask(http, path, **body, **stream)).text.split("\n\n")
-            (worker,) = http.rb.fleet.workers
+    answers = []
+    async with talk() as (http, _):
+        (worker,) = http.rb.fleet.workers
+        for path in (CHAT, COMPLETIONS):
+            for body in ({"nvext": {"token_data": PROMPT, "extra_fields": ALL}}, {"tokens": PROMPT, **WITH_ALL}):
+                asked = {"max_tokens": 6, "seed": 2, **body}
+                answers.append(((await ask(http, path, **asked)).json(), await ask(http, path, **asked, **stream)))
+    for whole, streamed in answers:
+        *texts, done, _ = streamed.text.split("\n\n")
         assert done == "data: [DONE]"
         *events, last, usage = [json.loads(text.removeprefix("data: ")) for text in texts]
         assert usage["usage"] == whole["usage"]
@@ -121,9 +97,9 @@ async def test_the_last_event_of_a_stream_has_the_nvext_of_the_response(
         assert "stop_reason" not in whole["nvext"]
 
 
-async def test_rows_are_in_a_response_at_most_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_rows_are_in_a_response_at_most_once(talk: Talk) -> None:
     """Rows requested by name are beside `engine_data`. Rows that are not requested are not in the response."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         both = await ask(
             http, nvext={"token_data": PROMPT, "extra_fields": ["engine_data", "routed_experts"]}, max_tokens=3
         )
@@ -137,10 +113,10 @@ async def test_rows_are_in_a_response_at_most_once(nats_url: str, fleet: str, tm
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_each_choice_has_the_rows_of_the_engine(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
+async def test_each_choice_has_the_rows_of_the_engine(talk: Talk, path: str) -> None:
     """With `return_routed_experts`, each choice has the engine's rows, and each event the rows of its tokens."""
     body = {"tokens": PROMPT, "n": 2, "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_routed_experts": True}
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         whole = (await ask(http, path, **body)).json()
         *texts, _, _ = (await ask(http, path, **body, stream=True)).text.split("\n\n")
         expected = [(await by_bus(http.rb, PROMPT, seed=3 + i, max_tokens=6, ignore_eos=True)) for i in range(2)]
@@ -155,10 +131,10 @@ async def test_each_choice_has_the_rows_of_the_engine(nats_url: str, fleet: str,
         assert np.array_equal(streamed, direct.routed_experts)
 
 
-async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hints_reach_the_bus(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bus receives salt, session, group, sampling and the negated priority. Headers count if the body has none."""
     wanted = noted_requests(monkeypatch)
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         hints = {"agent_hints": {"priority": 7}, "cache_salt": "s", "session_control": {"session_id": "a"}}
         await ask(http, **renderers_body(nvext={**hints, "greed_sampling": True}, prompt_cache_key="k"))
         headers = {"X-Session-ID": "a", "X-Group-ID": "k", "X-Request-Id": "mine"}
@@ -183,10 +159,10 @@ async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, mo
     assert answer.headers["X-Request-Id"] == "mine"
 
 
-async def test_a_model_without_experts_has_no_rows(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_model_without_experts_has_no_rows(talk: Talk) -> None:
     """Without experts, `engine_data` has no rows, and a request for rows by name is refused."""
     config = type(CONFIG)(vocab_size=264, num_experts=0)
-    async with talking(nats_url, fleet, tmp_path, config) as (http, _):
+    async with talk(config) as (http, _):
         answer = await ask(http, **renderers_body())
         refused = await http.client.post(CHAT, json=renderers_body(nvext={"extra_fields": ["routed_experts"]}))
     assert "routed_experts" not in answer.json()["nvext"]["engine_data"]
@@ -324,59 +300,3 @@ def test_trace_flags_are_forwarded_only_from_trusted_senders(flags: str) -> None
 
 def _headers(name: str, given: list[str]) -> Headers:
     return Headers(raw=[(name.encode(), value.encode("latin-1")) for value in given])
-
-
-async def test_every_attempt_has_the_trace_of_the_header(nats_url: str, fleet: str) -> None:
-    """The trace of the header reaches both engines of a resumed request, and the first chunk of each attempt has it."""
-    seen: list[tuple[str | None, str | None]] = []
-    back: list[tuple[int, str | None]] = []
-
-    async def read(message: Msg) -> None:
-        back.extend((chunk.attempt, chunk.traceparent) for chunk in decode_frame(message.data).chunks)
-
-    async with (
-        opened(nats_url) as nats,
-        spied_worker(nats_url, fleet, "a", seen) as first,
-        http_before(nats_url, fleet, Settings(trusts_traceparent=True)) as http,
-    ):
-        await http.own.fleet.wait_for_workers()
-        await subscribe(nats, f"rb.v1.{fleet}.frame.*.*", read)
-        await nats.flush()
-        body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
-        async with http.client.stream(
-            "POST",
-            "/inference/v1/generate",
-            json=body,
-            headers={"traceparent": f"cc-{IDS}-01-more", "tracestate": "a=1, b=2"},
-        ) as answer:
-            lines = answer.aiter_lines()
-            await anext(lines)
-            async with spied_worker(nats_url, fleet, "b", seen):
-                await http.own.fleet.wait_for_workers(2)
-                first.stop()
-                *_, done = [line async for line in lines if line]
-
-    trace = f"00-{IDS}-01"
-    assert done == "data: [DONE]"
-    assert seen == [(trace, "a=1,b=2")] * 2
-    for attempt in (0, 1):
-        of_attempt = [found for at, found in back if at == attempt]
-        assert len(of_attempt) > 1
-        assert of_attempt == [trace, *[None] * (len(of_attempt) - 1)]
-
-
-@contextlib.asynccontextmanager
-async def spied_worker(
-    nats_url: str, fleet: str, worker_id: str, seen: list[tuple[str | None, str | None]]
-) -> AsyncIterator[Worker]:
-    """Run a worker whose engine records the traces of its requests."""
-    config = SyntheticConfig(step_s=0.05)
-    async with synthetic_worker(nats_url, fleet, config=config, worker_id=worker_id) as (worker, engine):
-        add = engine.add
-
-        async def spy(key: str, request: rollbus.GenerateRequest, kv: KvTransfer | None = None) -> None:
-            seen.append((request.traceparent, request.tracestate))
-            await add(key, request, kv)
-
-        engine.add = spy  # type: ignore[method-assign]
-        yield worker

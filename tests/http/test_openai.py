@@ -1,7 +1,6 @@
 """The OpenAI routes with the OpenAI client, on a synthetic engine."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,7 +9,7 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import CHAT, COMPLETIONS, by_bus, byte_level, client_of, talking
+from tests.http.support import CHAT, COMPLETIONS, Talk, by_bus, byte_level, client_of
 from tests.support.fleet import until_idle
 from tests.support.requests import all_of
 
@@ -19,9 +18,9 @@ MESSAGES: Any = [USER]
 IDS = {"return_token_ids": True}
 
 
-async def test_a_chat_gives_the_same_result_streamed_or_not(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_chat_gives_the_same_result_streamed_or_not(talk: Talk) -> None:
     """A chat gives the same text, tokens, logprobs and usage streamed or not, with one choice or several."""
-    async with talking(nats_url, fleet, tmp_path) as (http, client):
+    async with talk() as (http, client):
         for n in (1, 3):
             asked: Any = {"model": "synthetic", "messages": MESSAGES, "max_tokens": 12, "seed": 7, "n": n}
             asked |= {"logprobs": True, "top_logprobs": 2}
@@ -58,11 +57,9 @@ async def test_a_chat_gives_the_same_result_streamed_or_not(nats_url: str, fleet
                     assert all(top.token and top.bytes for top in entry.top_logprobs)
 
 
-async def test_64_concurrent_conversations_receive_the_tokens_of_the_bus(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_64_concurrent_conversations_receive_the_tokens_of_the_bus(talk: Talk) -> None:
     """64 concurrent conversations of three turns, streamed or not, each receive the tokens of the bus."""
-    async with talking(nats_url, fleet, tmp_path) as (http, client):
+    async with talk() as (http, client):
 
         async def converse(number: int) -> None:
             messages: Any = [{"role": "system", "content": f"the {number}"}]
@@ -86,12 +83,10 @@ async def test_64_concurrent_conversations_receive_the_tokens_of_the_bus(
                 tasks.create_task(converse(number))
 
 
-async def test_a_stop_string_ends_text_and_tokens_and_stops_the_engine(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_a_stop_string_ends_text_and_tokens_and_stops_the_engine(talk: Talk) -> None:
     """The text ends before or with the stop string, the tokens with the one that completes it, and the engine stops."""
     config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536)
-    async with talking(nats_url, fleet, tmp_path, config) as (http, client):
+    async with talk(config) as (http, client):
         asked: Any = {"model": "synthetic", "prompt": "the", "seed": 1, "max_tokens": 60_000}
         plain = await client.completions.create(**{**asked, "max_tokens": 40}, extra_body=IDS)
         ids = plain.choices[0].token_ids
@@ -121,9 +116,9 @@ async def test_a_stop_string_ends_text_and_tokens_and_stops_the_engine(
         await until_idle(http.engine, http.rb)
 
 
-async def test_a_completion_accepts_texts_and_token_ids(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_completion_accepts_texts_and_token_ids(talk: Talk) -> None:
     """A completion accepts texts or token ids, one or several, each with n choices in order, streamed or not."""
-    async with talking(nats_url, fleet, tmp_path) as (http, client):
+    async with talk() as (http, client):
         for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
             asked: Any = {"model": "synthetic", "prompt": prompt, "n": 2, "seed": 3, "logprobs": 1, "max_tokens": 5}
             answer = await client.completions.create(**asked, extra_body=IDS)
@@ -145,9 +140,9 @@ async def test_a_completion_accepts_texts_and_token_ids(nats_url: str, fleet: st
                 assert shown.text_offset == [sum(map(len, shown.tokens[:at])) for at in range(len(shown.tokens))]
 
 
-async def test_a_stop_token_is_in_the_token_ids_but_not_in_the_text(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_stop_token_is_in_the_token_ids_but_not_in_the_text(talk: Talk) -> None:
     """A stop token is in the token ids of a choice but not in its text, and the defaults are those of OpenAI."""
-    async with talking(nats_url, fleet, tmp_path) as (http, client):
+    async with talk() as (http, client):
         plain = await by_bus(http.rb, [5, 6], max_tokens=16, seed=1)
         stop = int(plain.token_ids[3])
         answer = await client.completions.create(
@@ -167,9 +162,9 @@ async def test_a_stop_token_is_in_the_token_ids_but_not_in_the_text(nats_url: st
     assert (rest.choices[0].finish_reason, rest.usage.total_tokens) == ("length", 512)
 
 
-async def test_errors_are_exceptions_of_the_openai_client(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_errors_are_exceptions_of_the_openai_client(talk: Talk) -> None:
     """Errors are raised as exceptions of the OpenAI client with field and code, before any event of a stream."""
-    async with talking(nats_url, fleet, tmp_path) as (_, client):
+    async with talk() as (_, client):
         for stream in (False, True):
             with pytest.raises(openai.NotFoundError) as unknown:
                 await client.chat.completions.create(model="nobody's", messages=MESSAGES, stream=stream)
@@ -186,10 +181,10 @@ async def test_errors_are_exceptions_of_the_openai_client(nats_url: str, fleet: 
             assert (too_many.value.code, too_many.value.param) == ("invalid_request", "max_completion_tokens")
 
 
-async def test_the_engine_stops_if_the_client_disconnects(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_engine_stops_if_the_client_disconnects(talk: Talk) -> None:
     """If the client disconnects, the engine stops: for streams, several prompts and stop strings."""
     config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536, step_s=0.002)
-    async with talking(nats_url, fleet, tmp_path, config) as (http, client):
+    async with talk(config) as (http, client):
         asked: Any = {"model": "synthetic", "max_tokens": 60_000}
         for more in ({}, {"stop": "\x00\x01\x02\x03\x04"}):
             for prompt in ("the", ["the", "é"]):
@@ -203,9 +198,7 @@ async def test_the_engine_stops_if_the_client_disconnects(nats_url: str, fleet: 
         await until_idle(http.engine, http.rb)
 
 
-async def test_an_engine_error_ends_every_response(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_error_ends_every_response(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine error gives 502 for one prompt or several, and an error event in a stream that has begun."""
 
     async def fail(_client: rollbus.Client, wanted: rollbus.GenerateRequest, **_: object) -> Any:
@@ -220,7 +213,7 @@ async def test_an_engine_error_ends_every_response(
     generate = rollbus.Client.generate
     monkeypatch.setattr(rollbus.Client, "generate", fail)
     monkeypatch.setattr(rollbus.Client, "complete", fail_whole)
-    async with talking(nats_url, fleet, tmp_path) as (http, client):
+    async with talk() as (http, client):
         for prompt in ("the", ["the", "é"]):
             for more in ({}, {"stop": "nowhere"}):
                 with pytest.raises(openai.InternalServerError) as failed:
@@ -241,12 +234,12 @@ async def test_an_engine_error_ends_every_response(
 ASKED: Any = {"model": "synthetic", "seed": 3, "max_tokens": 5}
 
 
-async def test_each_choice_starts_with_its_prompt(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_choice_starts_with_its_prompt(talk: Talk) -> None:
     """Each choice starts with its prompt, for texts and token ids, streamed or not.
 
     The prompt logprobs are those of the bus.
     """
-    async with talking(nats_url, fleet, tmp_path) as (http, client):
+    async with talk() as (http, client):
         for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
             several = isinstance(prompt, list) and not isinstance(prompt[0], int)
             prompts: list[Any] = prompt if several and isinstance(prompt, list) else [prompt]
@@ -275,11 +268,9 @@ async def test_each_choice_starts_with_its_prompt(nats_url: str, fleet: str, tmp
                 assert shown.text_offset == [sum(map(len, shown.tokens[:at])) for at in range(len(shown.tokens))]
 
 
-async def test_with_max_tokens_0_the_prompt_is_scored_without_a_completion(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_with_max_tokens_0_the_prompt_is_scored_without_a_completion(talk: Talk) -> None:
     """With max_tokens 0, the prompt is scored without a completion. With token ids, its text is omitted, as in vLLM."""
-    async with talking(nats_url, fleet, tmp_path) as (_, client):
+    async with talk() as (_, client):
         asked = {**ASKED, "max_tokens": 0, "prompt": "the é", "echo": True}
         [scored] = (await client.completions.create(**asked, logprobs=0)).choices
         events = await all_of(await client.completions.create(**asked, stream=True))
@@ -366,9 +357,9 @@ HARMLESS: dict[str, Any] = {
 }
 
 
-async def test_a_refused_request_names_its_field(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_refused_request_names_its_field(talk: Talk) -> None:
     """A refused request gives 400 with the field's name, streamed or not, and never reaches the engine."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         base: dict[str, Any] = {"messages": [OPENAI_REFUSED_USER]}
         cases = [(CHAT, base, *case) for case in [*BOTH, *OF_CHAT]]
         cases += [(COMPLETIONS, {"prompt": "the"}, *case) for case in [*BOTH, *OF_COMPLETIONS]]
@@ -382,9 +373,9 @@ async def test_a_refused_request_names_its_field(nats_url: str, fleet: str, tmp_
         assert http.own.stats().requests == 0
 
 
-async def test_fields_that_request_nothing_are_ignored(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_fields_that_request_nothing_are_ignored(talk: Talk) -> None:
     """Fields of other servers that request nothing, and unknown hints, are ignored."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         for path, body in (
             (CHAT, {"messages": [OPENAI_REFUSED_USER], "parallel_tool_calls": True, "tool_choice": "auto"}),
             (COMPLETIONS, {"prompt": "the", "best_of": 1}),
@@ -394,10 +385,10 @@ async def test_fields_that_request_nothing_are_ignored(nats_url: str, fleet: str
             assert "nvext" not in answer.json()
 
 
-async def test_tools_are_shown_to_the_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_tools_are_shown_to_the_model(talk: Talk) -> None:
     """With `tool_choice` none, the prompt contains the tools. A prompt of token ids stays unchanged."""
     asked = {"messages": [OPENAI_REFUSED_USER], "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         shown = (await http.client.post(CHAT, json={**asked, "tool_choice": "none"})).json()
         given = (await http.client.post(CHAT, json={**asked, "nvext": {"token_data": [5, 6]}})).json()
         text = await http.client.post("/v1/detokenize", json={"tokens": shown["prompt_token_ids"]})

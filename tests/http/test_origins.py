@@ -20,7 +20,7 @@ from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.page import HEADERS, POLICY, assets
 from rollbus.schemas.presence import WorkerState
-from tests.http.support import Http, http_before, http_service
+from tests.http.support import Http, Serve
 
 EVIL = "http://evil.example"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
@@ -49,11 +49,9 @@ async def until_serving(http: Http) -> None:
 
 
 @pytest.mark.parametrize("tokens", [{}, {"token": "data"}, {"admin_token": "admin"}])
-async def test_a_page_of_another_origin_cannot_pause_the_fleet(
-    nats_url: str, fleet: str, tokens: dict[str, str]
-) -> None:
+async def test_a_page_of_another_origin_cannot_pause_the_fleet(serve: Serve, tokens: dict[str, str]) -> None:
     """A page of another origin cannot pause the fleet: not by a text body, a rebound host name, or without a body."""
-    async with http_service(nats_url, fleet, Settings(**tokens)) as http:  # type: ignore[arg-type]
+    async with serve(Settings(**tokens)) as http:  # type: ignore[arg-type]
         for told, foreign in FOREIGN.items():
             for body in (b"", b'{"mode": "abort"}'):
                 headers = {"Content-Type": "text/plain", **foreign}
@@ -63,12 +61,12 @@ async def test_a_page_of_another_origin_cannot_pause_the_fleet(
         await until_serving(http)
 
 
-async def test_all_routes_refuse_pages_of_other_origins(nats_url: str, fleet: str) -> None:
+async def test_all_routes_refuse_pages_of_other_origins(serve: Serve) -> None:
     """All routes refuse pages of other origins for any method, preflight or upgrade. No page may read a response."""
     routes = [*OPEN, *DATA, *ADMIN]
     asked = [*routes, ("GET", "/nowhere"), *(("OPTIONS", path) for _, path in routes)]
     asked += [("HEAD", path) for method, path in routes if method == "GET"]
-    async with http_service(nats_url, fleet) as http, httpx.AsyncClient(base_url=http.url) as client:
+    async with serve() as http, httpx.AsyncClient(base_url=http.url) as client:
         for method, path in asked:
             headers = {**PREFLIGHT, "Origin": EVIL} if method == "OPTIONS" else {"Origin": EVIL}
             for foreign in (headers, {"Host": "evil.example"}):
@@ -82,10 +80,10 @@ async def test_all_routes_refuse_pages_of_other_origins(nats_url: str, fleet: st
         await until_serving(http)
 
 
-async def test_the_error_of_a_refused_host_has_the_allowed_names(nats_url: str, fleet: str) -> None:
+async def test_the_error_of_a_refused_host_has_the_allowed_names(serve: Serve) -> None:
     """A refused host gives an error with the header, its value and the allowed names."""
     settings = Settings(allowed_hosts=frozenset({"fleet.example.com"}))
-    async with http_service(nats_url, fleet, settings) as http:
+    async with serve(settings) as http:
         answer = await http.client.get("/health", headers={"Host": "Evil.example:80"})
         message = answer.json()["error"]["message"]
         assert message == (
@@ -95,7 +93,7 @@ async def test_the_error_of_a_refused_host_has_the_allowed_names(nats_url: str, 
             assert (await http.client.get("/health", headers={"Host": name})).status_code == 200
 
 
-async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> None:
+async def test_clients_and_own_pages_are_served(serve: Serve) -> None:
     """Programs send no Origin, and the service's own page sends its own, also behind a proxy with TLS.
 
     Both are served.
@@ -108,15 +106,15 @@ async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> No
     ]
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
     settings = Settings(allowed_hosts=frozenset({"fleet.example.com"}))
-    async with http_service(nats_url, fleet, settings) as http:
+    async with serve(settings) as http:
         for headers in own:
             assert (await http.client.post("/inference/v1/generate", json=body, headers=headers)).status_code == 200
 
 
-async def test_other_sites_may_only_link_to_the_page(nats_url: str, fleet: str) -> None:
+async def test_other_sites_may_only_link_to_the_page(serve: Serve) -> None:
     """Other sites may link to the page, but not load it in a frame, script or image, and not link to other routes."""
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         assert (await http.client.get("/", headers=link)).status_code == 200
         for more in (
             {"Sec-Fetch-Dest": "iframe"},
@@ -130,9 +128,9 @@ async def test_other_sites_may_only_link_to_the_page(nats_url: str, fleet: str) 
         assert (await http.client.post("/resume", headers=link)).status_code == 403
 
 
-async def test_if_both_tokens_are_set_only_the_tokens_decide(nats_url: str, fleet: str) -> None:
+async def test_if_both_tokens_are_set_only_the_tokens_decide(serve: Serve) -> None:
     """If both tokens are set, only they decide, so no host name must be allowed behind a proxy."""
-    async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+    async with serve(Settings(token="data", admin_token="admin")) as http:
         admin = {"Authorization": "Bearer admin"}
         for headers in FOREIGN.values():
             assert (await http.client.post("/v1/rl/pause", json={}, headers=headers)).status_code == 401
@@ -145,9 +143,9 @@ async def test_if_both_tokens_are_set_only_the_tokens_decide(nats_url: str, flee
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(token="data", admin_token="admin")])
-async def test_a_body_without_the_json_media_type_gives_415(nats_url: str, fleet: str, settings: Settings) -> None:
+async def test_a_body_without_the_json_media_type_gives_415(serve: Serve, settings: Settings) -> None:
     """A body without the JSON media type gives 415 on each route, and a request without a body needs no media type."""
-    async with http_service(nats_url, fleet, settings) as http:
+    async with serve(settings) as http:
         http.client.headers["Authorization"] = "Bearer admin"
         del http.client.headers["Content-Type"]
         for method, path in (key for key, route in {**DATA, **ADMIN}.items() if route.body is not None):
@@ -219,9 +217,9 @@ def test_an_allowed_host_must_be_a_host_name(name: str) -> None:
     assert host_name("Fleet.example.com") == "fleet.example.com"
 
 
-async def test_an_upgrade_request_gets_a_normal_response(nats_url: str, fleet: str) -> None:
+async def test_an_upgrade_request_gets_a_normal_response(serve: Serve) -> None:
     """A request for a websocket gets a normal response, and the connection can be closed."""
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         host, port = http.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         lines: dict[str, Any] = {"Host": host, **UPGRADE, "Origin": EVIL}
@@ -241,9 +239,9 @@ OWN = {name: found.content.decode() for name, found in assets().items() if name 
 SCRIPTS = {name: text for name, text in OWN.items() if name.endswith(".js")}
 
 
-async def test_the_page_needs_no_token(nats_url: str, fleet: str) -> None:
+async def test_the_page_needs_no_token(serve_fleet: Serve) -> None:
     """The page needs no token, and its headers permit only its own files."""
-    async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
+    async with serve_fleet(Settings(token="data", admin_token="admin")) as http:
         answer = await http.client.get("/")
         head = await http.client.head("/")
 
@@ -268,10 +266,10 @@ def test_the_policy_allows_only_own_files() -> None:
     assert HEADERS["Cross-Origin-Opener-Policy"] == "same-origin"
 
 
-async def test_every_file_is_served_with_its_type(nats_url: str, fleet: str) -> None:
+async def test_every_file_is_served_with_its_type(serve_fleet: Serve) -> None:
     """Each file has its media type, because browsers refuse scripts of another type. A known ETag gives 304."""
     types = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         for name, found in assets().items():
             answer = await http.client.get(f"/assets/{name}")
             assert (answer.status_code, answer.content) == (200, found.content), name
@@ -292,9 +290,9 @@ NO_FILES = (
 )
 
 
-async def test_only_existing_file_names_are_served(nats_url: str, fleet: str) -> None:
+async def test_only_existing_file_names_are_served(serve_fleet: Serve) -> None:
     """Only existing file names are served, so no name leads out of the folder."""
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         for name in NO_FILES:
             # The raw path is set because httpx would normalize `..`.
             request = http.client.build_request("GET", "/")

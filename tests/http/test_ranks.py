@@ -24,19 +24,19 @@ from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import WeightSource
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
-from tests.http.support import ControlHttp, control_http, http_before, http_service
+from tests.http.support import Control, ControlHttp, Serve, control_http, http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.nats_server import opened
 from tests.support.requests import greedy
 from tests.support.waits import until_true
 
 
-async def test_ranks_are_counted_in_the_order_of_ids(nats_url: str, fleet: str) -> None:
+async def test_ranks_are_counted_in_the_order_of_ids(serve_fleet: Serve, nats_url: str, fleet: str) -> None:
     """Each worker has its number of ranks and an offset after those of the workers with smaller ids."""
     async with (
         synthetic_worker(nats_url, fleet, config=SyntheticConfig(world_size=3), worker_id="w1"),
         synthetic_worker(nats_url, fleet, config=SyntheticConfig(world_size=2), worker_id="w0"),
-        http_before(nats_url, fleet) as http,
+        serve_fleet() as http,
     ):
         await http.own.fleet.wait_for_workers(2)
         answer = (await http.client.get("/get_world_size")).json()
@@ -54,9 +54,9 @@ async def test_ranks_are_counted_in_the_order_of_ids(nats_url: str, fleet: str) 
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "model")
 
 
-async def test_missing_ranks_are_an_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_missing_ranks_are_an_error(serve: Serve, nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A worker of an earlier release gives 501, several models without a choice give 400, and no workers give 503."""
-    async with http_service(nats_url, fleet, config=SyntheticConfig(world_size=None)) as http:
+    async with serve(config=SyntheticConfig(world_size=None)) as http:
         silent = await http.client.get("/get_world_size")
         info = {"init_info": {"rank_offset": 1}}
         begun = await http.client.post("/init_weight_transfer_engine", json=info)
@@ -69,9 +69,7 @@ async def test_missing_ranks_are_an_error(nats_url: str, fleet: str, tmp_path: P
     assert one.json()["workers"] == [{"worker": "w1", "world_size": 1, "rank_offset": 0}]
 
 
-async def test_each_worker_gets_its_own_offset(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_worker_gets_its_own_offset(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request gives each worker its own rank offset.
 
     A command to named workers, or without ranks, stays unchanged.
@@ -83,7 +81,7 @@ async def test_each_worker_gets_its_own_offset(
 
     monkeypatch.setattr(SyntheticEngine, "init_weight_transfer", note)
     url = "/init_weight_transfer_engine"
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         info = {"master_address": "h", "rank_offset": 1, "world_size": 3}
         status, answer = await c.post(url, {"init_info": info})
         named = await c.post(url, {"init_info": info, "workers": ["w1"]})
@@ -95,9 +93,7 @@ async def test_each_worker_gets_its_own_offset(
     assert (named[0], plain[0]) == (200, 200)
 
 
-async def test_a_rank_offset_that_any_worker_refuses_is_502(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_rank_offset_that_any_worker_refuses_is_502(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one worker refuses its offset, the status is 502 and the ledger has the workers of both commands."""
 
     async def refuse(_engine: SyntheticEngine, info: Mapping[str, Any]) -> None:
@@ -105,15 +101,15 @@ async def test_a_rank_offset_that_any_worker_refuses_is_502(
             raise RuntimeError("rank 1 is taken")
 
     monkeypatch.setattr(SyntheticEngine, "init_weight_transfer", refuse)
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         status, answer = await c.post("/init_weight_transfer_engine", {"init_info": {"rank_offset": 0}})
     assert (status, answer["error"]["code"]) == (502, "partial")
     assert {line["worker"]: line["result"] for line in answer["workers"]} == {"w0": "applied", "w1": "failed"}
 
 
-async def test_each_service_returns_a_text_version_unchanged(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_service_returns_a_text_version_unchanged(control: Control, serve_fleet: Serve) -> None:
     """Each service returns a text version beside the numeric version. A numeric text is the version itself."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
 
         async def updated(**fields: object) -> tuple[int, str, int]:
             folder = "two" if fields.pop("two", False) else "one"
@@ -123,7 +119,7 @@ async def test_each_service_returns_a_text_version_unchanged(nats_url: str, flee
             return answer["weight_version"], info["weight_version"], info["version"]
 
         assert await updated(two=True, weight_version="step-42") == (2, "step-42", 2)
-        async with http_before(nats_url, fleet) as other:
+        async with serve_fleet() as other:
             await other.own.fleet.wait_for_workers()
             assert (await other.client.get("/weight_info")).json()["weight_version"] == "step-42"
         assert await updated(weight_version="7") == (7, "7", 7)
@@ -147,12 +143,12 @@ async def test_each_service_returns_a_text_version_unchanged(nats_url: str, flee
     ]
 
 
-async def test_a_text_version_is_refused_if_a_worker_of_an_earlier_release_runs(nats_url: str, fleet: str) -> None:
+async def test_a_text_version_is_refused_if_a_worker_of_an_earlier_release_runs(serve: Serve) -> None:
     """If a worker of an earlier release cannot decode a text version, the status is 400 with field and workers.
 
     The desired state records nothing.
     """
-    async with http_service(nats_url, fleet, config=SyntheticConfig(version_labels=False)) as http:
+    async with serve(config=SyntheticConfig(version_labels=False)) as http:
         answers = [
             await http.client.post(path, json={"weight_version": "step-42", **more})
             for path, more in (("/update_weights", {"weight_dir": "/two"}), ("/finish_weight_update", {}))
@@ -167,11 +163,9 @@ async def test_a_text_version_is_refused_if_a_worker_of_an_earlier_release_runs(
     assert not state.desired
 
 
-async def test_the_routes_of_dynamo_list_load_replace_and_unload_adapters(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_the_routes_of_dynamo_list_load_replace_and_unload_adapters(control: Control) -> None:
     """Dynamo's routes list, load, replace and unload adapters, also with slashes in the name."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         client = c.http.client
         adapter = {"lora_name": "team/a", "source": {"uri": (c.root / "adapter").as_uri()}}
         loaded = [await c.post("/v1/loras", {**adapter, **more}) for more in ({}, {"load_inplace": True})]
@@ -235,9 +229,9 @@ async def load(c: ControlHttp, name: str = "math") -> None:
     assert status == 200, ledger
 
 
-async def test_a_request_after_an_acked_load_has_its_adapter(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_request_after_an_acked_load_has_its_adapter(control: Control) -> None:
     """A request after the ack of a load is served by the adapter, and after the ack of an unload it is 404."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         with late_presence(c.http.own):
             await load(c)
             found = await ask(c.http.client, "math")
@@ -250,12 +244,12 @@ async def test_a_request_after_an_acked_load_has_its_adapter(nats_url: str, flee
     assert (unloaded, gone, again) == (200, (404, ErrorCode.UNKNOWN_MODEL), 404)
 
 
-async def test_another_service_reads_the_record_before_it_refuses(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_another_service_reads_the_record_before_it_refuses(control: Control, serve_fleet: Serve) -> None:
     """A service whose presence is older than another service's ack serves the new adapter, in all routes.
 
     An adapter that is recorded and not loaded yet is 503, and a name that nobody recorded is 404.
     """
-    async with control_http(nats_url, fleet, tmp_path) as c, http_before(nats_url, fleet) as other:
+    async with control() as c, serve_fleet() as other:
         await other.own.fleet.wait_for_workers()
         with late_presence(other.own):
             await load(c)
@@ -269,9 +263,11 @@ async def test_another_service_reads_the_record_before_it_refuses(nats_url: str,
             assert await ask(other.client, "nobody") == (404, ErrorCode.UNKNOWN_MODEL)
 
 
-async def test_an_adapter_of_a_base_without_workers_has_no_workers(nats_url: str, fleet: str) -> None:
+async def test_an_adapter_of_a_base_without_workers_has_no_workers(
+    serve_fleet: Serve, nats_url: str, fleet: str
+) -> None:
     """An adapter that is recorded for a base without workers is 503, because its workers may come."""
-    async with opened(nats_url) as nats, http_before(nats_url, fleet) as http:
+    async with opened(nats_url) as nats, serve_fleet() as http:
         command = LoadLora(name="math", source=WeightSource(path="/x"), version=1)
         await DesiredStore(nats, Subjects(fleet)).record("base", command)
         assert await ask(http.client, "math") == (503, ErrorCode.NO_WORKERS)
@@ -279,7 +275,7 @@ async def test_an_adapter_of_a_base_without_workers_has_no_workers(nats_url: str
         assert await ask(http.client, "nobody") == (404, ErrorCode.UNKNOWN_MODEL)
 
 
-async def test_unknown_names_share_reads_of_the_states(nats_url: str, fleet: str) -> None:
+async def test_unknown_names_share_reads_of_the_states(serve_fleet: Serve) -> None:
     """Requests with unknown names that arrive together share reads, and the next read waits for its time."""
     reads: list[str] = []
     read_all = DesiredStore.read_all
@@ -288,7 +284,7 @@ async def test_unknown_names_share_reads_of_the_states(nats_url: str, fleet: str
         reads.append("read")
         return await read_all(store)
 
-    async with http_before(nats_url, fleet) as http:
+    async with serve_fleet() as http:
         ask_for = http.own.fleet.models_with_adapter
         with (
             mock.patch.object(DesiredStore, "read_all", noted),
@@ -303,9 +299,9 @@ async def test_unknown_names_share_reads_of_the_states(nats_url: str, fleet: str
     assert reads == ["read"]
 
 
-async def test_reads_of_the_applied_state_show_what_was_acked(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_reads_of_the_applied_state_show_what_was_acked(control: Control, serve_fleet: Serve) -> None:
     """After an ack, each service answers with the new state. If presence does not arrive, the answer says `stale`."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c, http_before(nats_url, fleet) as other:
+    async with control(2) as c, serve_fleet() as other:
         await other.own.fleet.wait_for_workers(2)
         with late_presence(other.own):
             assert (await c.post("/pause"))[0] == 200
@@ -338,9 +334,9 @@ async def test_reads_of_the_applied_state_show_what_was_acked(nats_url: str, fle
     assert [answer["stale"] for answer in stale] == [True] * len(paths)
 
 
-async def test_a_client_sees_its_own_commands_at_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_client_sees_its_own_commands_at_once(control: Control) -> None:
     """After `pause`, `resume`, `update_weights` and `load_lora` return, the client's view of the fleet has them."""
-    async with control_http(nats_url, fleet, tmp_path, 2) as c:
+    async with control(2) as c:
         rb = c.http.rb
         with late_presence(rb):
             await rb.fleet.pause()
@@ -384,9 +380,9 @@ def test_an_error_of_a_worker_names_the_field_of_the_route(message: str, param: 
     assert (raised.value.status, raised.value.param) == (502, None)
 
 
-async def test_a_command_that_no_worker_can_apply_is_4xx(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_command_that_no_worker_can_apply_is_4xx(control: Control) -> None:
     """A missing directory of weights is 400 and not 502, under each name."""
-    async with control_http(nats_url, fleet, tmp_path) as c:
+    async with control() as c:
         absent = str(c.root / "absent")
         found = [
             await c.post("/update_weights", {"weight_dir": absent}),

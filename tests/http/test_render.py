@@ -13,7 +13,7 @@ from rollbus.frontend.http import Settings
 from rollbus.frontend.http import tokens as routing_json
 from rollbus.frontend.http.tokens import rows_json
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from tests.http.support import CHAT, COMPLETIONS, CONFIG, http_service, make_byte_level, rows_of, save, talking
+from tests.http.support import CHAT, COMPLETIONS, CONFIG, Serve, Talk, make_byte_level, rows_of, save
 
 GENERATE = "/inference/v1/generate"
 USER = {"role": "user", "content": "the"}
@@ -25,9 +25,9 @@ def read_npy(text: str) -> Any:
     return np.load(io.BytesIO(base64.b64decode(text.encode("ascii"), validate=True)), allow_pickle=False)
 
 
-async def test_a_rendered_request_generates_the_same_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_rendered_request_generates_the_same_tokens(talk: Talk) -> None:
     """`/inference/v1/generate` accepts a rendered body and generates the tokens of the chat or the completion."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
 
         async def post(path: str, body: object) -> Any:
             answer = await http.client.post(path, json=body)
@@ -57,10 +57,10 @@ async def test_a_rendered_request_generates_the_same_tokens(nats_url: str, fleet
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
 
 
-async def test_a_rendered_request_is_accepted_as_it_is(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_rendered_request_is_accepted_as_it_is(talk: Talk) -> None:
     """A rendered request keeps the given fields, and its id is valid and unique, however long the given id is."""
     given = {"timeout_s": 9.0, "return_token_ids": True, "routed_experts_format": "npy"}
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
 
         async def post(path: str, body: object) -> Any:
             answer = await http.client.post(path, json=body)
@@ -79,19 +79,19 @@ async def test_a_rendered_request_is_accepted_as_it_is(nats_url: str, fleet: str
         assert isinstance(answers[0]["choices"][0]["routed_experts"], str)
 
 
-async def test_a_rendered_request_is_one_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_rendered_request_is_one_of_vllm(talk: Talk) -> None:
     """VLLM's own model of the body accepts a rendered request."""
     protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         body = {"messages": [USER], **SAMPLING, "stream": True, "stream_options": {"include_usage": True}}
         rendered = (await http.client.post(f"{CHAT}/render", json=body)).json()
     read = protocol.GenerateRequest.model_validate(rendered)
     assert (read.sampling_params.max_tokens, read.sampling_params.seed, read.stream) == (4, 3, True)
 
 
-async def test_rows_are_an_npy_file_on_request(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_rows_are_an_npy_file_on_request(talk: Talk) -> None:
     """With `routed_experts_format`, each choice has the rows as a `.npy` file, streamed or not."""
-    async with talking(nats_url, fleet, tmp_path) as (http, _):
+    async with talk() as (http, _):
         tokens = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "ignore_eos": True, "seed": 1}}
         plain = (await http.client.post(GENERATE, json=tokens)).json()
         expected = rows_of(plain["choices"][0]["routed_experts"])
@@ -112,7 +112,7 @@ async def test_rows_are_an_npy_file_on_request(nats_url: str, fleet: str, tmp_pa
         assert wrong.json()["error"]["param"] == "routed_experts_format"
 
 
-async def test_rows_are_npy_files_as_an_option_of_the_service(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_rows_are_npy_files_as_an_option_of_the_service(serve: Serve, tmp_path: Path) -> None:
     """With the option, all token routes have the rows as from vLLM's server. A request may ask for the object."""
     settings = Settings(routed_experts_npy=True, tokenizer=save(make_byte_level(), tmp_path))
     bodies: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ async def test_rows_are_npy_files_as_an_option_of_the_service(nats_url: str, fle
         CHAT: {"messages": [USER], "max_tokens": 2, "ignore_eos": True, "seed": 1},
         COMPLETIONS: {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True, "seed": 1},
     }
-    async with http_service(nats_url, fleet, settings, config=CONFIG) as http:
+    async with serve(settings, config=CONFIG) as http:
         for path, body in bodies.items():
             (choice,) = (await http.client.post(path, json=body)).json()["choices"]
             rows = read_npy(choice["routed_experts"])
@@ -129,11 +129,11 @@ async def test_rows_are_npy_files_as_an_option_of_the_service(nats_url: str, fle
             assert np.array_equal(rows_of(choice["routed_experts"]), rows)
 
 
-async def test_a_model_without_experts_has_no_rows(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_model_without_experts_has_no_rows(serve: Serve, tmp_path: Path) -> None:
     """Without experts, the option has no effect, and a request for rows is refused by the field's name."""
     settings = Settings(routed_experts_npy=True, tokenizer=save(make_byte_level(), tmp_path))
     config = SyntheticConfig(vocab_size=264, eos_token_id=262, num_experts=0)
-    async with http_service(nats_url, fleet, settings, config=config) as http:
+    async with serve(settings, config=config) as http:
         body = {"prompt": [5], "max_tokens": 1}
         assert "routed_experts" not in (await http.client.post(COMPLETIONS, json=body)).json()["choices"][0]
         tokens = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}

@@ -22,6 +22,7 @@ from tests.http.support import (
     ADDED,
     ROLE,
     SPECIAL,
+    Serve,
     byte_fallback,
     byte_level,
     http_service,
@@ -422,11 +423,13 @@ async def test_a_wrong_field_gives_400_with_its_name(nats_url: str, fleet: str, 
             assert param in answer.json()["error"]["message"]
 
 
-async def test_unknown_models_and_missing_tokenizers_are_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_unknown_models_and_missing_tokenizers_are_refused(
+    serve: Serve, nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """An unknown model gives 404, and a missing tokenizer gives 501."""
     async with serving(nats_url, fleet, tmp_path) as client:
         unknown = await client.post("/v1/tokenize", json={"model": "other", "prompt": "a"})
-    async with http_service(nats_url, fleet) as http:
+    async with serve() as http:
         missing = await http.client.post("/v1/detokenize", json={"tokens": [1]})
 
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")

@@ -36,8 +36,8 @@ from tests.http.support import (
     ROLE,
     SPECIAL,
     Http,
+    Serve,
     byte_level,
-    http_service,
     make_byte_level,
     save,
 )
@@ -159,12 +159,12 @@ TEXT = {"prompt": "a", "max_tokens": 1}
 
 
 async def test_a_malformed_tokenizer_gives_501_until_the_files_are_repaired(
-    nats_url: str, fleet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load that raises a `TypeError` gives 501 for text until the files are repaired, and is logged once."""
     monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", SOON_S)
     (tmp_path / "config.json").write_text("[1]")
-    async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
+    async with serve(Settings(tokenizer=tmp_path)) as http:
         for _ in range(2):
             assert (await http.client.get("/ready")).status_code == 200
         answer = await http.client.post(COMPLETIONS, json=TEXT)
@@ -232,7 +232,7 @@ async def test_the_number_of_kept_tokenizers_is_bounded(tmp_path: Path, monkeypa
 
 
 async def test_a_service_stops_while_a_load_hangs(
-    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service waits for a hanging load only up to its limit, and starts no further load."""
     may_end, begun = threading.Event(), []
@@ -248,7 +248,7 @@ async def test_a_service_stops_while_a_load_hangs(
     loads = TokenizerLoads()
     try:
         async with asyncio.timeout(SOON_S):
-            async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
+            async with serve(Settings(tokenizer=tmp_path)) as http:
                 assert (await http.client.get("/ready")).status_code == 503
             for name in "ab":
                 assert not await loads.has_ended(tmp_path / name)
@@ -384,16 +384,20 @@ async def sent(http: Http, route: tuple[str, str], body: bytes) -> tuple[int, di
     return answer.status_code, error
 
 
-async def test_wrong_input_gives_400_with_the_field(nats_url: str, fleet: str, tmp_path: Path) -> None:
+PARTS = 4
+"""The routes share a few services, whose tests may run at the same time."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_wrong_input_gives_400_with_the_field(serve: Serve, tmp_path: Path, part: int) -> None:
     """Input of a wrong type, out of bounds, missing, unknown, repeated or not JSON gives 400 with the field."""
     settings = Settings(max_body_bytes=4 << 20, tokenizer=save(make_byte_level(), tmp_path))
     config = SyntheticConfig(max_model_len=128)
-    async with http_service(nats_url, fleet, settings, config=config) as http:
+    async with serve(settings, config=config) as http:
         problems: list[object] = []
-        for route in sorted(key for key, each in ROUTES.items() if each.body is not None):
-            problems += [
-                (route, *each) for each in [*await wrong_bodies(http, route), *await wrong_values(http, route)]
-            ]
+        for route in sorted(key for key, each in ROUTES.items() if each.body is not None)[part::PARTS]:
+            problems += [(route, each) for each in await wrong_bodies(http, route)]
+            problems += [(route, each) for each in await wrong_values(http, route)]
         assert problems == []
 
         assert (await http.client.get("/health")).status_code == 200

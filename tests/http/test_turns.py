@@ -22,7 +22,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.test_waiting import Announce, announcing
 from tests.http.metrics_doc import NoClient
-from tests.http.support import Http, http_before, http_service
+from tests.http.support import Http, Serve, http_before
 from tests.http.test_edge import GENERATING, becomes
 from tests.http.test_names import BODY, error_of
 from tests.support.fleet import synthetic_worker
@@ -146,10 +146,9 @@ def test_a_later_user_gets_a_share_of_a_full_limit() -> None:
         pass
 
 
-@pytest.mark.parametrize("by", ["address", "proxy", "token"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("by", "stream"), [("address", False), ("proxy", True), ("token", False)])
 async def test_a_flood_of_requests_does_not_delay_another_user(
-    nats_url: str, fleet: str, by: str, stream: bool
+    serve_fleet: Serve, nats_url: str, fleet: str, by: str, stream: bool
 ) -> None:
     """The second user's request runs after the few in the fleet, and before most of those that wait in the service."""
     engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
@@ -164,7 +163,7 @@ async def test_a_flood_of_requests_does_not_delay_another_user(
 
     async with (
         running(nats_url, fleet, engine),
-        http_before(nats_url, fleet, settings) as http,
+        serve_fleet(settings) as http,
         another_user(http, by) as other,
         asyncio.TaskGroup() as tasks,
     ):
@@ -206,11 +205,13 @@ async def test_a_request_waits_no_longer_than_its_timeout() -> None:
             assert 0 < (later.request.timeout_s or 0) < SOON_S
 
 
-async def test_a_waiting_request_of_a_disconnected_client_is_never_sent(nats_url: str, fleet: str) -> None:
+async def test_a_waiting_request_of_a_disconnected_client_is_never_sent(
+    serve_fleet: Serve, nats_url: str, fleet: str
+) -> None:
     """If the client of a waiting request disconnects, the request never reaches the fleet."""
     engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
     body: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
-    async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
+    async with running(nats_url, fleet, engine), serve_fleet() as http, asyncio.TaskGroup() as tasks:
         await http.own.fleet.wait_for_workers()
         asked = [tasks.create_task(http.client.post(PATH, json=body)) for _ in range(ROOM)]
         await becomes(http, "rollbus_http_generations_in_flight", ROOM, model="synthetic")
@@ -224,12 +225,14 @@ async def test_a_waiting_request_of_a_disconnected_client_is_never_sent(nats_url
         assert http.own.stats().requests == published == ROOM
 
 
-async def test_a_client_that_does_not_read_its_stream_blocks_no_request(nats_url: str, fleet: str) -> None:
+async def test_a_client_that_does_not_read_its_stream_blocks_no_request(
+    serve_fleet: Serve, nats_url: str, fleet: str
+) -> None:
     """A turn ends when the fleet has finished the request, even if its client has not read the response."""
     config = SyntheticConfig(max_num_seqs=1, num_layers=64, top_k=8, max_model_len=100_000)
     engine = GatedEngine(config=config)
     large = {"token_ids": [7] * 40_000, "stream": True, "sampling_params": {"max_tokens": 1}}
-    async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
+    async with running(nats_url, fleet, engine), serve_fleet() as http, asyncio.TaskGroup() as tasks:
         await http.own.fleet.wait_for_workers()
         unread = [http.client.stream("POST", PATH, json=large) for _ in range(ROOM)]
         entered = [tasks.create_task(stream.__aenter__()) for stream in unread]
@@ -282,7 +285,7 @@ async def test_requests_wait_for_a_worker_that_starts(nats_url: str, fleet: str)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("state", [WorkerState.STARTING, WorkerState.PAUSED])
 async def test_after_the_limit_a_waiting_request_gives_503(
-    nats_url: str, fleet: str, state: WorkerState, *, stream: bool
+    serve: Serve, nats_url: str, fleet: str, state: WorkerState, *, stream: bool
 ) -> None:
     """Without a first byte within `max_wait_s`, the answer is 503 with `Retry-After`, and says what it waited for.
 
@@ -290,7 +293,7 @@ async def test_after_the_limit_a_waiting_request_gives_503(
     """
     settings = Settings(max_wait_s=0.6)
     if state is WorkerState.PAUSED:
-        async with http_service(nats_url, fleet, settings) as http:
+        async with serve(settings) as http:
             await http.rb.fleet.pause(mode="keep")
             await until_true(lambda: http.own.fleet.workers[0].state is state)
             answers = [await ask(http.client, stream=stream)]
@@ -387,8 +390,7 @@ async def has_open(http: Http, count: int) -> None:
     await until(load, count)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [{}, {"model": "synthetic"}])
+@pytest.mark.parametrize(("body", "stream"), [({}, False), ({"model": "synthetic"}, True)])
 async def test_an_abort_of_all_ends_the_wait_for_a_start(
     nats_url: str, fleet: str, body: dict[str, Any], *, stream: bool
 ) -> None:
@@ -442,12 +444,12 @@ async def test_an_abort_by_id_ends_only_that_wait(nats_url: str, fleet: str) -> 
     assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
-async def test_an_abort_by_id_ends_the_wait_for_a_turn(nats_url: str, fleet: str) -> None:
+async def test_an_abort_by_id_ends_the_wait_for_a_turn(serve: Serve) -> None:
     """A request that waits behind the requests of others ends at once, and they go on."""
     config = SyntheticConfig(step_s=0.01, max_num_seqs=1)
     endless = {"sampling_params": {"max_tokens": 10_000, "ignore_eos": True}}
     async with (
-        http_service(nats_url, fleet, config=config) as http,
+        serve(config=config) as http,
         busy_timeout(SOON_S),
         asyncio.TaskGroup() as tasks,
     ):
