@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Set
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -51,42 +52,31 @@ def part_tag(nuid: str) -> str | None:
     return nuid[len(TAG) : len(TAG) + 8] if len(nuid) == TAGGED_CHARS and nuid.startswith(TAG) else None
 
 
+@dataclass(slots=True)
 class Cleaning:
-    """One cleaning of the bucket: list it, decide, delete. Methods raise `ApiError`, `ControlError` and `BusBroken`.
+    """One cleaning of the bucket: list it, decide, delete. Methods raise `ApiError`, `ControlError` and `BusBroken`."""
 
-    Args:
-        nats: connection of a user that may delete in the bucket.
-        bucket: bucket of the model.
-        now: time of the server's clock.
-        open_tags: tags of this process's publications in progress. No object names their object chunks yet.
-        young_s: age in seconds below which folders and object chunks always stay.
-    """
-
-    def __init__(
-        self,
-        nats: Connection,
-        bucket: str,
-        now: datetime,
-        *,
-        open_tags: AbstractSet[str] = frozenset(),
-        young_s: float = YOUNG_S,
-    ) -> None:
-        self._nats = nats
-        self._bucket: Final = bucket
-        self._now = now
-        self._young_s = young_s
-        self._ages: dict[str, float] = {}
-        """Age in seconds, by folder."""
-        self._open_tags = open_tags
-        self._tags = set(open_tags)
-        """Tags of the folders that exist or will exist."""
-        self._others: list[str] = []
-        """Names of objects that belong to no published version."""
+    nats: Connection
+    """Connection of a user that may delete in the bucket."""
+    bucket: str
+    now: datetime
+    """Time of the server's clock."""
+    open_tags: AbstractSet[str] = frozenset()
+    """Tags of this process's publications in progress. No object names their object chunks yet."""
+    young_s: float = YOUNG_S
+    """Age in seconds below which folders and object chunks always stay."""
+    _ages: dict[str, float] = field(default_factory=dict)
+    """Age in seconds, by folder."""
+    _tags: set[str] = field(default_factory=set)
+    """Tags of the folders that exist or will exist."""
+    _others: list[str] = field(default_factory=list)
+    """Names of objects that belong to no published version."""
 
     async def list_folders(self) -> None:
         """Find the folders and their ages."""
+        self._tags |= self.open_tags
         one_of: dict[str, str] = {}
-        for subject in await list_subjects(self._nats, self._bucket, info_subjects(self._bucket)):
+        for subject in await list_subjects(self.nats, self.bucket, info_subjects(self.bucket)):
             name = name_of(subject)
             found = None if name is None else folder_of(name)
             if name is None:
@@ -96,12 +86,12 @@ class Cleaning:
             else:
                 folder, tag = found
                 self._tags.add(tag)
-                if tag not in self._open_tags:  # the lists of its ranks would show a wrong age
+                if tag not in self.open_tags:  # the lists of its ranks would show a wrong age
                     one_of[folder] = name
         for folder, name in one_of.items():
-            described = await find_object(self._nats, self._bucket, name, is_signed=False)
+            described = await find_object(self.nats, self.bucket, name, is_signed=False)
             if described is not None:
-                self._ages[f"{self._bucket}/{folder}"] = (self._now - described.stored_at).total_seconds()
+                self._ages[f"{self.bucket}/{folder}"] = (self.now - described.stored_at).total_seconds()
 
     async def kept(self, record: ChainRecord, recorded: AbstractSet[str]) -> set[str]:
         """Return the folders to keep."""
@@ -109,12 +99,12 @@ class Cleaning:
         # Folders of a chain that the record has lost.
         unlinked = roots & self._ages.keys() - {link.objects for link in record.links}
         needed = {other for objects in unlinked if is_weights(objects) for other in await self._named_by(objects)}
-        return kept(record.links, roots | needed, self._ages, young_s=self._young_s)
+        return kept(record.links, roots | needed, self._ages, young_s=self.young_s)
 
     async def _named_by(self, objects: str) -> set[str]:
         """Return the folders that a version's manifest names. Return none if no worker can load the version."""
         try:
-            async with open_reader(self._nats, objects) as reader:
+            async with open_reader(self.nats, objects) as reader:
                 manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
         except (ControlError, RemoteProtocolError) as error:
             if isinstance(error, ControlError) and error.code is not ControlCode.BAD_SOURCE:
@@ -126,7 +116,7 @@ class Cleaning:
     async def delete_folders(self, kept_folders: AbstractSet[str]) -> None:
         """Delete all folders that are not kept."""
         for objects in sorted(self._ages.keys() - kept_folders):
-            await delete_prefix(self._nats, objects)
+            await delete_prefix(self.nats, objects)
             logger.info("versions.deleted objects=%s", objects)
 
     async def delete_parts(self, *, tagged_young_s: float | None = None) -> int:
@@ -136,45 +126,49 @@ class Cleaning:
             tagged_young_s: age in seconds below which object chunks of publications stay; None: as those of other
                 uploads.
         """
-        tagged_young_s = self._young_s if tagged_young_s is None else tagged_young_s
-        prefix = parts_subject(self._bucket, "")
-        nuids = {
-            subject.removeprefix(prefix) for subject in await list_subjects(self._nats, self._bucket, f"{prefix}>")
-        }
+        tagged_young_s = self.young_s if tagged_young_s is None else tagged_young_s
+        prefix = parts_subject(self.bucket, "")
+        nuids = {subject.removeprefix(prefix) for subject in await list_subjects(self.nats, self.bucket, f"{prefix}>")}
         unnamed = {nuid for nuid in nuids if part_tag(nuid) not in self._tags}
         if any(part_tag(nuid) is None for nuid in unnamed):
             unnamed -= await self._named_by_others()
         deleted = 0
         for nuid in sorted(unnamed):
-            young_s = self._young_s if part_tag(nuid) is None else tagged_young_s
-            if await self._is_old(parts_subject(self._bucket, nuid), young_s):
-                await ask(
-                    self._nats,
-                    f"STREAM.PURGE.{stream_of(self._bucket)}",
-                    {"filter": parts_subject(self._bucket, nuid)},
-                )
+            young_s = self.young_s if part_tag(nuid) is None else tagged_young_s
+            if await self._is_old(parts_subject(self.bucket, nuid), young_s):
+                body = {"filter": parts_subject(self.bucket, nuid)}
+                await ask(self.nats, f"STREAM.PURGE.{stream_of(self.bucket)}", body)
                 deleted += 1
         if deleted:
-            logger.info("versions.leftovers_deleted bucket=%s objects=%s", self._bucket, deleted)
+            logger.info("versions.leftovers_deleted bucket=%s objects=%s", self.bucket, deleted)
         return deleted
 
     async def _named_by_others(self) -> set[str]:
         """Return the ids of object chunks that objects of other uploads name."""
         named = set()
         for name in self._others:
-            found = await find_object(self._nats, self._bucket, name, is_signed=False)
+            found = await find_object(self.nats, self.bucket, name, is_signed=False)
             if found is not None and found.info is not None:
                 named.add(found.info.nuid)
         return named
 
     async def _is_old(self, subject: str, young_s: float) -> bool:
         """Return True if the last object chunk is older than `young_s`. An upload in progress has a younger one."""
-        operation = f"STREAM.MSG.GET.{stream_of(self._bucket)}"
-        answer = await find(self._nats, operation, {"last_by_subj": subject}, absent={NO_MESSAGE})
+        operation = f"STREAM.MSG.GET.{stream_of(self.bucket)}"
+        answer = await find(self.nats, operation, {"last_by_subj": subject}, absent={NO_MESSAGE})
         if answer is None:
             return False
-        age_s = (self._now - datetime.fromisoformat(answer["message"]["time"])).total_seconds()
+        age_s = (self.now - datetime.fromisoformat(answer["message"]["time"])).total_seconds()
         return age_s >= young_s
+
+
+async def begin_cleaning(
+    nats: Connection, bucket: str, *, open_tags: AbstractSet[str] = frozenset(), young_s: float = YOUNG_S
+) -> Cleaning:
+    """Return a cleaning that has listed the bucket. Raises the errors of its methods."""
+    cleaning = Cleaning(nats, bucket, (await bucket_state(nats, bucket)).now, open_tags, young_s)
+    await cleaning.list_folders()
+    return cleaning
 
 
 class Uploads:
@@ -241,9 +235,7 @@ class Uploads:
                         logger.info("upload.abandoned_deleted objects=%s", folder)
                         await delete_prefix(nats, folder)
                 if not self._is_publisher:  # `WeightPublisher` cleans the bucket of a publisher
-                    cleaning = Cleaning(nats, bucket, now)
-                    await cleaning.list_folders()
-                    await cleaning.delete_parts()
+                    await (await begin_cleaning(nats, bucket)).delete_parts()
         except (RollbusError, ApiError, ValueError, TypeError) as exc:
             logger.warning("upload.sweep_failed bucket=%s error=%s", bucket, exc)
 

@@ -17,7 +17,7 @@ from ..nats.connection import Connection, connected
 from ..nats.jetstream import ApiError, Retries, Unanswered, storage_errors
 from ..nats.server import Server
 from ..objects.catalog import ensure_bucket
-from ..objects.uploads import Cleaning
+from ..objects.uploads import begin_cleaning
 from ..protocol.weights import chain
 from ..subjects import Subjects, encode_token
 from .chain_store import POLL_S, ChainKey, StoredChain, until_committed, until_opened
@@ -235,10 +235,8 @@ class VersionStore:
             for objects in sorted(recorded):
                 if chain.is_published(objects, home.key.bucket):
                     await self.note_recorded(objects)
-            now = (await home.key.bucket_state()).now
             tags = {publication.tag for publication in self._open}
-            cleaning = Cleaning(home.nats, home.key.bucket, now, open_tags=tags, young_s=young_s)
-            await cleaning.list_folders()
+            cleaning = await begin_cleaning(home.nats, home.key.bucket, open_tags=tags, young_s=young_s)
             kept = await cleaning.kept(self.record, recorded)
             await self._change(lambda record: chain.trimmed(record, recorded, kept))
             await cleaning.delete_folders(kept)
@@ -291,8 +289,7 @@ class VersionStore:
             BusBroken: JetStream or the connection failed.
         """
         with storage_errors(f"the bucket {key.bucket!r} cannot be cleaned"):
-            cleaning = Cleaning(self._opened().nats, key.bucket, (await key.bucket_state()).now)
-            await cleaning.list_folders()
+            cleaning = await begin_cleaning(self._opened().nats, key.bucket)
             return await cleaning.delete_parts(tagged_young_s=young_s)
 
     def _taken(self, record: ChainRecord) -> ChainRecord:
