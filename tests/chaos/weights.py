@@ -31,9 +31,8 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
-from tests.chaos.checkpoints import Checkpoints
+from tests.chaos.checkpoints import Checkpoints, assert_fresh
 from tests.chaos.faults import Victims, victims
-from tests.chaos.fresh import assert_fresh
 from tests.chaos.publisher import FLEET, MODEL
 from tests.chaos.weights_faults import KINDS, Trainer
 from tests.support.invariants import observing
