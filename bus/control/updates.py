@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from msgspec import structs
 
@@ -32,7 +32,7 @@ from ..nats.server import Server
 from ..objects.catalog import set_bucket_bytes
 from ..objects.uploads import Uploads, sources_in
 from ..protocol.fleet import desired
-from ..protocol.fleet.authority import pin
+from ..protocol.fleet.authority import Load, pin
 from ..protocol.fleet.canary import check_expected, dissenters
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum, Roster
 from ..protocol.fleet.desired import check_started
@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 FENCE_TIMEOUT_S: Final = 10.0
 """Seconds for a worker to stop serving, which requires only the receipt of the command."""
-
-Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
 class Updates:

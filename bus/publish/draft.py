@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ...schemas.checks import describe
 from ...schemas.errors import BusClosed, InvalidRequest
 from ...schemas.manifest import MAX_DELTA_OBJECTS, TensorDelta, TensorEntry, delta_name
+from ..protocol.weights.chain import Contents
 from ..protocol.weights.tensors import INDEX, Encoded, apply_delta, encode_delta, index_of, layouts, ordered, undo_delta
 from .tensors import FolderFile, Snapshot, SnapshotTensor, TensorKind, bad_tensor, read_tensor
 
@@ -140,20 +141,6 @@ class ShardPlan:
         return file, names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlan:
-    """The parts of a version that a publication stores."""
-
-    has_delta: bool
-    """True if it stores the changes since the snapshot."""
-    has_anchor: bool
-    """True if it stores the whole checkpoint."""
-    rank: int = 0
-    num_ranks: int = 1
-    file: str | None = None
-    """Name of the single file for all tensors. None: as many files as necessary."""
-
-
 @dataclass(slots=True)
 class _Drafted:
     """A tensor that was added to a draft."""
@@ -175,17 +162,30 @@ class Draft:
     processor's cache. `commit` or `restore` gives the snapshot a content again. Until then the snapshot is empty.
 
     Args:
+        contents: what the publication stores: the changes since the snapshot, the whole checkpoint, or both.
         snapshot: last committed version. Empty if none was committed.
         kinds: kinds of all required tensors, by name. None: any tensors are valid.
+        rank: rank of this process among `num_ranks`.
+        file: name of the single file for all tensors. None: as many files as necessary.
     """
 
-    def __init__(self, plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        contents: Contents,
+        snapshot: Snapshot,
+        kinds: Mapping[str, TensorKind] | None,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        file: str | None = None,
+    ) -> None:
+        self._contents = contents
+        self._num_ranks = num_ranks
         self._snapshot = snapshot
         self._digest, self._before = snapshot.digest, snapshot.tensors
         self._kinds = {name: tensor.kind for name, tensor in self._before.items()} if snapshot else kinds
-        self._packer = DeltaPacker(plan.rank, plan.num_ranks)
-        self._shards = ShardPlan(plan.rank, plan.num_ranks, plan.file)
+        self._packer = DeltaPacker(rank, num_ranks)
+        self._shards = ShardPlan(rank, num_ranks, file)
         self._drafted: dict[str, _Drafted] = {}
         # By file: the names of its tensors in the manifest's order, and the number of tensors not added yet.
         self._layout: dict[str, list[str]] = dict(snapshot.layout())
@@ -224,12 +224,12 @@ class Draft:
         Raises:
             InvalidRequest: there are no tensors, or one is missing.
         """
-        if not self._drafted and self._plan.num_ranks == 1:
+        if not self._drafted and self._num_ranks == 1:
             raise InvalidRequest(field="named_tensors", problem="has no tensors", allowed="all tensors of the model")
         missing = next((name for name in self._kinds or () if name not in self._drafted), None)
         if missing is not None and not self._is_partial:
             raise bad_tensor(missing, "is missing", "all tensors of the last published version or the checkpoint")
-        if self._plan.has_delta and (delta := self._packer.flush()) is not None:
+        if self._contents.delta and (delta := self._packer.flush()) is not None:
             yield delta
         yield from self._close_shard(self._shards.flush())
 
@@ -274,7 +274,7 @@ class Draft:
     @property
     def _is_partial(self) -> bool:
         """True if other ranks have tensors too, and this rank has not published its own tensors before."""
-        return self._plan.num_ranks > 1 and not self._before
+        return self._num_ranks > 1 and not self._before
 
     def _check(self, name: str, kind: TensorKind) -> None:
         if name in self._drafted:
@@ -294,7 +294,7 @@ class Draft:
         is_same = encoded.encoding == "same"
         # An anchor without a delta does not use earlier hashes, because workers may have rejected a version for a wrong
         # hash.
-        is_known = is_same and self._plan.has_delta
+        is_known = is_same and self._contents.delta
         drafted = self._drafted[name] = _Drafted(kind, before.sha256, encoded, None)
         if encoded.encoding == "sparse":
             before.content[:] = content
@@ -304,12 +304,12 @@ class Draft:
             drafted.sha256 = hashlib.sha256(hashed.data).hexdigest()
         if not is_same:
             self.num_changed += 1
-            if self._plan.has_delta:
+            if self._contents.delta:
                 drafted.delta, full = self._pack(encoded)
                 if full is not None:
                     yield full
         self._num_missing[before.file] -= 1
-        if not self._num_missing[before.file] and self._plan.has_anchor:
+        if not self._num_missing[before.file] and self._contents.anchor:
             yield self._shard(before.file)
 
     def _pack(self, encoded: Encoded) -> tuple[TensorDelta, StoredObject | None]:
@@ -329,7 +329,7 @@ class Draft:
         if shard is not None:
             file, names = shard
             self._layout[file] = [entry.name for entry in ordered(self._entry(name, file) for name in names)]
-            if self._plan.has_anchor:
+            if self._contents.anchor:
                 yield self._shard(file)
 
     def _shard(self, file: str) -> StoredObject:

@@ -17,7 +17,7 @@ from ...schemas.weights import WeightSource
 from ..auth.credentials import Credentials
 from ..client.fleet import LoadOptions, VersionOptions, split_options
 from ..control.controller import OnAck, check_command
-from ..control.updates import Load
+from ..protocol.fleet.authority import Load
 from ..protocol.fleet.command_result import CommandResult
 from ..protocol.html import as_html
 from .draft import NamedTensors, TensorFeed

@@ -26,14 +26,22 @@ from ...schemas.manifest import (
 )
 from ...schemas.weights import WeightSource
 from ..client.runtime import Runtime
-from ..control.updates import Load
 from ..nats.connection import connected
 from ..objects.reader import open_reader
 from ..objects.uploads import sources_in
+from ..protocol.fleet.authority import Load
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
-from ..protocol.weights.chain import PRESSED_S, YOUNG_S, contents, links_with, needed_for_version, needs_anchor
+from ..protocol.weights.chain import (
+    PRESSED_S,
+    YOUNG_S,
+    Contents,
+    contents,
+    links_with,
+    needed_for_version,
+    needs_anchor,
+)
 from ..thread_calls import call_to_end
-from .draft import Draft, DraftPlan, StoredObject, TensorFeed, file_objects, read_off_loop, with_index
+from .draft import Draft, StoredObject, TensorFeed, file_objects, read_off_loop, with_index
 from .options import PublishedWeights, PublishOptions
 from .publication import Publication
 from .tensors import Checkpoint, FolderFile, Snapshot, TensorKind, bad_tensor, fill
@@ -50,7 +58,7 @@ class _Job:
     """A publication in progress: what it stores, and counts and entries of what is stored so far."""
 
     publication: Publication
-    plan: DraftPlan
+    contents: Contents
     draft: Draft
     links: tuple[Link, ...] = ()
     """Links that the version follows. Stored here, because a renewal of the lease may read other links meanwhile."""
@@ -83,7 +91,7 @@ class _Job:
                     problem = f"was given by ranks {other} and {given.rank}"
                     raise bad_tensor(entry.name, problem, "each tensor from one rank")
                 # A delta leaves out unchanged tensors.
-                self.num_changed += entry.delta is not None or not self.plan.has_delta
+                self.num_changed += entry.delta is not None or not self.contents.delta
             entries += given.tensors
             for stored in given.objects:
                 self.num_bytes += stored.size
@@ -101,7 +109,7 @@ class _Job:
             version=self.publication.version,
             objects=self.publication.objects,
             digest=digest,
-            is_anchor=self.plan.has_anchor,
+            is_anchor=self.contents.anchor,
             num_tensors=len(self.entries),
             num_changed=self.num_changed,
             model_bytes=sum(entry.size for entry in self.entries),
@@ -125,12 +133,9 @@ class VersionPublisher:
         self, runtime: Runtime, model: str, checkpoint: Checkpoint | None, *, rank: int, num_ranks: int
     ) -> None:
         config = runtime.config
-        self._server = config.server
+        self._runtime = runtime
         self._versions = VersionStore(config.server, config.subjects, model, publisher=config.client)
-        self._updates = runtime.updates
-        self._watcher = runtime.watcher
         self._model = model
-        self._name = config.client
         self._kinds = None if checkpoint is None else checkpoint.kinds
         self._files: Mapping[str, FolderFile] = {} if checkpoint is None else checkpoint.files
         self._snapshot = Snapshot()
@@ -175,7 +180,7 @@ class VersionPublisher:
             raise InvalidRequest(field="base", problem=f"is {folder}, and no version is published", allowed="no base")
         link = self._versions.record.links[-1]
         async with (
-            connected(self._server, name=f"rollbus versions {self._name}") as nats,
+            connected(self._runtime.config.server, name=f"rollbus versions {self._runtime.config.client}") as nats,
             open_reader(nats, link.objects) as reader,
         ):
             manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
@@ -221,10 +226,10 @@ class VersionPublisher:
         async with self._turn(feed):
             if options.updates:
                 await self._check_adapter(command)
-            plan = DraftPlan(has_delta=False, has_anchor=True, file=ADAPTER_FILE)
+            whole = Contents(anchor=True, delta=False)
             publication = self._versions.begin(command.version, command.name)
-            draft = Draft(plan, Snapshot(), None)
-            job = _Job(publication, plan, draft, files=files, adapter=command.name, started=started)
+            draft = Draft(whole, Snapshot(), None, file=ADAPTER_FILE)
+            job = _Job(publication, whole, draft, files=files, adapter=command.name, started=started)
             return await self._loaded(await self._store(feed, job), options, started)
 
     @contextlib.asynccontextmanager
@@ -243,7 +248,7 @@ class VersionPublisher:
             ControlError: `not_allowed` if this user may not load adapters, or the desired state rejects the version.
         """
         try:
-            await self._updates.check_version(command)
+            await self._runtime.updates.check_version(command)
         except ControlError as error:
             if error.code is not ControlCode.NOT_ALLOWED:
                 raise
@@ -272,10 +277,10 @@ class VersionPublisher:
             what, call = f"adapter {command.name!r}", f"load_lora({command.name!r}, "
         try:
             if isinstance(command, LoadLora):
-                return await self._updates.load_lora(
+                return await self._runtime.updates.load_lora(
                     command, is_next_version=False, upload=False, on_ack=options.on_ack
                 )
-            return await self._updates.update_weights(
+            return await self._runtime.updates.update_weights(
                 command, upload=False, on_ack=options.on_ack, min_staged=options.min_staged
             )
         except NoWorkers as error:
@@ -296,7 +301,7 @@ class VersionPublisher:
         A failure is logged. The next call deletes the remaining folders.
         """
         try:
-            recorded = sources_in(await self._updates.state(self._model))
+            recorded = sources_in(await self._runtime.updates.state(self._model))
         except RollbusError as error:
             logger.warning("weights.cleanup_failed model=%s error=%s", self._model, error)
             return
@@ -304,8 +309,8 @@ class VersionPublisher:
 
     async def _plan(
         self, options: PublishOptions[UpdateWeights], given_bytes: int
-    ) -> tuple[tuple[Link, ...], DraftPlan]:
-        """Return the links before the new version, and the plan of the parts to store.
+    ) -> tuple[tuple[Link, ...], Contents]:
+        """Return the links before the new version, and what to store of it.
 
         Args:
             given_bytes: bytes of this rank's tensors. 0: unknown.
@@ -315,11 +320,11 @@ class VersionPublisher:
             ControlError: the desired state rejects the version, or the bucket has no room for it after a cleanup.
             BusBroken: JetStream or the connection failed.
         """
-        state = await self._updates.state(self._model)
+        state = await self._runtime.updates.state(self._model)
         await self._versions.refresh()
         links = self._versions.record.links
         if options.updates:
-            await self._updates.check_version(options.command, min_staged=options.min_staged)
+            await self._runtime.updates.check_version(options.command, min_staged=options.min_staged)
         elif links and options.command.version <= links[-1].version and not options.command.allow_rollback:
             raise ControlError(
                 ControlCode.OLD_VERSION,
@@ -334,7 +339,7 @@ class VersionPublisher:
             # A starting worker has no capabilities yet. Ignore it: otherwise each version would be a whole checkpoint.
             workers_read_deltas=all(
                 worker.capabilities.weight_deltas
-                for worker in await self._watcher.known_workers()
+                for worker in await self._runtime.watcher.known_workers()
                 if worker.model == self._model and worker.capabilities is not None
             ),
         )
@@ -344,19 +349,16 @@ class VersionPublisher:
             await self._make_room()
             used, limit = await self._versions.used_and_limit()
             links = self._versions.record.links
-        what = contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
-        return links, DraftPlan(has_delta=what.delta, has_anchor=what.anchor, num_ranks=self._num_ranks)
+        return links, contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
 
     async def _store_weights(
         self, feed: TensorFeed, options: PublishOptions[UpdateWeights], started: float
     ) -> PublishedWeights:
-        links, plan = await self._plan(options, feed.given_bytes)
-        publication = self._versions.begin(
-            options.command.version, has_delta=plan.has_delta, has_anchor=plan.has_anchor
-        )
+        links, what = await self._plan(options, feed.given_bytes)
+        publication = self._versions.begin(options.command.version, has_delta=what.delta, has_anchor=what.anchor)
         timeout_s = options.ranks_timeout_s if self._num_ranks > 1 else None
-        async with self._drafted(plan, feed) as draft:
-            job = _Job(publication, plan, draft, links, self._files, ranks_timeout_s=timeout_s, started=started)
+        async with self._drafted(what, feed) as draft:
+            job = _Job(publication, what, draft, links, self._files, ranks_timeout_s=timeout_s, started=started)
             published = await self._store(feed, job)
             await call_to_end(draft.commit, published.digest)
         self._is_out_of_step = False
@@ -379,12 +381,10 @@ class VersionPublisher:
                     ControlCode.BAD_SOURCE,
                     f"rank {self._rank} does not have the version before {version}; the next version will be an anchor",
                 )
-            plan = DraftPlan(
-                has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
-            )
+            what = Contents(anchor=opened.has_anchor, delta=opened.has_delta)
             async with publication.alive(self._rank):
-                draft = await stack.enter_async_context(self._drafted(plan, feed))
-                job = _Job(publication, plan, draft, started=started)
+                draft = await stack.enter_async_context(self._drafted(what, feed))
+                job = _Job(publication, what, draft, started=started)
                 await self._store_tensors(feed, job)
             await publication.give(self._rank, job.entries)
             unless_given.pop_all()
@@ -393,9 +393,9 @@ class VersionPublisher:
         return job.result(link.digest, feed.compare_s)
 
     @contextlib.asynccontextmanager
-    async def _drafted(self, plan: DraftPlan, feed: TensorFeed) -> AsyncIterator[Draft]:
+    async def _drafted(self, contents: Contents, feed: TensorFeed) -> AsyncIterator[Draft]:
         """Create a draft. If the block fails, roll the draft back, so that the snapshot is as before."""
-        draft = Draft(plan, self._snapshot, self._kinds)
+        draft = Draft(contents, self._snapshot, self._kinds, rank=self._rank, num_ranks=self._num_ranks)
         async with contextlib.AsyncExitStack() as unless_committed:
             unless_committed.push_async_callback(_take_back, draft, feed)
             yield draft
@@ -411,7 +411,7 @@ class VersionPublisher:
             if job.ranks_timeout_s is not None:
                 await self._collect(job, job.ranks_timeout_s)
             job.files = with_index(job.files, job.entries)
-            if job.plan.has_anchor:
+            if job.contents.anchor:
                 for found in file_objects(job.files):
                     await self._put(job, found)
             manifest = self._manifest(job)
@@ -451,13 +451,13 @@ class VersionPublisher:
     def _manifest(self, job: _Job) -> Manifest:
         files = {name: file.sha256 for name, file in job.files.items()}
         digest = content_digest(job.entries, files)
-        delta_bytes = job.delta_bytes if job.plan.has_delta else None
+        delta_bytes = job.delta_bytes if job.contents.delta else None
         link = Link(
             objects=job.publication.objects,
             version=job.publication.version,
             digest=digest,
             delta_bytes=delta_bytes,
-            anchor_bytes=job.num_bytes - (delta_bytes or 0) if job.plan.has_anchor else None,
+            anchor_bytes=job.num_bytes - (delta_bytes or 0) if job.contents.anchor else None,
         )
         return Manifest(
             model=self._model,
@@ -465,7 +465,7 @@ class VersionPublisher:
             version=job.publication.version,
             digest=digest,
             epoch=job.publication.epoch,
-            publisher=self._name,
+            publisher=self._runtime.config.client,
             tensors=tuple(job.entries),
             files=files,
             links=links_with(job.links, link),

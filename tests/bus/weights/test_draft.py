@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbus.bus.protocol.weights.chain import Contents
 from rollbus.bus.publish import draft as packing
-from rollbus.bus.publish.draft import Draft, DraftPlan
+from rollbus.bus.publish.draft import Draft
 from rollbus.bus.publish.tensors import (
     RawTensor,
     Snapshot,
@@ -25,9 +26,9 @@ from rollbus.bus.publish.tensors import (
 from rollbus.schemas.errors import InvalidRequest
 from tests.bus.weights.rebuild import draw, from_anchor, from_delta
 
-BOTH = DraftPlan(has_delta=True, has_anchor=True)
-ANCHOR = DraftPlan(has_delta=False, has_anchor=True)
-DELTA = DraftPlan(has_delta=True, has_anchor=False)
+BOTH = Contents(anchor=True, delta=True)
+ANCHOR = Contents(anchor=True, delta=False)
+DELTA = Contents(anchor=False, delta=True)
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -44,14 +45,14 @@ def arrays(seed: int = 0) -> Arrays:
     }
 
 
-def make_draft(plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None = None) -> Draft:
+def make_draft(contents: Contents, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None = None) -> Draft:
     """Return a draft."""
-    return Draft(plan, snapshot, kinds)
+    return Draft(contents, snapshot, kinds)
 
 
-def publish(plan: DraftPlan, snapshot: Snapshot, tensors: Arrays) -> tuple[Draft, dict[str, bytes]]:
+def publish(contents: Contents, snapshot: Snapshot, tensors: Arrays) -> tuple[Draft, dict[str, bytes]]:
     """Pass tensors through a draft, and return the draft and its objects."""
-    draft = make_draft(plan, snapshot)
+    draft = make_draft(contents, snapshot)
     objects = draw(draft, tensors.items())
     return draft, objects
 
@@ -215,7 +216,7 @@ def test_different_ranks_never_use_the_same_object_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(packing, "SHARD_BYTES", 100)
     names: set[str] = set()
     for rank in range(3):
-        draft = make_draft(DraftPlan(has_delta=False, has_anchor=True, rank=rank, num_ranks=3), Snapshot())
+        draft = Draft(ANCHOR, Snapshot(), None, rank=rank, num_ranks=3)
         objects = draw(draft, {f"{rank}.{i}": np.ones(20, np.float32) for i in range(3)}.items())
         assert not names & objects.keys()
         names |= objects.keys()
