@@ -67,10 +67,7 @@ async def test_a_publication_with_wrong_tensors_stores_nothing(
     nats_url: str, fleet: str, change: Any, message: str
 ) -> None:
     """A publication with wrong tensors stores nothing. The next one is compared with the committed version."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         first = await publisher.publish(weights(1), version=1, update=False)
         with pytest.raises(InvalidRequest, match=message):
             await publisher.publish(change(stepped(weights(1))), version=2, update=False)
@@ -88,10 +85,7 @@ async def test_publish_raises_an_error_of_the_callers_iterator(nats_url: str, fl
         yield from list(weights(1).items())[:1]
         raise RuntimeError("gather failed")
 
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         with pytest.raises(RuntimeError, match="gather failed"):
             await publisher.publish(broken(), version=1, update=False)
         assert await folders(nats_url, fleet) == []
@@ -107,10 +101,7 @@ async def test_a_cancelled_publication_stores_nothing(nats_url: str, fleet: str)
             is_drawn.set()
             goes_on.wait()
 
-    async with (
-        rollbus.connect(nats_url, fleet=fleet) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         publishing = asyncio.ensure_future(publisher.publish(slow(), version=1, update=False))  # noqa: TID251
         await asyncio.to_thread(is_drawn.wait)
         publishing.cancel()
@@ -233,15 +224,19 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
     assert await folders(nats_url, fleet) == []
 
 
+@contextlib.asynccontextmanager
+async def two_ranks(nats_url: str, fleet: str) -> AsyncIterator[tuple[rollbus.WeightPublisher, ...]]:
+    """Open the publishers of two ranks."""
+    async with (
+        rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=0, num_ranks=2) as zero,
+        rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=1, num_ranks=2) as one,
+    ):
+        yield zero, one
+
+
 async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
     """Each rank publishes its tensors, as an anchor and then as a delta, and rank 0 commits one version."""
-    async with contextlib.AsyncExitStack() as stack:
-        publishers = [
-            await stack.enter_async_context(
-                rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=rank, num_ranks=2)
-            )
-            for rank in range(2)
-        ]
+    async with two_ranks(nats_url, fleet) as publishers:
         for version, tensors in ((1, weights(1)), (2, stepped(weights(1)))):
             async with asyncio.TaskGroup() as tasks:
                 publishing = [
@@ -261,13 +256,7 @@ async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
 
 async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url: str, fleet: str) -> None:
     """With a tensor of two ranks or a missing rank, nothing is published. The next version is an anchor."""
-    async with contextlib.AsyncExitStack() as stack:
-        zero, one = [
-            await stack.enter_async_context(
-                rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL, rank=rank, num_ranks=2)
-            )
-            for rank in range(2)
-        ]
+    async with two_ranks(nats_url, fleet) as (zero, one):
         name, other = list(weights(1))
         tensors = weights(1)
 
@@ -366,14 +355,11 @@ BUCKET_BYTES = 7 * MEGABYTE
 """The size of a bucket that fits two versions of a megabyte and the space that is reserved for the record."""
 
 
-@contextlib.asynccontextmanager
-async def small_bucket(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[rollbus.Client]:
-    """Yield a client and a small bucket from which all unused objects may be removed immediately."""
+async def make_small_bucket(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a small bucket from which all unused objects may be removed immediately."""
     monkeypatch.setattr(version_publisher, "PRESSED_S", 0.0)
     async with connected(nats_url, name="test") as nats:
         await ensure_bucket(nats, published_bucket(fleet, MODEL), max_bytes=BUCKET_BYTES)
-    async with rollbus.connect(nats_url, fleet=fleet) as rb:
-        yield rb
 
 
 def tensors(version: int, size: int = MEGABYTE) -> dict[str, np.ndarray[Any, Any]]:
@@ -385,13 +371,13 @@ async def test_a_full_bucket_is_cleaned_before_a_version_is_refused(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two unused versions fit into the bucket, and publishing can continue without limit."""
-    async with small_bucket(nats_url, fleet, monkeypatch) as rb:
-        for version in range(1, 6):
-            # A new publisher each time, so that each version is an anchor.
-            async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
-                await publisher.publish(tensors(version), version=2 * version, update=False)
-                again = await publisher.publish(tensors(version), version=2 * version + 1, update=False)
-                assert not again.is_anchor
+    await make_small_bucket(nats_url, fleet, monkeypatch)
+    for version in range(1, 6):
+        # A new publisher each time, so that each version is an anchor.
+        async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
+            await publisher.publish(tensors(version), version=2 * version, update=False)
+            again = await publisher.publish(tensors(version), version=2 * version + 1, update=False)
+            assert not again.is_anchor
     assert len(await folders(nats_url, fleet)) < 10
 
 
@@ -417,10 +403,8 @@ async def test_an_unplanned_publication_removes_older_adapters_from_a_full_bucke
     publish: Callable[[rollbus.WeightPublisher], Awaitable[None]],
 ) -> None:
     """If the bucket becomes full while an unplanned publication is stored, the older adapters are removed."""
-    async with (
-        small_bucket(nats_url, fleet, monkeypatch) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    await make_small_bucket(nats_url, fleet, monkeypatch)
+    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         await publish(publisher)
 
 
@@ -431,10 +415,8 @@ async def test_a_first_version_that_cannot_fit_is_refused_before_its_first_byte(
 
     With an iterator it is rejected when the bucket is full. In both cases nothing remains in the bucket.
     """
-    async with (
-        small_bucket(nats_url, fleet, monkeypatch) as rb,
-        rollbus.WeightPublisher(rb, model=MODEL) as publisher,
-    ):
+    await make_small_bucket(nats_url, fleet, monkeypatch)
+    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         for large, said in (
             (tensors(1, 4 * MEGABYTE), "an anchor \\(first\\) takes"),
             (iter(tensors(1, 4 * MEGABYTE).items()), "has no room"),
@@ -466,7 +448,7 @@ async def test_the_version_after_a_failed_but_stored_commit_is_an_anchor(
         return stored
 
     monkeypatch.setattr(ChainKey, "write", write)
-    async with rollbus.connect(nats_url, fleet=fleet) as rb, rollbus.WeightPublisher(rb, model=MODEL) as publisher:
+    async with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         await publisher.publish(weights(1), version=1, update=False)
         with pytest.raises(rollbus.BusBroken, match="the test has lost"):
             await publisher.publish(stepped(weights(1)), version=2, update=False)
