@@ -32,13 +32,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
 from ...schemas.checks import check_name, check_subject_token
 from ...schemas.control import Certificate
 from ...schemas.errors import BusBroken, InvalidRequest, LocalProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _SEED: Final = 18 << 3
 """First byte of a seed; it encodes as S."""
@@ -78,21 +81,13 @@ def nkey_public_key(seed: str) -> str:
     Raises:
         BadKey: the text is not the seed of a user.
     """
+    return _encode_nkey(bytes([_USER]), _private_key(decode_seed(seed)).public_key().public_bytes_raw())
+
+
+def _private_key(secret: bytes) -> "Ed25519PrivateKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    key = Ed25519PrivateKey.from_private_bytes(decode_seed(seed))
-    return _encode_nkey(bytes([_USER]), key.public_key().public_bytes_raw())
-
-
-def sign(seed: str, nonce: str) -> bytes:
-    """Sign a server's challenge and return the signature in base64, as the server expects it.
-
-    Raises:
-        BadKey: the text is not the seed of a user.
-    """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    return base64.b64encode(Ed25519PrivateKey.from_private_bytes(decode_seed(seed)).sign(nonce.encode()))
+    return Ed25519PrivateKey.from_private_bytes(secret)
 
 
 def _encode_nkey(prefix: bytes, key: bytes) -> str:
@@ -168,11 +163,9 @@ class Signatures:
         """Sign `data` for a publication on `subject`. Return no header if this program signs nothing."""
         if not self._certificate:
             return {}
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
         at_ms = int(time.time() * 1000)
-        key = Ed25519PrivateKey.from_private_bytes(_signing_secret(self._seed))
-        return {SIGNED: f"{self._certificate}.{at_ms}.{_encode(key.sign(_message(subject, at_ms, data)))}"}
+        signature = _private_key(_signing_secret(self._seed)).sign(_message(subject, at_ms, data))
+        return {SIGNED: f"{self._certificate}.{at_ms}.{encode_key(signature)}"}
 
     def check(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Signed | None:
         """Return the author of `data` on `subject`; None if signatures are not required.
@@ -229,14 +222,12 @@ def signing_key(seed: str) -> str:
 
 def public_key(secret: bytes) -> str:
     """Return the public part of a key."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    return encode_key(Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw())
+    return encode_key(_private_key(secret).public_key().public_bytes_raw())
 
 
-def encode_key(key: bytes) -> str:
-    """Encode a key as text."""
-    return _encode(key)
+def encode_key(data: bytes) -> str:
+    """Encode a key, a certificate or a signature as text: base64url without padding."""
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def decode_key(text: str) -> bytes:
@@ -253,10 +244,8 @@ def decode_key(text: str) -> bytes:
 
 def issue(secret: bytes, certificate: Certificate) -> str:
     """Sign a certificate with the root key. Return the text that credentials and signatures carry."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
     data = msgspec.json.encode(certificate)
-    return f"{_encode(data)}.{_encode(Ed25519PrivateKey.from_private_bytes(secret).sign(_CERTIFICATE_DOMAIN + data))}"
+    return f"{encode_key(data)}.{encode_key(_private_key(secret).sign(_CERTIFICATE_DOMAIN + data))}"
 
 
 def _message(subject: str, at_ms: int, data: bytes) -> bytes:
@@ -276,10 +265,6 @@ def _is_signed(key: bytes, signature: bytes, data: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-def _encode(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def _decode(text: str) -> bytes:
@@ -369,8 +354,8 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         return User(fleet=self.fleet, role=self.role, name=self.name, public_key=nkey_public_key(self.seed))
 
     def sign(self, nonce: str) -> bytes:
-        """Sign a server's challenge to prove this identity."""
-        return sign(self.seed, nonce)
+        """Sign a server's challenge. Return the signature in base64, as the server expects it."""
+        return base64.b64encode(_private_key(decode_seed(self.seed)).sign(nonce.encode()))
 
 
 def load_credentials(path: str | os.PathLike[str]) -> Credentials:

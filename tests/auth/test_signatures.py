@@ -23,7 +23,6 @@ from rollbus.bus.auth.credentials import (
     new_seed,
     nkey_public_key,
     public_key,
-    sign,
     signing_key,
 )
 from rollbus.bus.auth.users import (
@@ -82,9 +81,7 @@ def test_a_worker_has_no_certificate_and_signs_nothing(folder: Path) -> None:
 
 def test_without_users_nothing_is_signed_or_checked() -> None:
     """Without credentials or root keys, nothing is signed and nothing is verified."""
-    old = Credentials(
-        fleet="F", role=Role.ADMIN, name="a", seed="SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
-    )
+    old = Credentials(fleet="F", role=Role.ADMIN, name="a", seed=SEED)
     for signatures in (Signatures(None), Signatures(old)):
         assert signatures.headers(SUBJECT, DATA) == {}
         assert signatures.check(SUBJECT, DATA, None) is None
@@ -296,9 +293,9 @@ def test_each_new_seed_is_unique_and_has_the_format_of_nats() -> None:
 
 def test_a_server_verifies_the_signature_of_its_nonce_with_the_public_key() -> None:
     """A server that knows only the public key can verify the signature of its nonce."""
-    key = base64.b32decode(PUBLIC)[1:33]
+    key, own = base64.b32decode(PUBLIC)[1:33], Credentials(fleet="F", role=Role.ADMIN, name="a", seed=SEED)
 
-    Ed25519PublicKey.from_public_bytes(key).verify(base64.b64decode(sign(SEED, "nonce")), b"nonce")
+    Ed25519PublicKey.from_public_bytes(key).verify(base64.b64decode(own.sign("nonce")), b"nonce")
 
 
 @pytest.mark.parametrize("seed", ["", "SU", PUBLIC, SEED[:-1] + "A", SEED.lower(), "SA" + SEED[2:], "SU1" + SEED[3:]])
