@@ -25,13 +25,12 @@ from ..schemas.request import GenerateRequest
 from ..schemas.sampling import SamplingParams
 from ..schemas.weights import Canary
 from .auth.credentials import Credentials, Tls
-from .client.batch import BatchTimes, GroupPrompt
-from .client.client import Client, connect
+from .client.client import BatchTimes, Client, connect
 from .client.config import ClientStats
 from .client.fleet import Fleet
 from .client.fleet_state import FleetState
 from .client.generation import Generation, Group, GroupStats, GroupStep, SampleKey
-from .client.groups import GroupSampler
+from .client.groups import GroupPrompt, GroupSampler
 from .client.record_reader import RunRecord, SampleScore, read_record
 from .client.record_writer import RunRecorder
 from .nats.server import Server

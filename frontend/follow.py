@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..bus import QueueDepth
-from ..bus.client.client import FleetWatch, HeardWorker
+from ..bus.client.fleet_state import FleetWatch, HeardWorker
 from ..bus.protocol.telemetry.rates import FleetRates
 from ..schemas.control import DesiredState
 from ..schemas.errors import PermissionDenied, RollbusError

@@ -22,7 +22,7 @@ ROOT_ENTRIES = {
     "mkdocs.yml", "pyproject.toml", "requirements-cpu.lock",
 }  # fmt: skip
 RAW_TASKS = {
-    "bus/client/batch.py",
+    "bus/client/groups.py",
     "bus/client/thread.py",
     "bus/publish/chain_store.py",
 }

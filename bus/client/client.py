@@ -1,22 +1,26 @@
-"""The client for trainers: it sends requests and returns chunks or complete generations."""
+"""The client for trainers: it sends requests, one or many at once, and returns chunks or complete generations."""
 
+import asyncio
 import math
 import os
+import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from array import array
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Final, Self, get_args
 
-from ...schemas.checks import check_bool, check_float, check_int
+from ...schemas.checks import check_bool, check_float, check_int, describe
 from ...schemas.chunk import Chunk
-from ...schemas.control import DesiredState
-from ...schemas.errors import BusBroken, BusClosed, InvalidRequest
+from ...schemas.errors import BusBroken, BusClosed, InvalidRequest, NoWorkers, RequestError
 from ...schemas.limits import (
     DEFAULT_MAX_BUFFERED_BYTES,
     DEFAULT_MAX_IN_FLIGHT,
     DEFAULT_MAX_UNREAD_BYTES,
     DEFAULT_PREFILL_MIN_TOKENS,
+    MAX_IN_FLIGHT,
     MAX_N,
     MAX_OVER,
     MAX_PROMPT_TOKENS,
@@ -24,29 +28,197 @@ from ...schemas.limits import (
     MAX_TIMEOUT_S,
     MAX_WEIGHT_VERSION,
 )
-from ...schemas.presence import WorkerPresence
-from ...schemas.request import GenerateRequest, Lane, TokenIds, as_request
+from ...schemas.request import GenerateRequest, TokenIds, as_request
 from ...schemas.sampling import SamplingParams
 from ..auth.credentials import Credentials, client_identity
-from ..control.revisions import StoredState
 from ..nats.server import Server
 from ..protocol.fleet.presence import WaitLimit
 from ..protocol.groups import GroupPlanner
-from ..protocol.telemetry.command_book import CommandLine
-from ..queue.streams import QueueDepth, queue_clients
 from ..subjects import Subjects
 from ..tracing.spans import Tracing, check_tracing
-from .batch import AsyncRequests, Batch, BatchTimes, InexactGroups, PromptForm, Prompts, Requests, Source, check_request
+from .calls import Call
 from .config import ClientConfig, ClientStats
 from .fleet import Fleet
-from .fleet_state import CommandListener
-from .generation import Generation
-from .groups import GroupSampler
+from .fleet_state import FleetWatch
+from .generation import Generation, join_samples
+from .groups import GroupSampler, InexactGroups, PromptForm, Prompts, Source
 from .record_writer import RunRecorder
 from .runtime import Runtime
 
+PERCENTS: Final = (50, 90, 99, 100)
+"""Percentages of a batch's requests in `percentiles`."""
+MAX_TIMES: Final = 65_536
+"""Maximum number of stored times (512 KiB). A batch twice as large stores every second request, and so on."""
+Requests = Iterable[GenerateRequest | TokenIds]
+AsyncRequests = AsyncIterable[GenerateRequest | TokenIds]
 DEFAULT_WORKER_GRACE_S = 15.0
 """Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""
+
+
+class BatchTimes:
+    """Seconds from the start of a batch until given percentages of its requests were complete.
+
+    Pass an instance to `Client.complete_many`, and read it at any time from the same event loop:
+
+        times = rollbus.BatchTimes()
+        async for generation in rb.complete_many(requests, times=times):
+            ...
+        print(times.percentiles())  # {50: 3.1, 90: 7.4, 99: 12.0, 100: 14.2}
+
+    A batch starts when its first result is requested. A request is complete when it has ended, with or without an
+    error, also if the caller has not read its result. Percentages count only requests that are complete. If a batch is
+    still running or was left early, they do not cover all its requests. Each new batch resets the times.
+    """
+
+    def __init__(self) -> None:
+        self.start(0.0)
+
+    def __repr__(self) -> str:
+        """Return one line with the times."""
+        times = " ".join(f"{percent}%:{seconds:.3f}s" for percent, seconds in self.percentiles().items())
+        return f"<BatchTimes complete={self._num_complete} {times or 'empty'}>"
+
+    @property
+    def num_complete(self) -> int:
+        """Number of requests of the batch that have ended."""
+        return self._num_complete
+
+    def start(self, now: float) -> None:
+        """Start a batch at `now` and discard the times of the previous batch. `complete_many` calls this."""
+        self._started_at = now
+        self._num_complete = 0
+        self._last_s = 0.0
+        self._step = 1
+        # Entry k is the completion time of request number (k + 1) * _step.
+        self._times_s = array("d")
+
+    def add(self, now: float) -> None:
+        """Count a request that was complete at `now`. `complete_many` calls this.
+
+        If later completion times were already added, the request counts as complete at the latest of them.
+        """
+        self._num_complete += 1
+        self._last_s = max(self._last_s, now - self._started_at)
+        if self._num_complete % self._step:
+            return
+        self._times_s.append(self._last_s)
+        if len(self._times_s) >= MAX_TIMES:
+            self._times_s = self._times_s[1::2]
+            self._step *= 2
+
+    def seconds_to(self, percent: float) -> float | None:
+        """Return the seconds until this percentage of the requests was complete, or None if no request is.
+
+        The value is exact for up to 65,535 requests. For larger batches it is the time of a request that was complete
+        shortly after.
+
+        Raises:
+            ValueError: `percent` is not above 0 and at most 100.
+        """
+        if not 0 < percent <= 100:
+            raise ValueError(f"percent is {percent}; allowed: above 0, up to 100")
+        if not self._num_complete:
+            return None
+        number = max(math.ceil(self._num_complete * percent / 100), 1)
+        index = math.ceil(number / self._step) - 1
+        return self._times_s[index] if index < len(self._times_s) else self._last_s
+
+    def percentiles(self) -> dict[int, float]:
+        """Return the seconds until 50, 90, 99 and 100 % of the requests were complete, by percentage."""
+        times = ((percent, self.seconds_to(percent)) for percent in PERCENTS)
+        return {percent: seconds for percent, seconds in times if seconds is not None}
+
+
+class Batch:
+    """Requests in flight, and their results in the order in which they end. Use it from the caller's loop.
+
+    Creating a batch starts its `times`.
+
+    Raises:
+        InvalidRequest: `max_in_flight` is not an integer from 1 to `MAX_IN_FLIGHT`.
+    """
+
+    def __init__(self, runtime: Runtime, *, max_in_flight: int, times: BatchTimes | None) -> None:
+        self._runtime = runtime
+        self._max_in_flight = check_int("max_in_flight", max_in_flight, 1, MAX_IN_FLIGHT)
+        self._max_unread_bytes = runtime.config.max_unread_bytes
+        self._times = BatchTimes() if times is None else times
+        self._times.start(time.monotonic())
+        self._in_flight: set[Call] = set()
+        # Calls of `_in_flight` that have ended, each once.
+        self._ended: deque[Call] = deque()
+        self.news = asyncio.Event()
+        """Set when a request has ended. Other code may set it too."""
+        self.no_workers: NoWorkers | None = None
+        """Set when no worker was left for the last request. The batch then opens no more requests."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests whose results were not read."""
+        return len(self._in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        """True if another request may be opened before the next result is read. Any thread may read this property."""
+        if self._ended or self.no_workers is not None:
+            return False
+        # With nothing in flight no result can free memory. Unread results of other calls must then not block this
+        # batch.
+        return not self._in_flight or (
+            len(self._in_flight) < self._max_in_flight and self._runtime.unread_bytes < self._max_unread_bytes
+        )
+
+    async def open(self, request: GenerateRequest) -> Generation | None:
+        """Open a request. Return its result if it was rejected, else None. Without workers, set `no_workers`."""
+        try:
+            call = await self._runtime.open(request, streams=False)
+        except NoWorkers as exc:
+            self.no_workers = exc
+            return None
+        except RequestError as exc:
+            self._times.add(time.monotonic())
+            return join_samples(request, (), exc)
+        self._in_flight.add(call)
+        call.when_ended(self._on_end)
+        return None
+
+    def _on_end(self, call: Call) -> None:
+        if call.result is not None:
+            self._times.add(call.result.ended_at)
+        self._ended.append(call)
+        self.news.set()
+
+    async def wait_for_news(self) -> None:
+        """Wait until `news` is set again."""
+        self.news.clear()
+        await self.news.wait()
+
+    async def next_result(self) -> Generation:
+        """Wait until a request in flight has ended, and return its result."""
+        while not self._ended:
+            await self.wait_for_news()
+        call = self._ended[0]
+        generation = await self._runtime.pop_result(call)
+        self._ended.popleft()
+        self._in_flight.remove(call)
+        return generation
+
+    def close(self) -> None:
+        """Abort all requests in flight."""
+        for call in self._in_flight:
+            self._runtime.remove(call)
+
+
+def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
+    """Return `drawn` if it is a request. If it is token ids, return the request with these fields.
+
+    Raises:
+        InvalidRequest: `drawn` is neither, or a field is wrong.
+    """
+    if not isinstance(drawn, GenerateRequest) and not hasattr(drawn, "__len__"):
+        allowed = "requests, or the token ids of each prompt"
+        raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed=allowed)
+    return as_request(drawn, fields)
 
 
 class Client:
@@ -411,121 +583,6 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
             tracing=check_tracing(tracing),
         )
     )
-
-
-class HeardWorker(NamedTuple):
-    """A live worker with its latest presence."""
-
-    presence: WorkerPresence
-    heard_at: float
-    """Time of the latest presence on `time.monotonic()`."""
-
-
-class FleetWatch:
-    """Reads the state that a connected client has of its fleet. Create it with `watch_fleet`.
-
-    Use it from the client's event loop. Unlike `Fleet.state`, it sends nothing to workers: workers publish their
-    presence every second.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._thread = runtime.thread
-        self._runtime = runtime
-        self._subjects = runtime.config.subjects
-        self._listener = CommandListener(self._runtime.nats, self._subjects, self._runtime.watcher.table)
-        self.fleet = self._subjects.fleet
-
-    @property
-    def bad_messages(self) -> int:
-        """Number of received commands and acks that could not be decoded or did not come from their author."""
-        return self._listener.rejected.so_far
-
-    @property
-    def problem(self) -> str | None:
-        """Why the client receives no presence at the moment. None if it does."""
-        nats = self._runtime.nats
-        if nats.lost is not None:
-            return str(nats.lost)
-        return None if nats.is_connected else "the connection to NATS is down"
-
-    async def workers(self) -> tuple[HeardWorker, ...]:
-        """Return the live workers by id, each with its latest presence.
-
-        Raises:
-            BusClosed: the client was closed.
-        """
-        heard = await self._thread.call(self._runtime.watcher.table.heard)
-        return tuple(HeardWorker(*each) for each in heard)
-
-    async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
-        """Return the waiting requests by queue, and by model the reason why a queue does not answer.
-
-        Raises:
-            BusClosed: the client was closed.
-        """
-        return await self._thread.run(self._runtime.watcher.queues())
-
-    async def clients(self, models: Iterable[str]) -> dict[tuple[str, Lane, str], int]:
-        """Count the requests of each client in the queues of these models. The keys are (model, lane, client).
-
-        Raises:
-            PermissionDenied: this user may not list them.
-            BusBroken: JetStream does not answer.
-            BusClosed: the client was closed.
-        """
-        return await self._thread.run(self._clients(tuple(models)))
-
-    async def _clients(self, models: tuple[str, ...]) -> dict[tuple[str, Lane, str], int]:
-        return {
-            (model, *lane_and_client): count
-            for model in models
-            for lane_and_client, count in (await queue_clients(self._runtime.nats, self._subjects, model)).items()
-        }
-
-    async def listen(self) -> None:
-        """Receive the commands and acks of all controllers until `unlisten`.
-
-        Raises:
-            PermissionDenied: this user may not receive them.
-            BusBroken: the connection to NATS is permanently lost.
-            BusClosed: the client was closed.
-        """
-        await self._thread.run(self._listener.start())
-
-    async def unlisten(self) -> None:
-        """Stop receiving commands and acks.
-
-        Raises:
-            BusClosed: the client was closed.
-        """
-        await self._thread.run(self._listener.stop())
-
-    async def commands(self) -> tuple[CommandLine, ...]:
-        """Return the last commands received between `listen` and `unlisten`, newest first.
-
-        Raises:
-            BusClosed: the client was closed.
-        """
-        return await self._thread.call(self._listener.lines)
-
-    async def desired(self) -> dict[str, DesiredState]:
-        """Return the desired state of the workers of each model.
-
-        Raises:
-            BusBroken: JetStream or the connection failed.
-            BusClosed: the client was closed.
-        """
-        return await self._thread.run(self._runtime.controller.store.read_all())
-
-    async def history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
-        """Return the desired states of `model` that the store still has after a sequence number, oldest first.
-
-        Raises:
-            BusBroken: JetStream or the connection failed.
-            PermissionDenied: this user may not read the history.
-            BusClosed: the client was closed.
-        """
-        return await self._thread.run(self._runtime.controller.store.signed_history(model, after))
 
 
 def watch_fleet(client: Client) -> FleetWatch:

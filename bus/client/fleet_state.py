@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -17,19 +17,19 @@ from ...schemas.control import DesiredState, ReadExperts, ReadRequest, State
 from ...schemas.errors import BusBroken, ControlError, InvalidRequest, PermissionDenied, RemoteProtocolError
 from ...schemas.messages import decode_ack, decode_command
 from ...schemas.presence import WorkerPresence
+from ...schemas.request import Lane
 from ...schemas.telemetry import ExpertLoad
 from ..auth.credentials import Signed
 from ..control.controller import Controller, check_command
+from ..control.revisions import StoredState
 from ..logs import RejectionCount
-from ..nats.connection import Connection, subscribe_permitted
+from ..nats.connection import subscribe_permitted
 from ..protocol.fleet.authority import check_age
 from ..protocol.fleet.desired import stale_workers
-from ..protocol.fleet.presence import PresenceTable
 from ..protocol.html import as_html
 from ..protocol.telemetry.command_book import CommandBook, CommandLine
 from ..protocol.telemetry.experts import INTERVAL_S, ExpertAnswers, choose_workers, loads_of, merge_answers
-from ..queue.streams import QueueDepth
-from ..subjects import Subjects
+from ..queue.streams import QueueDepth, queue_clients
 from .runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -111,41 +111,138 @@ async def read_fleet_state(runtime: Runtime, settle_s: float) -> FleetState:
     )
 
 
-class CommandListener:
-    """Records the commands of all controllers and the acks of workers while a program displays them. On the bus thread.
+class HeardWorker(NamedTuple):
+    """A live worker with its latest presence."""
 
-    A user needs the permission to receive acks, which admins and frontends have. With credentials, commands go only
-    from controllers to the account of the workers, so the listener knows a command only by its acks. Reads are left
-    out, because they change nothing and their acks are large.
+    presence: WorkerPresence
+    heard_at: float
+    """Time of the latest presence on `time.monotonic()`."""
 
-    Attributes:
-        rejected: commands and acks that could not be decoded, had another sender's name, or were not
-            signed by their author.
-        passed_over: number of acks that are too large or answer reads.
+
+class FleetWatch:
+    """Reads the state that a connected client has of its fleet. Create it with `watch_fleet`.
+
+    Use it from the client's event loop. Unlike `Fleet.state`, it sends nothing to workers: workers publish their
+    presence every second.
+
+    Between `listen` and `unlisten` it records the commands of all controllers and the acks of workers, except reads,
+    which change nothing and have large acks. A user needs the permission to receive acks, which admins and frontends
+    have. With credentials, commands go only from controllers to the account of the workers, so a command is known only
+    by its acks.
     """
 
-    def __init__(self, nats: Connection, subjects: Subjects, table: PresenceTable) -> None:
-        self._nats = nats
-        self._subjects = subjects
-        self._table = table
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._thread = runtime.thread
+        self._nats = runtime.nats
+        self._table = runtime.watcher.table
+        self._subjects = runtime.config.subjects
+        self.fleet = self._subjects.fleet
+        # Used on the bus thread.
         self._book = CommandBook()
         self._subscriptions: list[Subscription] = []
-        self._may_hear_commands = nats.signatures.own is None
-        self.rejected = RejectionCount()
-        self.passed_over = 0
+        self._may_hear_commands = runtime.nats.signatures.own is None
+        self._rejected = RejectionCount()
 
-    async def start(self) -> None:
-        """Subscribe to commands and acks. Calling this twice is allowed.
+    @property
+    def bad_messages(self) -> int:
+        """Number of received commands and acks that could not be decoded or did not come from their author."""
+        return self._rejected.so_far
+
+    @property
+    def problem(self) -> str | None:
+        """Why the client receives no presence at the moment. None if it does."""
+        if self._nats.lost is not None:
+            return str(self._nats.lost)
+        return None if self._nats.is_connected else "the connection to NATS is down"
+
+    async def workers(self) -> tuple[HeardWorker, ...]:
+        """Return the live workers by id, each with its latest presence.
 
         Raises:
-            PermissionDenied: this user may not receive acks.
-            BusBroken, BusClosed: the connection is lost.
+            BusClosed: the client was closed.
         """
+        heard = await self._thread.call(self._table.heard)
+        return tuple(HeardWorker(*each) for each in heard)
+
+    async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
+        """Return the waiting requests by queue, and by model the reason why a queue does not answer.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.watcher.queues())
+
+    async def clients(self, models: Iterable[str]) -> dict[tuple[str, Lane, str], int]:
+        """Count the requests of each client in the queues of these models. The keys are (model, lane, client).
+
+        Raises:
+            PermissionDenied: this user may not list them.
+            BusBroken: JetStream does not answer.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._clients(tuple(models)))
+
+    async def _clients(self, models: tuple[str, ...]) -> dict[tuple[str, Lane, str], int]:
+        return {
+            (model, *lane_and_client): count
+            for model in models
+            for lane_and_client, count in (await queue_clients(self._nats, self._subjects, model)).items()
+        }
+
+    async def listen(self) -> None:
+        """Receive the commands and acks of all controllers until `unlisten`.
+
+        Raises:
+            PermissionDenied: this user may not receive them.
+            BusBroken: the connection to NATS is permanently lost.
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._listen())
+
+    async def unlisten(self) -> None:
+        """Stop receiving commands and acks.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._unlisten())
+
+    async def commands(self) -> tuple[CommandLine, ...]:
+        """Return the last commands received between `listen` and `unlisten`, newest first.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        return await self._thread.call(self._book.lines, time.time())
+
+    async def desired(self) -> dict[str, DesiredState]:
+        """Return the desired state of the workers of each model.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.controller.store.read_all())
+
+    async def history(self, model: str, after: int = 0) -> tuple[StoredState, ...]:
+        """Return the desired states of `model` that the store still has after a sequence number, oldest first.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            PermissionDenied: this user may not read the history.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.controller.store.signed_history(model, after))
+
+    # On the bus thread.
+
+    async def _listen(self) -> None:
         if self._subscriptions:
             return
         async with AsyncExitStack() as undo:
             # With commands but without acks, it would look as if workers never answered.
-            undo.push_async_callback(self.stop)
+            undo.push_async_callback(self._unlisten)
             if self._may_hear_commands:
                 try:
                     await self._subscribe(self._subjects.controls, self._on_command)
@@ -154,22 +251,17 @@ class CommandListener:
             await self._subscribe(self._subjects.acks, self._on_ack)
             undo.pop_all()
 
-    async def _subscribe(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> None:
-        subscription = await subscribe_permitted(
-            self._nats, subject, handler, max_pending_msgs=MAX_PENDING, max_pending_bytes=MAX_PENDING_BYTES
-        )
-        self._subscriptions.append(subscription)
-
-    async def stop(self) -> None:
-        """Unsubscribe. The recorded commands stay."""
+    async def _unlisten(self) -> None:
         while self._subscriptions:
             subscription = self._subscriptions.pop()
             if not self._nats.is_closed:
                 await subscription.unsubscribe()
 
-    def lines(self) -> tuple[CommandLine, ...]:
-        """Return the last recorded commands, newest first."""
-        return self._book.lines(time.time())
+    async def _subscribe(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> None:
+        subscription = await subscribe_permitted(
+            self._nats, subject, handler, max_pending_msgs=MAX_PENDING, max_pending_bytes=MAX_PENDING_BYTES
+        )
+        self._subscriptions.append(subscription)
 
     async def _on_command(self, message: Msg) -> None:
         controller = message.subject.rpartition(".")[2]
@@ -200,7 +292,6 @@ class CommandListener:
 
     async def _on_ack(self, message: Msg) -> None:
         if len(message.data) > MAX_ACK_BYTES or READ_ACK in message.data[:256]:
-            self.passed_over += 1
             return
         controller, _, worker = message.subject.rpartition(".")
         try:
@@ -210,13 +301,11 @@ class CommandListener:
         except RemoteProtocolError as exc:
             self._note_bad(message, exc)
             return
-        if ack.command == STATE:
-            self.passed_over += 1
-        elif self._table.get(worker) is not None:
+        if ack.command != STATE and self._table.get(worker) is not None:
             self._book.add_ack(ack, controller.rpartition(".")[2], time.time())
 
     def _note_bad(self, message: Msg, error: Exception) -> None:
-        if so_far := self.rejected.add():
+        if so_far := self._rejected.add():
             logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, error)
 
 

@@ -8,29 +8,143 @@ import itertools
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from dataclasses import replace as replace_result
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Generic, Literal, Self, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
+from ...schemas.checks import describe
 from ...schemas.chunk import FinishReason
-from ...schemas.errors import BusClosed, NoWorkers, RequestError
-from ...schemas.request import GenerateRequest
+from ...schemas.errors import BusClosed, InvalidRequest, NoWorkers, RequestError
+from ...schemas.request import GenerateRequest, TokenIds, check_continuable
+from ...schemas.sampling import SamplingParams
 from ..protocol.groups import GroupPlanner, GroupState
-from .batch import PromptForm, Prompts, Source
 from .calls import Call
 from .generation import Generation, Group, GroupStats, GroupStep, join_samples, lengths_of
 from .record_writer import RunRecorder
 from .runtime import Runtime
 
+T = TypeVar("T")
+InexactGroups = Literal["refuse", "continue", "drop"]
+"""Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
 OWN_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 """Finish reasons of complete answers."""
 STOP_WAIT_S: Final = 2.0
 """Seconds. A worker confirms an abort with its next engine step. A worker that needs longer is slow, frozen or lost, so
 the sampler then counts the tokens received so far."""
+
+
+class Source(Generic[T]):
+    """Draws items from the caller's iterable or async iterable, one at a time and only on demand. Use it in one loop.
+
+    Args:
+        name: name of the source in errors.
+        items: iterable or async iterable of the caller.
+        convert: makes an item of the caller's, or raises an error.
+        wake: called when an async iterable has returned an item, ended or raised an error.
+
+    Raises:
+        InvalidRequest: `items` is not iterable.
+    """
+
+    def __init__(self, name: str, items: Any, convert: Callable[[Any], T], wake: Callable[[], None]) -> None:
+        if not isinstance(items, Iterable | AsyncIterable):
+            raise InvalidRequest(field=name, problem=f"is {describe(items)}", allowed=f"an iterable of {name}")
+        self._items = aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+        self._convert = convert
+        self._wake = wake
+        # At most one task. It stays until `pop` reads its item: cancelling it would end an async generator.
+        self._next: asyncio.Task[Any] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `pop` has an item or the end. If False, the next item is being drawn, and `wake` will be called."""
+        if isinstance(self._items, Iterator):
+            return True
+        if self._next is None:
+            # Not in a task group: a failure would cancel the caller's task, also while it runs other code.
+            self._next = asyncio.get_running_loop().create_task(_anext(self._items), name="client.draw")
+            self._next.add_done_callback(lambda _: self._wake())
+        return self._next.done()
+
+    def pop(self) -> T | None:
+        """Return the next item, or None at the end. Call this only if `is_ready`.
+
+        Raises:
+            InvalidRequest: the item is not valid. The next one may be valid.
+            Exception: the source raised it.
+        """
+        try:
+            if isinstance(self._items, Iterator):
+                return self._convert(next(self._items))
+            if self._next is None:
+                raise RuntimeError("no item is being drawn; check `is_ready` before `pop`")
+            drawing, self._next = self._next, None
+            return self._convert(drawing.result())
+        except (StopIteration, StopAsyncIteration):
+            return None
+
+    async def close(self) -> None:
+        """Cancel the pending draw and wait until the source has cleaned up."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait({self._next})
+            if not self._next.cancelled():
+                # Retrieve the error: asyncio warns about errors that no code has retrieved.
+                self._next.exception()
+
+
+async def _anext(items: AsyncIterator[Any]) -> Any:
+    return await anext(items)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPrompt:
+    """A prompt with a key of the caller."""
+
+    prompt: "GenerateRequest | TokenIds"
+    """A request, or token ids that get the sampling parameters of the groups."""
+    key: object = None
+    """Returned as `Group.key`. The key stays in this process."""
+
+
+Prompt = GenerateRequest | TokenIds | GroupPrompt
+Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """Builds requests from prompts."""
+
+    n: int
+    sampling: SamplingParams
+    """Sampling parameters of prompts that are token ids."""
+    inexact: InexactGroups
+
+    def request(self, prompt: Prompt) -> tuple[GenerateRequest, object]:
+        """Return the request for a group of answers, with a group id, and the key of the prompt.
+
+        Each request gets a new request id, because a data set can repeat a request while the first one runs.
+
+        Raises:
+            InvalidRequest: a field is wrong, or the sampler has state and `inexact` is `refuse`.
+        """
+        key = None
+        if isinstance(prompt, GroupPrompt):
+            key, prompt = prompt.key, prompt.prompt
+        if not isinstance(prompt, GenerateRequest):
+            prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
+        if prompt.sampling.n not in (1, self.n):
+            raise InvalidRequest(field="sampling.n", problem=f"is {prompt.sampling.n}", allowed=f"1, or n={self.n}")
+        if self.inexact == "refuse":
+            check_continuable(prompt.sampling)
+        group_id = prompt.group_id or uuid.uuid4().hex
+        sampling = replace(prompt.sampling, n=self.n)
+        return replace(prompt, request_id=uuid.uuid4().hex, group_id=group_id, sampling=sampling), key
 
 
 class OpenGroup:

@@ -24,12 +24,11 @@ from ...schemas.request import GenerateRequest, TokenIds
 from ...schemas.sampling import SamplingParams
 from ..protocol.fleet.presence import WaitLimit
 from . import client as with_asyncio
-from .batch import Batch, BatchTimes, InexactGroups, Prompt, Requests, check_request
-from .client import Client, runtime_of
+from .client import Batch, BatchTimes, Client, Requests, check_request, runtime_of
 from .config import ClientStats
 from .fleet import Fleet
 from .generation import Generation, GroupStep
-from .groups import GroupSampler
+from .groups import GroupSampler, InexactGroups, Prompt
 from .record_writer import RunRecorder
 from .thread import CLEAN_UP_S, LoopThread
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbus
-from rollbus.bus.client import batch as batch_times
+from rollbus.bus.client import client as batch_times
 from rollbus.bus.client.calls import Call, CallResult, Inbox
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.client.client import FleetWatch, HeardWorker
+from rollbus.bus.client.fleet_state import FleetWatch, HeardWorker
 from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, History
 from rollbus.frontend import follow
 from rollbus.frontend.follow import Heard

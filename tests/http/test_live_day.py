@@ -3,7 +3,7 @@
 import time
 from typing import cast
 
-from rollbus.bus.client.client import FleetWatch, HeardWorker
+from rollbus.bus.client.fleet_state import FleetWatch, HeardWorker
 from rollbus.bus.control.revisions import HISTORY, StoredState
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.fleet import desired

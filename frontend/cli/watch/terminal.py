@@ -25,7 +25,8 @@ from rich.text import Text
 
 from .... import bus
 from ....bus import BusBroken, Client, FleetState
-from ....bus.client.client import FleetWatch, watch_fleet
+from ....bus.client.client import watch_fleet
+from ....bus.client.fleet_state import FleetWatch
 from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
 from ..console import print_json, write

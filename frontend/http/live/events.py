@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from ....bus import QueueDepth
-from ....bus.client.client import FleetWatch, HeardWorker
 from ....bus.client.config import Durations
+from ....bus.client.fleet_state import FleetWatch, HeardWorker
 from ....bus.protocol.fleet.authority import RecordedStop, open_transfers, recorded_stops
 from ....bus.protocol.fleet.desired import WEIGHTS, why_behind
 from ....bus.protocol.fleet.presence import slots_of

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Final
 
 from .... import __version__, bus
-from ....bus.client.client import FleetWatch, watch_fleet
+from ....bus.client.client import watch_fleet
+from ....bus.client.fleet_state import FleetWatch
 from ....bus.protocol.telemetry.rates import STEP_S, History
 from ....schemas.errors import RollbusError
 from ...follow import Heard, RecordedReader
