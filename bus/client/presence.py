@@ -177,7 +177,7 @@ class PresenceWatcher:
 
     async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
         """Return the waiting requests for the live workers, and by model the reason why a queue does not answer."""
-        models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
+        models = self._models()
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(self._depths(model)) for model in models]
         found = [look.result() for look in looks]
@@ -191,8 +191,10 @@ class PresenceWatcher:
         Args:
             client: name of this client, which the probes carry.
         """
-        models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
-        return await self._probes.problems(client, models)
+        return await self._probes.problems(client, self._models())
+
+    def _models(self) -> list[str]:
+        return sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
 
     async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
         """Return the depths of the queue of `model`, or the reason why it does not answer."""

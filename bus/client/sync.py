@@ -419,7 +419,7 @@ class BlockingClient:
                 else:
                     break
         finally:
-            owner.finish(_close(batch))
+            owner.post(batch.close)
         if batch.no_workers is not None:
             raise batch.no_workers
 
@@ -463,10 +463,6 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
 
 async def _leave(chunks: AsyncGenerator[Chunk, None]) -> None:
     await chunks.aclose()
-
-
-async def _close(batch: Batch) -> None:
-    batch.close()
 
 
 def _with_blocking(make: Callable[P, Client]) -> Callable[P, BlockingClient]:

@@ -123,16 +123,17 @@ async def test_a_client_publishes_presence_until_its_close(nats_url: str, fleet:
 
 
 @pytest.mark.proves("P39")
-@pytest.mark.parametrize("garbage", [b"", b"\xff\xfe", b"\x80", b"{}", b"\x93\x01\x02\x03", bytes(1000)])
-async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: bytes) -> None:
+async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str) -> None:
     """Bytes that are no frame increase a counter and have no other effect."""
+    garbage = (b"", b"\xff\xfe", b"\x80", b"{}", b"\x93\x01\x02\x03", bytes(1000))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         key = await worker.next_key()
-        await publish(worker.nats, worker.subjects.frame("me", "hand"), garbage)
+        for data in garbage:
+            await publish(worker.nats, worker.subjects.frame("me", "hand"), data)
         await worker.frame(0, chunk(key, 0, 7, total=1), admitted=(key,))
         await completing
-        assert rb.stats().bad_messages == 1
+        assert rb.stats().bad_messages == len(garbage)
 
 
 async def test_frames_that_nats_py_drops_are_counted_and_requested_again(

@@ -72,11 +72,11 @@ async def test_a_request_beyond_the_queue_limit_fails_with_queue_full(nats_url: 
 
 
 @pytest.mark.proves("P48")
-@pytest.mark.parametrize("count", [1, 3])
 async def test_requests_of_a_purged_queue_are_published_again(
-    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, count: int
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client searches for requests that wait for long, and publishes orphans of a purged stream again."""
+    count = 3
     monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,

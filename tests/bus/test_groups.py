@@ -244,24 +244,20 @@ async def test_seeds_are_refused_unless_the_caller_chooses(one_worker: StartServ
         assert [[group.key for group in step.dropped] for step in steps] == [[], ["seeded"]]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+async def test_bad_options_are_refused_by_name(nats_url: str, fleet: str) -> None:
+    """The error for each invalid option names its field before any request runs."""
+    wrong: list[tuple[dict[str, object], str]] = [
         ({"n": 0}, "n is 0"),
         ({"need": 0}, "need is 0"),
         ({"over": 0.5}, r"over is 0\.5"),
         ({"max_lag": -1}, "max_lag is -1"),
         ({"inexact": "maybe"}, "inexact is 'maybe'; allowed: refuse, continue or drop"),
         ({"prompts": 7}, "prompts is 7"),
-    ],
-)
-async def test_bad_options_are_refused_by_name(
-    nats_url: str, fleet: str, options: dict[str, object], problem: str
-) -> None:
-    """The error for each invalid option names its field before any request runs."""
+    ]
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
-        with pytest.raises(InvalidRequest, match=problem):
-            rb.groups(**{"prompts": [], "n": 1, "need": 1, **options})  # type: ignore[arg-type]
+        for options, problem in wrong:
+            with pytest.raises(InvalidRequest, match=problem):
+                rb.groups(**{"prompts": [], "n": 1, "need": 1, **options})  # type: ignore[arg-type]
 
 
 async def test_a_request_with_another_number_of_samples_is_refused(one_worker: StartServed) -> None:

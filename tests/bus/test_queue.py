@@ -38,17 +38,17 @@ def test_no_two_models_share_a_stream() -> None:
     assert stream_name(Subjects("f"), "a", "high") == stream_name(Subjects("f"), "a", "low")
 
 
-@pytest.mark.parametrize("model", AWKWARD)
-async def test_any_model_name_has_a_queue(nats_url: str, fleet: str, model: str) -> None:
+async def test_any_model_name_has_a_queue(nats_url: str, fleet: str) -> None:
     """Requests reach the workers of any model name, and the metadata of the stream contain fleet and model."""
-    async with pulling(nats_url, fleet, model=model) as worker, publishing(nats_url, fleet) as client:
-        while not (result := await client.publish(model=model)).ok:  # until the worker has created the queue
-            assert result.code == "no_workers"
-        request = await worker.take()
-        info = await ask(client.nats, f"STREAM.INFO.{stream_name(Subjects(fleet), model, 'normal')}")
-
-    assert (request.client, request.lane) == ("alice", "normal")
-    assert info["config"]["metadata"].items() >= {"fleet": fleet, "model": model}.items()
+    async with publishing(nats_url, fleet) as client:
+        for model in AWKWARD:
+            async with pulling(nats_url, fleet, model=model) as worker:
+                while not (result := await client.publish(model=model)).ok:  # until the worker has created the queue
+                    assert result.code == "no_workers"
+                request = await worker.take()
+            info = await ask(client.nats, f"STREAM.INFO.{stream_name(Subjects(fleet), model, 'normal')}")
+            assert (request.client, request.lane) == ("alice", "normal")
+            assert info["config"]["metadata"].items() >= {"fleet": fleet, "model": model}.items()
 
 
 async def test_creating_an_existing_queue_changes_nothing(nats_url: str, fleet: str) -> None:
