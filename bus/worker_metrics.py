@@ -93,19 +93,18 @@ WORKER_COUNTERS: Final = {
 }
 """Fields of `WorkerCounters`, and descriptions."""
 WEIGHTS_COUNTERS: Final = {
-    "fetched_bytes": ("weights_fetched_bytes", "Bytes of weights and adapters fetched from the object store"),
-    "staging_seconds": ("weights_staging_s", "Seconds spent on stagings of weights and adapters, with any outcome"),
-    "paused_seconds": ("weights_paused_s", "Seconds without engine steps for requests while weights were replaced"),
+    "weights_fetched_bytes": ("fetched_bytes", "Bytes of weights and adapters fetched from the object store"),
+    "weights_staging_s": ("staging_seconds", "Seconds spent on stagings of weights and adapters, with any outcome"),
+    "weights_paused_s": ("paused_seconds", "Seconds without engine steps for requests while weights were replaced"),
 }
-"""By metric name after `rollbus_weights_`: fields of `WorkerCounters`, and descriptions."""
+"""Fields of `WorkerCounters`, their metric names after `rollbus_weights_`, and descriptions."""
 PUBLISHED_GAUGES: Final = {
     "stored_bytes": ("stored_bytes", "Stored bytes of the published version that the worker staged last"),
     "model_bytes": ("model_bytes", "Bytes of the tensors of that version"),
     "chain_length": ("chain_length", "Versions from the last anchor, without it, to that version"),
-    "store_used_bytes": ("used_bytes", "Used bytes in the model's store when the worker started to stage that version"),
-    "store_limit_bytes": ("limit_bytes", "Maximum bytes of this store; absent if it has no limit of its own"),
+    "used_bytes": ("store_used_bytes", "Used bytes in the model's store when the worker started to stage that version"),
 }
-"""By metric name after `rollbus_weights_`: fields of `PublishedVersion`, and descriptions."""
+"""Fields of `PublishedVersion`, their metric names after `rollbus_weights_`, and descriptions."""
 STAGING_OUTCOMES: Final = {
     "staged": "weights_staged",
     "failed": "weights_stagings_failed",
@@ -156,16 +155,25 @@ def _labels(worker: WorkerPresence) -> Labels:
     return {"worker": worker.worker, "model": worker.model}
 
 
+def _families(
+    prefix: str,
+    kind: Literal["counter", "gauge"],
+    table: Mapping[str, tuple[str, str]],
+    reports: Sequence[tuple[Labels, object]],
+    names: tuple[str, ...] = ("worker", "model"),
+) -> Iterator[Family]:
+    """Yield a family for each field of a table: the name without its prefix, and the description."""
+    for field, (name, text) in table.items():
+        values = [(labels, getattr(report, field)) for labels, report in reports]
+        yield Family(f"{prefix}{name}", kind, text, names, _known("_total" if kind == "counter" else "", values))
+
+
 def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     names = ("worker", "model")
     engines = [(_labels(one), one.engine_stats) for one in workers if one.engine_stats is not None]
     counted = [(_labels(one), one.counters) for one in workers if one.counters is not None]
-    for field, (name, text) in GAUGES.items():
-        values = [(_labels(one), getattr(one, field)) for one in workers]
-        yield Family(f"rollbus_worker_{name}", "gauge", text, names, _known("", values))
-    for field, (name, text) in ENGINE_GAUGES.items():
-        values = [(labels, getattr(stats, field)) for labels, stats in engines]
-        yield Family(f"rollbus_worker_{name}", "gauge", text, names, _known("", values))
+    yield from _families("rollbus_worker_", "gauge", GAUGES, [(_labels(one), one) for one in workers])
+    yield from _families("rollbus_worker_", "gauge", ENGINE_GAUGES, engines)
     ratios = [(labels, prefix_cache_hit_ratio(stats)) for labels, stats in engines]
     text = "Share of looked-up tokens that were in the engine's prefix cache, since the engine was warm"
     yield Family("rollbus_worker_prefix_cache_hit_ratio", "gauge", text, names, _known("", ratios))
@@ -176,23 +184,19 @@ def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
             for suffix, of in (("_count", ""), ("_sum", "_s"))
         ]
         yield Family(f"rollbus_worker_{name}", "summary", text, names, times)
-    for field, text in WORKER_COUNTERS.items():
-        totals = [MetricSample("_total", labels, getattr(counters, field)) for labels, counters in counted]
-        yield Family(f"rollbus_worker_{field}", "counter", text, names, totals)
+    counters = {field: (field, text) for field, text in WORKER_COUNTERS.items()}
+    yield from _families("rollbus_worker_", "counter", counters, counted)
 
 
 def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     names = ("worker", "model")
     counted = [(_labels(one), one.counters) for one in workers if one.counters is not None]
-    for name, (field, text) in WEIGHTS_COUNTERS.items():
-        totals = [MetricSample("_total", labels, getattr(counters, field)) for labels, counters in counted]
-        yield Family(f"rollbus_weights_{name}", "counter", text, names, totals)
+    yield from _families("rollbus_weights_", "counter", WEIGHTS_COUNTERS, counted)
     published = [(_labels(one), one.published) for one in workers if one.published is not None]
-    for name, (field, text) in PUBLISHED_GAUGES.items():
-        values = [(labels, getattr(version, field)) for labels, version in published]
-        if field == "limit_bytes":
-            values = [(labels, limit or None) for labels, limit in values]
-        yield Family(f"rollbus_weights_{name}", "gauge", text, names, _known("", values))
+    yield from _families("rollbus_weights_", "gauge", PUBLISHED_GAUGES, published)
+    limits = [(labels, version.limit_bytes or None) for labels, version in published]
+    text = "Maximum bytes of this store; absent if it has no limit of its own"
+    yield Family("rollbus_weights_store_limit_bytes", "gauge", text, names, _known("", limits))
     stagings = [
         MetricSample("_total", {**labels, "outcome": outcome}, getattr(counters, field))
         for labels, counters in counted
@@ -211,25 +215,20 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
 
 def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     """Yield metrics with vLLM's names and labels. `engine`, a number in vLLM, is the worker's name."""
-    names = VLLM_LABELS
     engines = [
         ({"model_name": one.model, "engine": one.worker, "worker": one.worker}, one.engine_stats)
         for one in workers
         if one.engine_stats is not None
     ]
-    for field, (name, text) in VLLM_GAUGES.items():
-        values = [(labels, getattr(stats, field)) for labels, stats in engines]
-        yield Family(f"vllm:{name}", "gauge", text, names, _known("", values))
-    for field, (name, text) in VLLM_COUNTERS.items():
-        values = [(labels, getattr(stats, field)) for labels, stats in engines]
-        yield Family(f"vllm:{name}", "counter", text, names, _known("_total", values))
+    yield from _families("vllm:", "gauge", VLLM_GAUGES, engines, VLLM_LABELS)
+    yield from _families("vllm:", "counter", VLLM_COUNTERS, engines, VLLM_LABELS)
     sizes = [
         MetricSample("", {**labels, CACHE_SIZE: str(stats.kv_cache_tokens)}, 1)
         for labels, stats in engines
         if stats.kv_cache_tokens is not None
     ]
     text = f"1, with the size of the KV cache in tokens as `{CACHE_SIZE}`"
-    yield Family("vllm:cache_config_info", "gauge", text, (*names, CACHE_SIZE), sizes)
+    yield Family("vllm:cache_config_info", "gauge", text, (*VLLM_LABELS, CACHE_SIZE), sizes)
 
 
 def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[MetricSample]:
