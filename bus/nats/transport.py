@@ -334,11 +334,11 @@ class NatsTransport(Transport):
     async def wait_closed(self) -> None:
         """Wait until the connection is closed."""
         if self._protocol is not None:
-            await self._protocol.closed()
+            await self._protocol.gone.wait()
 
     def abort(self) -> None:
         """Close immediately and drop unsent bytes. Do nothing if there is no connection."""
-        if self._protocol is not None and not self._protocol.is_gone:
+        if self._protocol is not None and not self._protocol.gone.is_set():
             self._protocol.transport.abort()
 
     def leave_to_parent(self, nowhere: int) -> None:
@@ -346,7 +346,7 @@ class NatsTransport(Transport):
 
         The child then cannot send over the parent's connection, and the parent can close it.
         """
-        if self._protocol is not None and not self._protocol.is_gone:
+        if self._protocol is not None and not self._protocol.gone.is_set():
             os.dup2(nowhere, self._protocol.transport.get_extra_info("socket").fileno(), inheritable=False)
 
     def _require_protocol(self) -> "_NatsProtocol":
@@ -397,7 +397,7 @@ class _NatsProtocol(asyncio.BufferedProtocol):
         self._is_reading_paused = False
         self._writable = asyncio.Event()
         self._writable.set()
-        self._gone = asyncio.Event()
+        self.gone = asyncio.Event()
         self._failure: Exception | None = None
         self.is_lost = False
         self.is_secure = False
@@ -431,7 +431,7 @@ class _NatsProtocol(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._mark_lost(exc)
-        self._gone.set()
+        self.gone.set()
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -440,10 +440,6 @@ class _NatsProtocol(asyncio.BufferedProtocol):
         self._writable.set()
 
     # Methods for `NatsTransport`.
-
-    @property
-    def is_gone(self) -> bool:
-        return self._gone.is_set()
 
     async def operations(self) -> Iterator[SubscriptionMessage | bytes]:
         lines, self._lines = self._lines, []
@@ -474,9 +470,6 @@ class _NatsProtocol(asyncio.BufferedProtocol):
         await self._writable.wait()
         if self.is_lost:
             raise ConnectionResetError("the connection to NATS is lost")
-
-    async def closed(self) -> None:
-        await self._gone.wait()
 
     def _mark_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
