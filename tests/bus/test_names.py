@@ -116,13 +116,16 @@ async def test_without_a_known_model_nothing_is_fixed(nats_url: str, fleet: str)
 
 
 async def test_a_queue_makes_its_model_known(nats_url: str, fleet: str) -> None:
-    """`make-queue` makes a model known, so a client without a model does not take another one that starts earlier."""
+    """`make-queue` makes a model known: a request and an update that name none do not take another one."""
     await provision(Server(nats_url), fleet, ["a"])
     async with synthetic_worker(nats_url, fleet, worker_id="wb", model="b"), client(nats_url, fleet) as rb:
         await rb.fleet.wait_for_workers(model="b")
         with pytest.raises(InvalidRequest, match="one of a, b"):
             await rb.complete(asked())
+        with pytest.raises(InvalidRequest, match="model is missing; allowed: one of a, b"):
+            await rb.fleet.update_weights("/weights", version=2)
         assert (await rb.fleet.state()).desired == {}
+        await rb.fleet.pause()
 
 
 async def test_models_in_every_state_of_their_workers_count(nats_url: str, fleet: str) -> None:
@@ -162,16 +165,6 @@ async def test_a_forgotten_model_needs_no_name_any_more(nats_url: str, fleet: st
                     await ask(nats, f"STREAM.INFO.{stream_name(subjects, 'a', lane)}")
         assert await rb.fleet.known_models() == ("b",)
         assert (await rb.complete(asked())).model == "b"
-
-
-async def test_weights_without_a_model_go_to_no_other_model(nats_url: str, fleet: str) -> None:
-    """An update that names no model is rejected if another model is known, although that model has no workers."""
-    await provision(Server(nats_url), fleet, ["a"])
-    async with synthetic_worker(nats_url, fleet, worker_id="wb", model="b"), client(nats_url, fleet) as rb:
-        await rb.fleet.wait_for_workers(model="b")
-        with pytest.raises(InvalidRequest, match="model is missing; allowed: one of a, b"):
-            await rb.fleet.update_weights("/weights", version=2)
-        await rb.fleet.pause()
 
 
 async def test_a_result_names_its_model_and_its_continuation_keeps_it(nats_url: str, fleet: str) -> None:
