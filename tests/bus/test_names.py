@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,8 @@ async def test_results_have_the_ids_that_the_caller_chose(one_worker: StartServe
 async def test_an_abort_by_the_caller_id_ends_the_request(one_worker: StartServed) -> None:
     """Clients and admins abort a request by the id that its caller chose, and the error of a second one names it."""
     async with one_worker(config=SLOW) as (rb, *_), asyncio.TaskGroup() as tasks:
-        for name, abort in itertools.product(NAMES, (rb.abort, rb.fleet.abort)):
+        ways: tuple[Callable[[list[str]], Awaitable[Any]], ...] = (rb.abort, rb.fleet.abort)
+        for name, abort in itertools.product(NAMES, ways):
             stream = await start_stream(tasks, rb, endless(name))
             with pytest.raises(RequestRejected, match="already in use") as double:
                 await rb.complete(short(name))

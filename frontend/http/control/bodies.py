@@ -12,8 +12,9 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from ....schemas import limits
-from ....schemas.control import Label as Name
-from ....schemas.control import PauseMode, Version
+from ....schemas.control import PauseMode
+from ....schemas.limits import NonEmptyName as Name
+from ....schemas.limits import Version
 from ....schemas.weights import Canary
 from ..body import decode_body, read_body
 from ..errors import invalid
