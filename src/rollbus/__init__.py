@@ -18,7 +18,7 @@ _PARTS = {"bus", "examples", "frontend", "integrations", "schemas", "trainer", "
 
 if TYPE_CHECKING:
     from . import sync as sync
-    from .bus import *  # noqa: F403
+    from .bus.api import *  # noqa: F403
 
     __all__: list[str]
 else:
@@ -28,7 +28,7 @@ else:
         if name == "sync":
             return import_module(".sync", __name__)
         if name not in _PARTS and (name == "__all__" or not name.startswith("_")):
-            bus = import_module(".bus", __name__)
+            bus = import_module(".bus.api", __name__)
             if name == "__all__":
                 return [*bus.__all__, "__version__"]
             if name in bus.__all__:

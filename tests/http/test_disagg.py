@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rollbus
+from rollbus import bus
 from rollbus.frontend.cli.app import build_parser
 from rollbus.frontend.cli.local.http import serve_http, settings_from_environment
 from rollbus.frontend.http import Settings
@@ -85,7 +86,7 @@ async def test_an_option_sets_the_prefill_threshold(nats_url: str, fleet: str, m
         seen.append(kwargs["prefill_min_tokens"])
         return connect(*args, **kwargs)
 
-    monkeypatch.setattr("rollbus.bus.connect", noting)
+    monkeypatch.setattr(bus, "connect", noting)
     args = build_parser().parse_args(["frontend", "--prefill-min-tokens", "7"])
     settings = replace(settings_from_environment(), prefill_min_tokens=args.prefill_min_tokens)
     async with serve_http(nats_url, fleet, settings, listen("127.0.0.1", 0)):
