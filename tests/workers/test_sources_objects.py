@@ -132,13 +132,6 @@ def change(folder: Path) -> None:
     os.utime(file, ns=(0, 0))  # a different time, whatever the resolution of the disk's clock
 
 
-async def test_an_adapter_in_the_store_needs_no_shared_disk(nats_url: str, tmp_path: Path) -> None:
-    """An adapter in the store needs no shared disk."""
-    folder = write_adapter(tmp_path / "lora")
-    async with store(nats_url, tmp_path) as (uploads, sources):
-        assert files_in(await sources.adapter(await uploads.put(folder), ignore)) == files_in(folder)
-
-
 async def test_a_bad_checkpoint_from_the_store_is_refused_and_deleted(nats_url: str, tmp_path: Path) -> None:
     """An invalid checkpoint from the store is rejected and deleted, and does not replace a valid one."""
     async with store(nats_url, tmp_path) as (uploads, sources):
