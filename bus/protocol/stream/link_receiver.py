@@ -13,8 +13,6 @@ import enum
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from msgspec.structs import replace
-
 from ....schemas.decoding import WIRE_VERSION
 from ....schemas.messages import Frame, FrameHeader, LinkMessage, RequestKey
 
@@ -234,15 +232,14 @@ class LinkReceiver:
                 self._missing_since = now
         self._credit = max(self._credit, self._offset + window)
         self._unacked_frames = self._unacked_bytes = 0
+        return self._make_message(abort, self._next, self._credit, resend=resend)
+
+    def _make_message(
+        self, abort: Sequence[RequestKey], acked: int, credit: int = 0, *, resend: bool = False
+    ) -> LinkMessage:
+        incarnation, link = self.incarnation or "", self.link or 0
         return LinkMessage(
-            WIRE_VERSION,
-            list(abort),
-            client_incarnation=self._client_incarnation,
-            incarnation=self.incarnation or "",
-            link=self.link or 0,
-            acked=self._next,
-            credit=self._credit,
-            resend=resend,
+            WIRE_VERSION, list(abort), self._client_incarnation, incarnation, link, acked, credit, resend
         )
 
     def break_messages(self, abort: Sequence[RequestKey] = ()) -> tuple[LinkMessage, LinkMessage]:
@@ -253,15 +250,7 @@ class LinkReceiver:
         decode, the first message acknowledges it for this purpose.
         """
         acked = max(self._next, 1)
-        first = LinkMessage(
-            WIRE_VERSION,
-            list(abort),
-            client_incarnation=self._client_incarnation,
-            incarnation=self.incarnation or "",
-            link=self.link or 0,
-            acked=acked,
-        )
-        return first, replace(first, abort=[], acked=acked - 1, resend=True)
+        return self._make_message(abort, acked), self._make_message([], acked - 1, resend=True)
 
 
 class FollowedLinks:
