@@ -11,18 +11,17 @@ receives it. A worker counts as lost if it has disappeared or has another incarn
 """
 
 import asyncio
+import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import psutil
-
 import rollbus
 from bench.processes import Way, own_process
-from bench.report import Report, program
+from bench.report import Report, cpu_s, program, take_turns
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.tables import Spread, percentile
+from rollbus.frontend.cli.tables import percentile, spreads
 from rollbus.schemas.acks import Ack, AckStatus
 from rollbus.schemas.options import arg
 
@@ -32,20 +31,20 @@ IDLE_S = 10.0
 """Idle seconds. In this time every worker publishes presence ten times and reads its desired state twice."""
 
 
-class Clock:
-    """Milliseconds from a command to the acks of all workers, by status."""
+async def ack_times(command: Callable[..., Awaitable[object]]) -> dict[str, float]:
+    """Run a command. Return the milliseconds until its acks."""
+    ms: dict[AckStatus, list[float]] = defaultdict(list)
+    started = time.perf_counter()
 
-    def __init__(self) -> None:
-        self._ms: dict[AckStatus, list[float]] = defaultdict(list)
-        self._started = time.perf_counter()
+    def add(ack: Ack) -> None:
+        ms[ack.status].append(1000 * (time.perf_counter() - started))
 
-    def add(self, ack: Ack) -> None:
-        """Add the time of an ack."""
-        self._ms[ack.status].append(1000 * (time.perf_counter() - self._started))
-
-    def ms(self, status: AckStatus, percent: float) -> float:
-        """Return the milliseconds until `percent` percent of the workers had sent this status."""
-        return percentile(self._ms[status], percent)
+    await command(on_ack=add)
+    return {
+        "accepted_last_ms": max(ms[AckStatus.ACCEPTED]),
+        "applied_half_ms": percentile(ms[AckStatus.APPLIED], 50),
+        "applied_last_ms": max(ms[AckStatus.APPLIED]),
+    }
 
 
 @asynccontextmanager
@@ -67,30 +66,18 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
     """Add the rows of one fleet."""
     async with fleet_of(server.url, num_workers, num_processes) as (rb, processes):
         lives = lives_in(rb)
-        sides = {"workers": [way.pid for way in processes], "server": [server.pid], "client": [psutil.Process().pid]}
-        before, started = cpu_s(sides), time.perf_counter()
+        sides = {"workers": [way.pid for way in processes], "server": [server.pid], "client": [os.getpid()]}
+        before, started = cpu_of(sides), time.perf_counter()
         await asyncio.sleep(IDLE_S)
-        after, seconds = cpu_s(sides), time.perf_counter() - started
+        after, seconds = cpu_of(sides), time.perf_counter() - started
         cores = {f"{side}_cores": (after[side] - before[side]) / seconds for side in sides}
         commands: list[Callable[..., Awaitable[object]]] = [rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache]
-        clocks: dict[str, list[Clock]] = defaultdict(list)
         # The first round does not count, because it creates the bucket of the desired state and other data.
-        for counts in [False] + [True] * rounds:
-            for command in commands:
-                clock = Clock()
-                await command(on_ack=clock.add)
-                if counts:
-                    clocks[command.__name__].append(clock)
+        found = await take_turns(rounds + 1, commands, ack_times)
         lost = len(lives - lives_in(rb))
         report.add(workers=num_workers, command="none", **cores, lost=lost)
-        for name, taken in clocks.items():
-            report.add(
-                workers=num_workers,
-                command=name,
-                accepted_last_ms=Spread.of([clock.ms(AckStatus.ACCEPTED, 100) for clock in taken]),
-                applied_half_ms=Spread.of([clock.ms(AckStatus.APPLIED, 50) for clock in taken]),
-                applied_last_ms=Spread.of([clock.ms(AckStatus.APPLIED, 100) for clock in taken]),
-            )
+        for command, figures in found.items():
+            report.add(workers=num_workers, command=command.__name__, **spreads(figures[1:]))
 
 
 def lives_in(rb: rollbus.Client) -> set[tuple[str, str]]:
@@ -98,10 +85,9 @@ def lives_in(rb: rollbus.Client) -> set[tuple[str, str]]:
     return {(worker.worker, worker.incarnation) for worker in rb.fleet.workers}
 
 
-def cpu_s(sides: dict[str, list[int]]) -> dict[str, float]:
+def cpu_of(sides: dict[str, list[int]]) -> dict[str, float]:
     """Return the CPU seconds that the processes of each side have used."""
-    times = {side: [psutil.Process(pid).cpu_times() for pid in pids] for side, pids in sides.items()}
-    return {side: sum(each.user + each.system for each in taken) for side, taken in times.items()}
+    return {side: sum(map(cpu_s, pids)) for side, pids in sides.items()}
 
 
 async def run(report: Report, counts: Sequence[int], num_processes: int, rounds: int) -> None:

@@ -10,7 +10,6 @@ experts for each token.
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,10 +17,10 @@ import httpx
 import numpy as np
 
 import rollbus
-from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes
+from bench.processes import program_process, running_workers
+from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes, take_turns
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.tables import in_turns, spreads
-from rollbus.schemas.options import arg
+from rollbus.frontend.cli.tables import spreads
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
@@ -40,30 +39,21 @@ async def running_worker(url: str) -> AsyncIterator[None]:
     """Run a worker with wide routed experts."""
     config = SyntheticConfig(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=256, max_model_len=4_194_304)
     worker = Worker(WorkerConfig(nats_url=url, fleet="bench", model="m"), SyntheticEngine(config))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(worker.run())
+    async with running_workers(worker):
         async with rollbus.connect(url, fleet="bench") as rb:
             await rb.fleet.wait_for_workers()
-        try:
-            yield
-        finally:
-            worker.stop()
+        yield
 
 
 @asynccontextmanager
 async def running_service(url: str) -> AsyncIterator[tuple[int, str]]:
     """Start the service as users start it. Yield its process id and address."""
     options = ["--nats", url, "--fleet", "bench", "--http", "127.0.0.1:0", "--json"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rollbus.frontend.cli", "frontend", *options, stdout=asyncio.subprocess.PIPE
-    )
-    try:
+    command = ("rollbus.frontend.cli", "frontend", *options)
+    async with program_process(*command, stdout=asyncio.subprocess.PIPE) as process:
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")
         yield process.pid, json.loads(await process.stdout.readline())["http"]
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 async def ask(client: httpx.AsyncClient, num_rows: int, *, stream: bool) -> int:
@@ -79,31 +69,24 @@ async def ask(client: httpx.AsyncClient, num_rows: int, *, stream: bool) -> int:
     return size
 
 
-async def growth(client: httpx.AsyncClient, process: int, num_rows: int, *, stream: bool) -> tuple[int, int]:
-    """Return the maximum growth of the service in bytes, and the size of its answer."""
-    reset_peak(process)
-    before = resident_bytes(process)
-    size = await ask(client, num_rows, stream=stream)
-    return peak_bytes(process) - before, size
-
-
 async def measure(url: str, num_rows: int, *, stream: bool) -> dict[str, float]:
     """Return the MiB of the answer, and the maximum growth in MiB of a service that has just started."""
     # Use a new service each time. Freed memory stays with the process and would hide later growth.
     async with running_service(url) as (process, address), httpx.AsyncClient(base_url=address, timeout=600) as client:
         # Do not count memory that the first request allocates once.
         await ask(client, WARM_UP_ROWS, stream=stream)
-        grown, size = await growth(client, process, num_rows, stream=stream)
+        reset_peak(process)
+        before = resident_bytes(process)
+        size = await ask(client, num_rows, stream=stream)
+        grown = peak_bytes(process) - before
     return {"answer_mib": size / MEGABYTE, "grown_mib": grown / MEGABYTE}
 
 
 async def run(megabytes: int, rounds: int, report: Report) -> None:
     """Start everything, measure and print."""
     num_rows = megabytes * MEGABYTE // ROW_BYTES
-    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     async with EmbeddedServer() as server, running_worker(server.url):
-        for stream in in_turns(rounds, found):
-            found[stream].append(await measure(server.url, num_rows, stream=stream))
+        found = await take_turns(rounds, [False, True], lambda stream: measure(server.url, num_rows, stream=stream))
     for stream, figures in found.items():
         report.add(answer="streamed" if stream else "at once", routing_mib=megabytes, **spreads(figures))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import uvloop
 
 from bench.report import Report, program
-from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.bus.nats.connection import Connection, connected
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.objects.catalog import ensure_bucket
 from rollbus.bus.objects.reader import ObjectReader
@@ -102,13 +102,9 @@ async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Name
 
 async def run(args: argparse.Namespace, report: Report) -> None:
     """Start a server, measure and print."""
-    async with EmbeddedServer() as server:
-        nats = await open_connection(server.url, name="bench")
-        try:
-            with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as scratch:
-                await measure(server.url, nats, Path(scratch), args, report)
-        finally:
-            await nats.shut()
+    with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as scratch:
+        async with EmbeddedServer() as server, connected(server.url, name="bench") as nats:
+            await measure(server.url, nats, Path(scratch), args, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ This module is also the program of these processes: `python -m bench.processes M
 """
 
 import asyncio
-import contextlib
 import importlib
 import json
 import os
@@ -107,7 +106,12 @@ def own_process(name: str, place: str, *args: object) -> AbstractAsyncContextMan
     return running(name, "bench.processes", place, *args)
 
 
-async def answer(measure: Callable[[list[str]], Awaitable[object]]) -> None:
+async def no_answer(_words: list[str]) -> object:
+    """Answer nothing, in a way that only runs."""
+    return {}
+
+
+async def answer(measure: Callable[[list[str]], Awaitable[object]] = no_answer) -> None:
     """Run a way: pass the arguments of each line on stdin to `measure`, and write its result, until stdin ends."""
     write("ready")
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -171,26 +175,27 @@ async def on_the_bus(*worker_args: str) -> AsyncIterator[tuple[rollbus.Client, M
         yield rb, {"worker": worker.pid, "nats": server.pid}
 
 
-@asynccontextmanager
-async def worker_process(
+def worker_process(
     url: str, *worker_args: str, env: Mapping[str, str] | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a worker while the body runs.
+) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    """Run a worker while the body runs, with `env` added to its environment."""
+    return program_process("rollbus.workers", "--nats", url, "--log-level", "warning", *worker_args, env=env)
 
-    Args:
-        env: variables that are added to its environment.
-    """
-    worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollbus.workers", "--nats", url, "--log-level", "warning", *worker_args),
-        stdout=asyncio.subprocess.DEVNULL,
-        env=os.environ | (env or {}),
+
+@asynccontextmanager
+async def program_process(
+    module: str, *args: str, env: Mapping[str, str] | None = None, stdout: int = asyncio.subprocess.DEVNULL
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run `python -m MODULE ARGS` while the body runs, with `env` added to its environment. Then terminate it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *args), stdout=stdout, env=os.environ | (env or {})
     )
     try:
-        yield worker
+        yield process
     finally:
-        if worker.returncode is None:
-            worker.terminate()
-        await worker.wait()
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
 LEASE_S = 30.0
@@ -198,7 +203,7 @@ LEASE_S = 30.0
 while other workers run."""
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def many_workers(
     url: str, fleet: str, prefix: str, count: int, config: SyntheticConfig | None = None
 ) -> AsyncIterator[list[Worker]]:
@@ -217,21 +222,27 @@ async def many_workers(
         )
         for i in range(count)
     ]
+    async with running_workers(*workers):
+        yield workers
+
+
+@asynccontextmanager
+async def running_workers(*workers: Worker) -> AsyncIterator[None]:
+    """Run workers in this process while the body runs."""
     async with asyncio.TaskGroup() as tasks:
         for worker in workers:
             tasks.create_task(worker.run(), name="worker")
         try:
-            yield workers
+            yield
         finally:
             for worker in workers:
                 worker.stop()
 
 
-async def workers(url: str, fleet: str, prefix: str, count: str) -> None:
+async def workers(url: str, fleet: str, prefix: str, count: str, engine_args: str = '{"max_num_seqs": 4}') -> None:
     """Run many workers until stdin ends. Prints `ready` when they have been started, not when they serve."""
-    async with many_workers(url, fleet, prefix, int(count)):
-        write("ready")
-        await asyncio.to_thread(sys.stdin.read)
+    async with many_workers(url, fleet, prefix, int(count), SyntheticConfig.from_args(json.loads(engine_args))):
+        await answer()
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rollbus.frontend.cli.tables import Value, as_json, cell, machine, table_text
+from rollbus.frontend.cli.tables import Value, as_json, cell, in_turns, machine, table_text
 from rollbus.schemas.options import Option, add_options
 
+K = TypeVar("K")
 ROUNDS = 5
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,6 +75,16 @@ def program(
     report = Report(bench)
     run(args, report)
     report.finish(args.json)
+
+
+async def take_turns(
+    rounds: int, ways: Iterable[K], measure: Callable[[K], Awaitable[dict[str, float]]]
+) -> dict[K, list[dict[str, float]]]:
+    """Measure every way once in each round. Return the figures of each round by way."""
+    found: dict[K, list[dict[str, float]]] = {way: [] for way in ways}
+    for way in in_turns(rounds, found):
+        found[way].append(await measure(way))
+    return found
 
 
 def shown_argument(argument: str) -> str:

@@ -8,36 +8,24 @@ per second of the fleet and the processor time that the service needs per second
 """
 
 import asyncio
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import rollbus
 from bench.http_memory import running_service, running_worker
-from bench.report import Report, program
+from bench.processes import answer, own_process
+from bench.report import Report, cpu_s, program, take_turns
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.tables import in_turns, spreads
-from rollbus.schemas.options import arg
+from rollbus.frontend.cli.tables import spreads
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 
 IN_FLIGHT = 32
 MAX_TOKENS = 64
-CLOCK_TICKS_S = 0.01
-"""Seconds of a tick in Linux's figures for a process."""
-
-
-def processor_s(process: int) -> float:
-    """Return the processor time that a process has used, in seconds."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * CLOCK_TICKS_S
 
 
 async def watch(address: str, count: str) -> None:
-    """Read the events as `count` viewers until killed. Print a line when all viewers have their first event."""
+    """Read the events as `count` viewers until stdin ends. Print `ready` when all viewers have their first event."""
     url = urlsplit(address)
     head = f"GET /v1/rl/events HTTP/1.1\r\nHost: {url.hostname}\r\n\r\n".encode()
     readers = []
@@ -47,32 +35,16 @@ async def watch(address: str, count: str) -> None:
         readers.append((reader, writer))
     for reader, _ in readers:
         await reader.readuntil(b"event: fleet")
-    sys.stdout.write("all watch\n")
-    sys.stdout.flush()
 
     async def read(reader: asyncio.StreamReader) -> None:
         while await reader.read(1 << 16):
             pass
 
     async with asyncio.TaskGroup() as tasks:
-        for reader, _ in readers:
-            tasks.create_task(read(reader))
-        await asyncio.Event().wait()
-
-
-@asynccontextmanager
-async def watched(address: str, count: int) -> AsyncIterator[None]:
-    """Run `count` viewers in a separate process while the body runs."""
-    command = [sys.executable, "-m", "bench.processes", "viewers:watch", address, str(count)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    try:
-        if process.stdout is None:
-            raise RuntimeError("the process was started without a pipe")
-        await process.stdout.readline()
-        yield
-    finally:
-        process.terminate()
-        await process.wait()
+        watching = [tasks.create_task(read(reader)) for reader, _ in readers]
+        await answer()
+        for task in watching:
+            task.cancel()
 
 
 async def tokens_in(rb: rollbus.Client, seconds: float) -> int:
@@ -95,16 +67,15 @@ async def tokens_in(rb: rollbus.Client, seconds: float) -> int:
 async def measure(rb: rollbus.Client, service: tuple[int, str], count: int, seconds: float) -> dict[str, float]:
     """Return the figures of one round."""
     process, address = service
-    async with watched(address, count):
-        begun, before = time.monotonic(), processor_s(process)
+    async with own_process("viewers", "viewers:watch", address, count):
+        begun, before = time.monotonic(), cpu_s(process)
         tokens = await tokens_in(rb, seconds)
         took = time.monotonic() - begun
-        return {"tokens_per_s": tokens / took, "service_cpu_percent": 100 * (processor_s(process) - before) / took}
+        return {"tokens_per_s": tokens / took, "service_cpu_percent": 100 * (cpu_s(process) - before) / took}
 
 
 async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None:
     """Start everything, measure and print."""
-    found: dict[int, list[dict[str, float]]] = {0: [], viewers: []}
     async with (
         EmbeddedServer() as server,
         running_worker(server.url),
@@ -113,8 +84,7 @@ async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None
     ):
         await rb.fleet.wait_for_workers()
         await tokens_in(rb, 1.0)
-        for count in in_turns(rounds, found):
-            found[count].append(await measure(rb, service, count, seconds))
+        found = await take_turns(rounds, [0, viewers], lambda count: measure(rb, service, count, seconds))
     for count, figures in found.items():
         report.add(viewers=count, **spreads(figures))
 
