@@ -22,12 +22,9 @@ token. `wait` answers when the requests of the last command have ended. Any othe
 
 import argparse
 import asyncio
-import contextlib
-import json
-import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,10 +33,10 @@ from typing import Final
 import msgspec
 
 import rollbus
-from bench.processes import Way, answer, many_workers, own_process
+from bench.processes import Way, answer, own_process
 from bench.report import Report, cpu_s, program, resident_bytes
 from rollbus.bus.client.dispatch import ORPHAN_AGE_S
-from rollbus.bus.nats.connection import Connection, open_connection
+from rollbus.bus.nats.connection import connected
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
@@ -58,8 +55,6 @@ START_TIMEOUT_S = 120.0
 class Counts:
     """Counts of the clients of a process so far."""
 
-    process: int = 0
-    """Process id. 0: counts of several processes."""
     done: int = 0
     """Number of requests that have ended."""
     failed: int = 0
@@ -99,7 +94,7 @@ class Load:
                 ]
             case ["wait"]:
                 await asyncio.wait(self._running)
-        return asdict(Counts(os.getpid(), self._done, self._failed, sum(rb.stats().frames for rb in self._clients)))
+        return asdict(Counts(self._done, self._failed, sum(rb.stats().frames for rb in self._clients)))
 
     async def _complete(self, rb: rollbus.Client, num_requests: int, num_tokens: int, max_in_flight: int) -> None:
         results = rb.complete_many(_requests(num_requests, num_tokens), max_in_flight=max_in_flight)
@@ -128,22 +123,11 @@ def _requests(num_requests: int, num_tokens: int) -> Iterator[rollbus.GenerateRe
         yield rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
 
 
-async def run_workers(url: str, prefix: str, count: str, engine_args: str) -> None:
-    """Run workers in this process."""
-    config = SyntheticConfig.from_args(json.loads(engine_args))
-
-    async def no_answer(_words: list[str]) -> object:
-        return asdict(Counts(os.getpid()))
-
-    async with many_workers(url, FLEET, prefix, int(count), config):
-        await answer(no_answer)
-
-
-async def run_clients(url: str, prefix: str, count: str) -> None:
+async def run_clients(url: str, fleet: str, prefix: str, count: str) -> None:
     """Run clients. Each has its own connection and thread, as in separate programs."""
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(rollbus.connect(url, fleet=FLEET, client=f"{prefix}{i}"))
+            await stack.enter_async_context(rollbus.connect(url, fleet=fleet, client=f"{prefix}{i}"))
             for i in range(int(count))
         ]
         await clients[-1].fleet.wait_for_workers(1, timeout_s=START_TIMEOUT_S)
@@ -158,60 +142,18 @@ PER_PROCESS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """The resources that all processes of one side use."""
-
-    cpu_s: float
-    rss_bytes: int
-    """Resident bytes. Shared libraries count in each process."""
-
-    @classmethod
-    def of(cls, processes: Sequence[int]) -> "Side":
-        """Return the resources that these processes have used so far."""
-        return cls(sum(map(cpu_s, processes)), sum(map(resident_bytes, processes)))
-
-    def since(self, earlier: "Side") -> "Side":
-        """Return the CPU seconds between `earlier` and this, with the memory of this."""
-        return Side(self.cpu_s - earlier.cpu_s, self.rss_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Used:
-    """The resources that each side has used until one moment, or between two moments."""
+    """The resources that the processes of each side have used until one moment, or between two moments."""
 
     at_s: float
-    worker: Side
-    client: Side
-    server: Side
+    cpu_s: Mapping[str, float]
+    rss_bytes: Mapping[str, int]
+    """Resident bytes. Shared libraries count in each process."""
 
     def since(self, earlier: "Used") -> "Used":
-        """Return the resources that were used between `earlier` and this."""
-        return Used(
-            self.at_s - earlier.at_s,
-            self.worker.since(earlier.worker),
-            self.client.since(earlier.client),
-            self.server.since(earlier.server),
-        )
-
-    @property
-    def sides(self) -> dict[str, Side]:
-        """The resources of each side, by name."""
-        return {"worker": self.worker, "client": self.client, "server": self.server}
-
-
-class Queue:
-    """Reads the number of requests in the model's queue.
-
-    Args:
-        nats: open connection.
-    """
-
-    def __init__(self, nats: Connection) -> None:
-        self._nats = nats
-
-    async def num_waiting(self) -> int:
-        """Return the number of requests that no worker has pulled."""
-        return sum(depth.waiting for depth in await queue_depths(self._nats, Subjects(FLEET), (MODEL,)))
+        """Return the time and CPU seconds between `earlier` and this, with the memory of this."""
+        spent = {side: seconds - earlier.cpu_s[side] for side, seconds in self.cpu_s.items()}
+        return Used(self.at_s - earlier.at_s, spent, self.rss_bytes)
 
 
 class Fleet:
@@ -219,22 +161,26 @@ class Fleet:
 
     Args:
         server: server of all workers and clients.
-        worker_ids: process ids of the workers.
+        workers: processes of the workers.
         clients: processes of the clients.
-        client_ids: process ids of the clients.
     """
 
-    def __init__(
-        self, server: EmbeddedServer, worker_ids: Sequence[int], clients: Sequence[Way], client_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, server: EmbeddedServer, workers: Sequence[Way], clients: Sequence[Way]) -> None:
         self._server = server
-        self._worker_ids = worker_ids
-        self._clients, self._client_ids = clients, client_ids
+        self._clients = clients
+        self._pids = {
+            "worker": [way.pid for way in workers],
+            "client": [way.pid for way in clients],
+            "server": [server.pid],
+        }
 
     def used(self) -> Used:
         """Return the resources that each side has used so far."""
-        sides = Side.of(self._worker_ids), Side.of(self._client_ids), Side.of([self._server.pid])
-        return Used(time.monotonic(), *sides)
+        return Used(
+            time.monotonic(),
+            {side: sum(map(cpu_s, pids)) for side, pids in self._pids.items()},
+            {side: sum(map(resident_bytes, pids)) for side, pids in self._pids.items()},
+        )
 
     async def counts(self) -> Counts:
         """Return the counts of all clients so far.
@@ -270,17 +216,18 @@ class Fleet:
             await rb.fleet.resume()
 
     @asynccontextmanager
-    async def wide_queue(self, max_msgs: int) -> AsyncIterator[Queue]:
-        """Raise the limit of the queue to `max_msgs` requests.
+    async def wide_queue(self, max_msgs: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+        """Raise the limit of the queue to `max_msgs` requests. Yield a function that counts the waiting requests.
 
         The limit lasts until a worker finds that the queue is missing and creates it.
         """
-        nats = await open_connection(self._server.url, name="bench")
-        try:
+        async with connected(self._server.url, name="bench") as nats:
+
+            async def num_waiting() -> int:
+                return sum(depth.waiting for depth in await queue_depths(nats, Subjects(FLEET), (MODEL,)))
+
             await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs))
-            yield Queue(nats)
-        finally:
-            await nats.shut()
+            yield num_waiting
 
 
 @asynccontextmanager
@@ -289,23 +236,18 @@ async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticCon
     async with EmbeddedServer() as server, AsyncExitStack() as stack:
         url = server.url
 
-        async def start(side: str, count: int, *args: object) -> list[Way]:
+        async def start(place: str, letter: str, count: int, *args: object) -> list[Way]:
             ways = []
             for first in range(0, count, PER_PROCESS):
-                prefix, size = f"{side[0]}{first}-", min(PER_PROCESS, count - first)
-                way = own_process(prefix, f"scale:run_{side}", url, prefix, size, *args)
+                prefix, size = f"{letter}{first}-", min(PER_PROCESS, count - first)
+                way = own_process(prefix, place, url, FLEET, prefix, size, *args)
                 ways.append(await stack.enter_async_context(way))
             return ways
 
-        workers = await start("workers", num_workers, msgspec.json.encode(engine).decode())
+        workers = await start("processes:workers", "w", num_workers, msgspec.json.encode(engine).decode())
         async with rollbus.connect(url, fleet=FLEET) as rb:
             await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
-        clients = await start("clients", num_clients)
-        yield Fleet(server, await _ids(workers), clients, await _ids(clients))
-
-
-async def _ids(ways: Sequence[Way]) -> list[int]:
-    return [one.process for one in await _ask(ways, "count")]
+        yield Fleet(server, workers, await start("scale:run_clients", "c", num_clients))
 
 
 async def _ask(ways: Sequence[Way], *question: object) -> list[Counts]:
@@ -381,12 +323,12 @@ async def work(fleet: Fleet, num_requests: int, num_tokens: int, max_in_flight: 
 
 def cost(used: Used, count: float, name: str = "{}_ms") -> dict[str, float]:
     """Return the CPU milliseconds of each side divided by `count`."""
-    return {name.format(side): 1000 * one.cpu_s / count for side, one in used.sides.items()}
+    return {name.format(side): 1000 * seconds / count for side, seconds in used.cpu_s.items()}
 
 
 def memory(used: Used) -> dict[str, float]:
     """Return the megabytes of each side in all its processes."""
-    return {f"{side}_mb": one.rss_bytes / MEGABYTE for side, one in used.sides.items()}
+    return {f"{side}_mb": num_bytes / MEGABYTE for side, num_bytes in used.rss_bytes.items()}
 
 
 # The parts
@@ -433,64 +375,47 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
     """Measure a queue that fills, waits and empties. Then measure a queue through which as many requests pass."""
     engine = SyntheticConfig(max_num_seqs=BACKLOG_SLOTS)
     total = args.queued
-    async with started_fleet(BACKLOG_WORKERS, 1, engine) as fleet, fleet.wide_queue(2 * total) as queue:
+    async with started_fleet(BACKLOG_WORKERS, 1, engine) as fleet, fleet.wide_queue(2 * total) as num_waiting:
         await work(fleet, BACKLOG_WORKERS * BACKLOG_SLOTS, BACKLOG_TOKENS, BACKLOG_WORKERS * BACKLOG_SLOTS)
         done = (await fleet.counts()).done
 
         async def num_done() -> int:
             return (await fleet.counts()).done - done
 
+        async def follow(
+            part: str, reached: Callable[[], Awaitable[int]], begin: Callable[[], Awaitable[object]]
+        ) -> None:
+            """Call `begin`, then report each slice until `reached` has counted all requests."""
+            before, last = fleet.used(), 0
+            await begin()
+            while last < total:
+                await asyncio.sleep(POLL_S)
+                at = await reached()
+                if at >= min(last + total // NUM_SLICES, total):
+                    now = fleet.used()
+                    report.add(part=part, at=at, **cost(now.since(before), at - last), **memory(now))
+                    before, last = now, at
+
         await fleet.pause()
-        slices = Slices(report, fleet, total)
-        await slices.follow("queueing", queue.num_waiting, lambda: fleet.begin(total, BACKLOG_TOKENS, total))
+        await follow("queueing", num_waiting, lambda: fleet.begin(total, BACKLOG_TOKENS, total))
         # After this time, clients ask the queue whether their requests still wait.
         await asyncio.sleep(ORPHAN_AGE_S)
         resting = await idle(fleet)
         report.add(part="waiting", at=total, **cost(resting, resting.at_s, "{}_idle"), **memory(resting))
-        await slices.follow("draining", num_done, fleet.resume)
+        await follow("draining", num_done, fleet.resume)
         await fleet.finish()
         done += total
-        await slices.follow("passing", num_done, lambda: fleet.begin(total, BACKLOG_TOKENS, total // PASSING))
+        await follow("passing", num_done, lambda: fleet.begin(total, BACKLOG_TOKENS, total // PASSING))
         await fleet.finish()
-
-
-class Slices:
-    """Reports the cost of each slice of many requests.
-
-    Args:
-        total: number of requests in all `NUM_SLICES` slices.
-    """
-
-    def __init__(self, report: Report, fleet: Fleet, total: int) -> None:
-        self._report, self._fleet, self._total = report, fleet, total
-
-    async def follow(
-        self, part: str, reached: Callable[[], Awaitable[int]], begin: Callable[[], Awaitable[object]]
-    ) -> None:
-        """Call `begin`, then report each slice until `reached` has counted all requests."""
-        before, last = self._fleet.used(), 0
-        await begin()
-        while last < self._total:
-            await asyncio.sleep(POLL_S)
-            at = await reached()
-            if at >= min(last + self._total // NUM_SLICES, self._total):
-                now = self._fleet.used()
-                self._report.add(part=part, at=at, **cost(now.since(before), at - last), **memory(now))
-                before, last = now, at
 
 
 PARTS = {"fleet": measure_fleets, "models": measure_models, "backlog": measure_backlog}
 """The functions that measure the parts, by name."""
 
 
-async def measure(report: Report, args: argparse.Namespace) -> None:
-    """Measure all selected parts."""
-    for part in args.parts:
-        await PARTS[part](report, args)
-
-
 def _run(args: argparse.Namespace, report: Report) -> None:
-    asyncio.run(measure(report, args))
+    for part in args.parts:
+        asyncio.run(PARTS[part](report, args))
     if args.plot is not None:
         from bench.scale_paper import plot
 
