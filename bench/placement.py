@@ -43,12 +43,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import rollbus
-from bench.placement_choices import Ours, QueueOnly, Simple, Spill, Static
-from bench.placement_sim import EngineShape, Simulation, Way
+from bench.placement_choices import Ours, Simple, Spill, Static
+from bench.placement_sim import EngineShape, QueueOnly, Simulation
 from bench.placement_traces import GROUP, TRACES, Shape, Tokens, Trace, block_keys, least_computed, make_trace
 from bench.placement_ways import SLOW, WAYS
-from bench.processes import START_S, own_process, worker_process
-from bench.processes import Way as PlayerProcess
+from bench.processes import START_S, Way, own_process, worker_process
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import percentile, spreads
@@ -131,7 +130,7 @@ async def play_on_dynamo(python: Path, trace: Trace, mode: str, num_workers: int
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 BUSY: Final = 0.75
 """Share of the slots that a trainer fills. Without free slots, there is no choice between workers."""
-SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
+SIMULATED: Final[Mapping[str, Callable[[], QueueOnly]]] = {
     "queue": QueueOnly,
     "static": Static,
     "simple": Simple,
@@ -284,7 +283,7 @@ async def keep_worker(url: str, *worker_args: str) -> None:
 @asynccontextmanager
 async def started(
     fleet: Fleet, num_workers: int, num_slow: int, ways: Sequence[str]
-) -> AsyncIterator[tuple[rollbus.Client, dict[str, PlayerProcess]]]:
+) -> AsyncIterator[tuple[rollbus.Client, dict[str, Way]]]:
     """Start a fleet, a client for the bench, and a process for each way."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -310,7 +309,7 @@ async def started(
 
 
 async def measure(
-    rb: rollbus.Client, players: Mapping[str, PlayerProcess], name: str, rounds: int, shape: Shape
+    rb: rollbus.Client, players: Mapping[str, Way], name: str, rounds: int, shape: Shape
 ) -> dict[str, list[dict[str, float]]]:
     """Let all ways play a trace in turns. Return the figures of each round by way."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in players}

@@ -1,9 +1,9 @@
-"""The simulated ways to choose a worker of `bench.placement`. Each class is a `Way` of `bench.placement_sim`."""
+"""The simulated ways to choose a worker of `bench.placement`. Each class is a `QueueOnly` of `bench.placement_sim`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from bench.placement_sim import Job
+from bench.placement_sim import Job, QueueOnly
 from bench.placement_traces import Conversation
 from rollbus.bus.protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
 from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
@@ -13,37 +13,6 @@ from rollbus.schemas.presence import WorkerPresence
 def session_of(conversation: Conversation) -> str:
     """Return the name that requests with common tokens share: their group, or the name of the conversation."""
     return conversation.group or conversation.name
-
-
-class QueueOnly:
-    """Places no request: all requests go to the queue."""
-
-    waits_at_worker = False
-    follows = False
-
-    def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Process the presence of a worker."""
-
-    def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the worker or None for each of `count` samples of `job`'s request."""
-        return [None] * count
-
-    def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
-        """Return the worker of `job`, which follows the first request of its group to `worker`.
-
-        Args:
-            is_queueing: True if other requests wait in the queue.
-        """
-        return worker
-
-    def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Record that a worker has started a request."""
-
-    def ended(self, job: Job, worker: str, now: float) -> None:
-        """Record that a request has ended."""
-
-    def refused(self, job: Job, worker: str, now: float) -> None:
-        """Record that a worker was too full for a placed request."""
 
 
 class Static(QueueOnly):

@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -232,12 +232,12 @@ SLOW: Final = 0.5
 """Speed of a slow worker."""
 
 
-class Way(Protocol):
-    """Chooses a worker, or the queue, for each request."""
+class QueueOnly:
+    """Places no request: all requests go to the queue. Other ways choose a worker, or the queue, for each request."""
 
-    waits_at_worker: bool
+    waits_at_worker = False
     """True if the chosen worker accepts the request even when it is full. The request then waits there."""
-    follows: bool
+    follows = False
     """True if a sample without a worker follows the first sample of its group to the worker that accepts that
     sample."""
 
@@ -246,7 +246,7 @@ class Way(Protocol):
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
         """Return the worker or None for each of `count` samples of `job`'s request."""
-        ...
+        return [None] * count
 
     def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
         """Return the worker of `job`, which follows the first request of its group to `worker`.
@@ -254,7 +254,7 @@ class Way(Protocol):
         Args:
             is_queueing: True if other requests wait in the queue.
         """
-        ...
+        return worker
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
         """Record that a worker has started a request."""
@@ -271,7 +271,7 @@ class Simulation:
     """A simulation of one trace, one way and one fleet. Call `run` once."""
 
     trace: Trace
-    way: Way
+    way: QueueOnly
     shape: EngineShape
     num_workers: int
     now: float = 0.0
