@@ -21,6 +21,7 @@ from bench.processes import program_process, running_workers
 from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes, take_turns
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import spreads
+from rollbus.schemas.options import arg
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine

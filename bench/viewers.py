@@ -17,6 +17,7 @@ from bench.processes import answer, own_process
 from bench.report import Report, cpu_s, program, take_turns
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import spreads
+from rollbus.schemas.options import arg
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 

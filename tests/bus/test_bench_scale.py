@@ -24,4 +24,5 @@ async def test_cpu_time_and_memory_are_measured_for_each_side() -> None:
 
     assert done.num_requests == 40
     assert done.num_frames > 0
-    assert all(side.cpu_s > 0 and side.rss_bytes > 0 for side in done.used.sides.values())
+    assert done.used.cpu_s.keys() == done.used.rss_bytes.keys() == {"worker", "client", "server"}
+    assert all(used > 0 for used in (*done.used.cpu_s.values(), *done.used.rss_bytes.values()))
