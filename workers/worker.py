@@ -412,6 +412,18 @@ class Worker:
             stagings=replace(self._control.reconciler.stager.stats),
         )
 
+    def debug_state(self) -> dict[str, int | str]:
+        """Return counts and states for tests and for reports of bugs. Names and values change without notice."""
+        lanes = self._puller.lanes_waiting()
+        return {
+            "state": self._lifecycle.state.value,
+            "epoch": self._control.reader.epoch,
+            "requests": len(self._links.requests),
+            "unacked_messages": len(self._links.requests.messages),
+            "followers": self._intake.num_following,
+            "lanes_waiting": "unknown" if lanes is None else ",".join(lanes),
+        }
+
     @property
     def is_assembled(self) -> bool:
         """True after `run` has connected and `presence` can be called."""

@@ -358,10 +358,10 @@ async def test_hand_made_reads_show_no_request_of_others(tmp_path: Path) -> None
             await until_true(lambda: len(acks) == 4)
             assert [(ack["status"], ack["timelines"]) for ack in acks] == [("applied", [])] * 4
 
-            rejected = asked._inbox.rejected.so_far
+            rejected = asked.stats().bad_messages
             for data in (encode_json(Pause(id="p")), b"\xc1", b" " * 5000, b'{"command":"read_request","id":"1"}'):
                 await publish(bob, SUBJECTS.read("bob", "w0"), data)
-            await until_true(lambda: asked._inbox.rejected.so_far == rejected + 4)
+            await until_true(lambda: asked.stats().bad_messages == rejected + 4)
             with pytest.raises(PermissionDenied):
                 await publish_permitted(bob, SUBJECTS.read("alice", "w0"), encode_json(ReadRequest(show="slowest")))
             acks.clear()

@@ -418,7 +418,7 @@ async def test_workers_remove_the_probes_of_an_admin(
             assert await rb.fleet.check_queues() == {}
             assert await rb.fleet.check_queues() == {}
             expected = 0 if is_earlier else 4
-            await until_true(lambda: serving._puller.stats.probes == expected)
+            await until_true(lambda: serving.stats().puller.probes == expected)
 
             assert serving.stats().intake.bad == 0
             assert len(guard.violations()) == is_earlier
@@ -439,7 +439,7 @@ async def test_an_admin_sends_no_requests_as_probes(tmp_path: Path) -> None:
 
             assert serving.stats().links.requests == 0
             assert (await rb.complete(greedy(1, 2))).error is None
-            assert serving._puller.stats.probes == 0
+            assert serving.stats().puller.probes == 0
 
 
 # Known models on a server with users: who may read, make and forget them.

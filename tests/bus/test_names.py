@@ -272,7 +272,7 @@ async def test_a_request_that_waits_for_weights_is_no_poison_request(
         await client.until_serving("w")
         worker._links.versions.target_version = 2
         await client.enqueue(request(request_id="r", min_weight_version=2))
-        await until_true(lambda: worker._intake.stats.too_new > MAX_DELIVERIES)
+        await until_true(lambda: worker.stats().intake.too_new > MAX_DELIVERIES)
         assert not client.chunks["r"]
         worker._links.versions.weight_version = 2
         await client.until_ended("r")

@@ -400,7 +400,7 @@ def samples(results: Sequence[Generation]) -> list[Generation]:
 
 def num_waiting(workers: Sequence[tuple[Worker, SyntheticEngine]]) -> int:
     """Return the number of followers that wait at the workers."""
-    return sum(worker._intake.num_following for worker, _ in workers)
+    return sum(int(worker.debug_state()["followers"]) for worker, _ in workers)
 
 
 async def test_a_full_fleet_computes_each_prompt_about_once(nats_url: str, fleet: str) -> None:

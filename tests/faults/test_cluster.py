@@ -88,7 +88,7 @@ async def running(fleet: str, *places: int, **fields: object) -> AsyncIterator[R
 
 def state_of(worker: Worker) -> WorkerState | None:
     """Return the state of the worker, or None if it is not connected yet."""
-    return worker.presence().state if "_control" in worker.__dict__ else None
+    return worker.presence().state if worker.is_assembled else None
 
 
 class ResultGaps:
@@ -311,7 +311,7 @@ async def test_probes_leave_nothing_in_a_queue(
     """A worker removes a probe without a log line and without counting it as a request."""
     async with one_worker(options={"placement": False}) as (rb, worker, _):
         assert await rb.fleet.check_queues() == {}
-        await until_true(lambda: worker._puller.stats.probes == 2)
+        await until_true(lambda: worker.stats().puller.probes == 2)
         state = await rb.fleet.state()
 
     assert [depth.waiting + depth.in_hand for depth in state.queues] == [0, 0, 0, 0]

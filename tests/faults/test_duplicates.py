@@ -169,7 +169,7 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="same") as (other, _),
     ):
         # The lifecycle exists only after the worker has connected.
-        await until_true(lambda: hasattr(other, "_lifecycle") and other._lifecycle.state is WorkerState.SERVING)
+        await until_true(lambda: other.is_assembled and other.debug_state()["state"] == "serving")
         await load.run(rb)
         served = [worker.stats().links.requests for worker in (one, other)]
 

@@ -199,7 +199,7 @@ async def test_a_resume_during_the_last_frames_of_a_pause_is_applied_next(
         pause = await boss.command("pause")
         await is_leaving.wait()
         resume = await boss.command("resume")
-        await until_true(lambda: worker._control.reader.epoch == 2)
+        await until_true(lambda: worker.debug_state()["epoch"] == 2)
         may_leave.set()
 
         assert (await boss.final(resume)).status is AckStatus.APPLIED

@@ -77,7 +77,7 @@ async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
         await client.until_serving("w")
         await client.until_ended("queued")
         await client.abort("w", *[key for _, key in client.offers])
-        await until_true(lambda: len(worker._links.requests) == 0)
+        await until_true(lambda: worker.debug_state()["requests"] == 0)
 
         assert client.error_of("queued") is None
         assert client.presences["w"].last_error is None

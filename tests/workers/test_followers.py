@@ -79,7 +79,7 @@ async def test_followers_need_a_leader_and_their_number_is_limited(heard_worker:
         await client.until(lambda: len(client.offers) == 2 + MAX_FOLLOWERS)
         # The place of an aborted follower is free.
         await client.abort("w", *(key(child) for child in range(1, MAX_FOLLOWERS + 1)))
-        await until_true(lambda: not worker._intake.num_following)
+        await until_true(lambda: not worker.debug_state()["followers"])
         await client.abort("w", *(each for _, each in client.offers))
 
 
@@ -111,7 +111,7 @@ async def test_a_worker_that_stops_its_intake_rejects_its_waiting_followers(hear
 async def test_samples_of_a_placed_message_without_a_slot_follow_the_other_samples(heard_worker: StartHeard) -> None:
     """If the client allows it, samples of a placed message without a slot follow those with a slot."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
-        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await until_true(lambda: worker.debug_state()["lanes_waiting"] == "")
         await follow(client, 0, 1, 2)
         await client.until(lambda: len(client.offers) == 5 and running(client) == {0, 1})
         assert [each.child for _, each in client.offers] == [0, 0, 1, 2, 1]

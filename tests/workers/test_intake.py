@@ -112,7 +112,7 @@ async def test_a_direct_request_without_a_free_slot_is_rejected_immediately(hear
 
 async def until_queue_is_empty(worker: Worker) -> None:
     """Wait until the worker has found every lane of the queue empty."""
-    await until_true(lambda: worker._puller.lanes_waiting() == ())
+    await until_true(lambda: worker.debug_state()["lanes_waiting"] == "")
 
 
 @pytest.mark.proves("P47")

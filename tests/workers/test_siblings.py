@@ -48,7 +48,7 @@ def errors_of(client: HandClient, request_id: str) -> dict[int, str | None]:
 async def test_each_sample_of_a_message_gets_the_tokens_of_a_separate_message(heard_worker: StartHeard) -> None:
     """Four samples of one message get the same tokens as in four messages, each with its own seed."""
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
-        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await until_true(lambda: worker.debug_state()["lanes_waiting"] == "")
         await client.hand_over(sampled("r", 6), "w", child=1, siblings=SIBLINGS)
         await client.until(lambda: len(errors_of(client, "r")) == 4)
         for child, seed in {1: 6, 2: 7, 0: 5, 9: None}.items():
@@ -73,7 +73,7 @@ async def test_samples_above_the_number_of_free_slots_are_rejected(heard_worker:
     The other samples are rejected for the queue.
     """
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
-        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await until_true(lambda: worker.debug_state()["lanes_waiting"] == "")
         await client.hand_over(endless("r"), "w", siblings=[Sibling(child) for child in range(1, 7)])
         await client.until(lambda: len(errors_of(client, "r")) == 3 and len(client.offers) == 4)
 
@@ -133,7 +133,7 @@ async def test_samples_without_an_offer_are_rejected_when_the_intake_stops(nats_
     async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
         engine.gates["add"].set()
         await client.until_serving("w")
-        await until_true(lambda: worker._puller.lanes_waiting() == ())
+        await until_true(lambda: worker.debug_state()["lanes_waiting"] == "")
         engine.gates["add"].clear()
         await client.hand_over(short("first"), "w", siblings=[Sibling(1)])
         await client.until(lambda: len(client.offers) == 2)
