@@ -12,7 +12,10 @@ from rollbus.bus.nats.connection import Connection, open_connection
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.frontend.cli.app import main
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.worker import Worker
 from tests.cli.support import Ended
+from tests.support.fleet import synthetic_worker
 from tests.support.nats_server import require_binary
 
 FLEET = "F"
@@ -65,6 +68,13 @@ class Guarded:
     def login(self, name: str) -> Server:
         """Return the server with the credentials of this user."""
         return Server(self.url, self.credentials(name))
+
+    def worker(
+        self, name: str = "w0", **fields: object
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Worker, SyntheticEngine]]:
+        """Run a worker as this user. `fields` are those of `synthetic_worker`."""
+        own = {"worker_id": name, "credentials": self.credentials(name)}
+        return synthetic_worker(self.url, FLEET, model=MODEL, **(own | fields))  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
     async def connected(self, name: str) -> AsyncIterator[Connection]:

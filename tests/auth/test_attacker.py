@@ -27,7 +27,6 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control.commands import OWN_READS_PER_S
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy
-from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 from tests.support.presences import capabilities, presence
 from tests.support.waits import until_true
@@ -222,15 +221,13 @@ async def test_a_trainer_receives_no_results_of_another_trainer(tmp_path: Path) 
     async def record_message(message: Msg) -> None:
         received.append(message.subject)
 
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, guard.connected("alice") as alice:
-            for where in (*NEVER, "rb.v1.F.frame.bob.*", "rb.v1.F.frame.*.w0", "rb.v1.F.link.>", "rb.v1.F.presence.*"):
-                await subscribe(alice, where, record_message)
-            async with rollbus.connect(guard.login("bob")) as bob:
-                await bob.fleet.wait_for_workers()
-                assert (await bob.complete(greedy())).error is None
-            await alice.confirm(timeout_s=SOON_S)
+    async with guarded(tmp_path) as guard, guard.worker("w0"), guard.connected("alice") as alice:
+        for where in (*NEVER, "rb.v1.F.frame.bob.*", "rb.v1.F.frame.*.w0", "rb.v1.F.link.>", "rb.v1.F.presence.*"):
+            await subscribe(alice, where, record_message)
+        async with rollbus.connect(guard.login("bob")) as bob:
+            await bob.fleet.wait_for_workers()
+            assert (await bob.complete(greedy())).error is None
+        await alice.confirm(timeout_s=SOON_S)
 
     assert set(received) == {"rb.v1.F.presence.w0"}
 
@@ -306,9 +303,8 @@ def ids(found: rollbus.RequestList) -> list[str]:
 async def test_each_role_reads_its_own_requests(tmp_path: Path) -> None:
     """Trainers and publishers see only their own requests, frontends and admins all, and viewers only experts."""
     async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         found = {}
-        async with worker, rollbus.connect(guard.login("alice")) as alice:
+        async with guard.worker("w0"), rollbus.connect(guard.login("alice")) as alice:
             await alice.fleet.wait_for_workers()
             await alice.complete(greedy(request_id="secret"))
             for name in ("alice", "bob", "carol", "front", "boss"):
@@ -341,38 +337,37 @@ async def test_hand_made_reads_show_no_request_of_others(tmp_path: Path) -> None
     async def receive(message: Msg) -> None:
         acks.append(json.loads(message.data))
 
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with (
-            worker as (asked, _),
-            rollbus.connect(guard.login("alice")) as alice,
-            guard.connected("bob") as bob,
-            guard.connected("eye") as eye,
-        ):
-            await alice.fleet.wait_for_workers()
-            await alice.complete(greedy(request_id="secret"))
-            for nats, name in ((bob, "bob"), (eye, "eye")):
-                await subscribe(nats, SUBJECTS.acks_to(name), receive)
-                for read in (ReadRequest(show="slowest", client="alice"), ReadRequest(request_id="secret")):
-                    await publish(nats, SUBJECTS.read(name, "w0"), encode_json(read))
-            await until_true(lambda: len(acks) == 4)
-            assert [(ack["status"], ack["timelines"]) for ack in acks] == [("applied", [])] * 4
+    async with (
+        guarded(tmp_path) as guard,
+        guard.worker("w0") as (asked, _),
+        rollbus.connect(guard.login("alice")) as alice,
+        guard.connected("bob") as bob,
+        guard.connected("eye") as eye,
+    ):
+        await alice.fleet.wait_for_workers()
+        await alice.complete(greedy(request_id="secret"))
+        for nats, name in ((bob, "bob"), (eye, "eye")):
+            await subscribe(nats, SUBJECTS.acks_to(name), receive)
+            for read in (ReadRequest(show="slowest", client="alice"), ReadRequest(request_id="secret")):
+                await publish(nats, SUBJECTS.read(name, "w0"), encode_json(read))
+        await until_true(lambda: len(acks) == 4)
+        assert [(ack["status"], ack["timelines"]) for ack in acks] == [("applied", [])] * 4
 
-            rejected = asked.stats().bad_messages
-            for data in (encode_json(Pause(id="p")), b"\xc1", b" " * 5000, b'{"command":"read_request","id":"1"}'):
-                await publish(bob, SUBJECTS.read("bob", "w0"), data)
-            await until_true(lambda: asked.stats().bad_messages == rejected + 4)
-            with pytest.raises(PermissionDenied):
-                await publish_permitted(bob, SUBJECTS.read("alice", "w0"), encode_json(ReadRequest(show="slowest")))
-            acks.clear()
-            for _ in range(4 * OWN_READS_PER_S):
-                await publish(bob, SUBJECTS.read("bob", "w0"), encode_json(ReadRequest(show="running")))
-            await until_true(lambda: len(acks) == 4 * OWN_READS_PER_S)
-            assert "failed" in {ack["status"] for ack in acks}
-            async with rollbus.connect(guard.login("boss")) as boss:
-                await boss.fleet.wait_for_workers()
-                assert ids(await boss.fleet.requests("slowest")) == ["secret"]
-                assert boss.fleet.workers[0].state is WorkerState.SERVING
+        rejected = asked.stats().bad_messages
+        for data in (encode_json(Pause(id="p")), b"\xc1", b" " * 5000, b'{"command":"read_request","id":"1"}'):
+            await publish(bob, SUBJECTS.read("bob", "w0"), data)
+        await until_true(lambda: asked.stats().bad_messages == rejected + 4)
+        with pytest.raises(PermissionDenied):
+            await publish_permitted(bob, SUBJECTS.read("alice", "w0"), encode_json(ReadRequest(show="slowest")))
+        acks.clear()
+        for _ in range(4 * OWN_READS_PER_S):
+            await publish(bob, SUBJECTS.read("bob", "w0"), encode_json(ReadRequest(show="running")))
+        await until_true(lambda: len(acks) == 4 * OWN_READS_PER_S)
+        assert "failed" in {ack["status"] for ack in acks}
+        async with rollbus.connect(guard.login("boss")) as boss:
+            await boss.fleet.wait_for_workers()
+            assert ids(await boss.fleet.requests("slowest")) == ["secret"]
+            assert boss.fleet.workers[0].state is WorkerState.SERVING
 
 
 async def test_a_server_with_older_permissions_gives_the_remedy(

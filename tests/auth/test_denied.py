@@ -38,7 +38,6 @@ from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, PUBLISHED, Guarded, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask as greedy
-from tests.support.fleet import synthetic_worker
 from tests.support.patience import SOON_S
 
 pytestmark = pytest.mark.slow
@@ -47,20 +46,18 @@ pytestmark = pytest.mark.slow
 @pytest.mark.proves("P25")
 async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
     """A trainer can neither record a command nor publish one. The worker and the trainer's own requests continue."""
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, rollbus.connect(guard.login("alice")) as rb:
-            await rb.fleet.wait_for_workers()
-            with pytest.raises(rollbus.PermissionDenied) as recorded:
-                await rb.fleet.pause()
-            stream = rb.generate(greedy(max_tokens=1000))
-            await anext(stream)
-            with pytest.raises(rollbus.PermissionDenied) as said:
-                await rb.fleet.abort(["r"])
-            await anext(stream)
-            await stream.aclose()
-            state = await rb.fleet.state()
-            status = await run_rollbus(guard.url, FLEET, "resume", "--creds", str(guard.path("bob")))
+    async with guarded(tmp_path) as guard, guard.worker("w0"), rollbus.connect(guard.login("alice")) as rb:
+        await rb.fleet.wait_for_workers()
+        with pytest.raises(rollbus.PermissionDenied) as recorded:
+            await rb.fleet.pause()
+        stream = rb.generate(greedy(max_tokens=1000))
+        await anext(stream)
+        with pytest.raises(rollbus.PermissionDenied) as said:
+            await rb.fleet.abort(["r"])
+        await anext(stream)
+        await stream.aclose()
+        state = await rb.fleet.state()
+        status = await run_rollbus(guard.url, FLEET, "resume", "--creds", str(guard.path("bob")))
 
     assert str(recorded.value) == "user alice (role trainer) may not record commands; roles that may: frontend, admin"
     assert (said.value.action, said.value.subject) == ("publish", "rb.v1.F.control.alice")
@@ -92,8 +89,7 @@ async def test_the_error_of_a_worker_without_a_queue_names_make_queue(tmp_path: 
         async with guard.connected("w0") as nats:
             with pytest.raises(BusBroken, match=r"user w0 \(role worker\) may not create queues.*rollbus make-queue m"):
                 await ensure_queue(nats, Subjects(FLEET), MODEL)
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, rollbus.connect(guard.login("alice")) as rb:
+        async with guard.worker("w0"), rollbus.connect(guard.login("alice")) as rb:
             ended = await run_rollbus(guard.url, FLEET, "make-queue", MODEL, "--creds", str(guard.path("boss")))
             await rb.fleet.wait_for_workers()
             assert (await rb.complete(greedy())).error is None
@@ -190,15 +186,18 @@ async def test_a_worker_may_not_record_a_command(tmp_path: Path) -> None:
     async def record_ack(message: Msg) -> None:
         acks.put_nowait(decode_ack(message.data))
 
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, rollbus.connect(guard.login("alice")) as rb, guard.connected("boss") as nats:
-            await rb.fleet.wait_for_workers()
-            await subscribe(nats, subjects.acks_to("boss"), record_ack)
-            where, command = subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}'
-            await nats.publish(where, command, headers=nats.signatures.headers(where, command))
-            answers = [await acks.get(), await acks.get()]
-            state = await rb.fleet.state()
+    async with (
+        guarded(tmp_path) as guard,
+        guard.worker("w0"),
+        rollbus.connect(guard.login("alice")) as rb,
+        guard.connected("boss") as nats,
+    ):
+        await rb.fleet.wait_for_workers()
+        await subscribe(nats, subjects.acks_to("boss"), record_ack)
+        where, command = subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}'
+        await nats.publish(where, command, headers=nats.signatures.headers(where, command))
+        answers = [await acks.get(), await acks.get()]
+        state = await rb.fleet.state()
 
     assert [ack.status for ack in answers] == ["accepted", "failed"]
     assert "user w0 (role worker) may not record commands; roles that may: frontend, admin" in answers[1].error.message
@@ -394,16 +393,19 @@ async def test_a_worker_answers_all_requests_while_an_attacker_sends_reply_subje
     """While an attacker publishes with all reply subjects, a worker answers all requests of bob."""
     name = ATTACKERS[role]
     own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w1", credentials=guard.credentials("w1"))
-        async with worker, rollbus.connect(guard.login("bob")) as bob, guard.connected(name) as attacker:
-            await bob.fleet.wait_for_workers()
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(bob.complete(greedy())) for _ in range(50)]
-                for pattern in own.publish:
-                    if role is Role.WORKER and (".MSG.NEXT." in pattern or pattern.startswith("$JS.ACK.")):
-                        continue  # a worker may pull requests and never answer them
-                    for subject in concrete(pattern):
-                        for reply in REPLIES:
-                            await publish(attacker, subject, payloads(subject)[0], reply=reply)
-            assert [one.result().error for one in asked] == [None] * 50
+    async with (
+        guarded(tmp_path) as guard,
+        guard.worker("w1"),
+        rollbus.connect(guard.login("bob")) as bob,
+        guard.connected(name) as attacker,
+    ):
+        await bob.fleet.wait_for_workers()
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(bob.complete(greedy())) for _ in range(50)]
+            for pattern in own.publish:
+                if role is Role.WORKER and (".MSG.NEXT." in pattern or pattern.startswith("$JS.ACK.")):
+                    continue  # a worker may pull requests and never answer them
+                for subject in concrete(pattern):
+                    for reply in REPLIES:
+                        await publish(attacker, subject, payloads(subject)[0], reply=reply)
+        assert [one.result().error for one in asked] == [None] * 50

@@ -46,7 +46,7 @@ from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy
 from tests.support.fetching import fetch_folder
-from tests.support.fleet import synthetic_worker, until_worker
+from tests.support.fleet import until_worker
 from tests.support.objects import files_in, write_folder
 from tests.support.patience import SOON_S
 from tests.support.waits import until_true
@@ -56,6 +56,8 @@ pytestmark = pytest.mark.slow
 
 SUBJECTS = Subjects(FLEET)
 STATE = f"$KV.rollbus.{FLEET}.{MODEL}"
+ON_THE_WAY = {WorkerState.STARTING, WorkerState.UPDATING}
+"""States of a worker that has not compared itself with the desired state yet."""
 
 
 @dataclass
@@ -104,13 +106,16 @@ class Attack:
 @contextlib.asynccontextmanager
 async def attacked(tmp_path: Path) -> AsyncIterator[Attack]:
     """Run a fleet that is attacked."""
-    async with guarded(tmp_path) as guard, guard.connected("boss") as nats:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker as (serving, _), rollbus.connect(guard.login("front")) as rb:
-            await rb.fleet.wait_for_workers()
-            await rb.fleet.pause()
-            await rb.fleet.resume()
-            yield Attack(guard, rb, nats, serving, tmp_path)
+    async with (
+        guarded(tmp_path) as guard,
+        guard.connected("boss") as nats,
+        guard.worker("w0") as (serving, _),
+        rollbus.connect(guard.login("front")) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        await rb.fleet.pause()
+        await rb.fleet.resume()
+        yield Attack(guard, rb, nats, serving, tmp_path)
 
 
 def state_of(command: AnyCommand, *, epoch: int = 9, model: str = MODEL) -> DesiredState:
@@ -155,10 +160,8 @@ async def test_a_forged_state_changes_nothing(tmp_path: Path) -> None:
             await put(attack.nats, STATE, data, headers)
             await attack.assert_unmoved()
             await put(attack.nats, STATE, data, headers)
-            own = attack.guard.credentials("w1")
-            newcomer = synthetic_worker(attack.guard.url, FLEET, model=MODEL, worker_id="w1", credentials=own)
-            async with newcomer:
-                told = await until_worker(attack.rb, "w1", lambda worker: worker.state is not WorkerState.STARTING)
+            async with attack.guard.worker("w1"):
+                told = await until_worker(attack.rb, "w1", lambda worker: worker.state not in ON_THE_WAY)
                 assert told.state is WorkerState.SERVING, what
             await until_true(lambda: len(attack.rb.fleet.workers) == 1)
         assert attack.worker.stats().bad_commands > 0

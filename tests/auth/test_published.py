@@ -35,7 +35,7 @@ from rollbus.schemas.manifest import (
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask
 from tests.support.checkpoints import write_adapter, write_checkpoint
-from tests.support.fleet import synthetic_worker, until_worker
+from tests.support.fleet import until_worker
 from tests.support.objects import files_in, stored_messages
 from tests.support.patience import SOON_S
 from tests.support.requests import incomplete
@@ -127,8 +127,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
     """Run a worker and load version 1."""
     own = write_checkpoint(folder / "own", dtype="BF16")
     async with guarded(folder / "auth") as guard:
-        fields: dict[str, Any] = {"model_path": str(own), "cache_dir": str(folder / "cache"), "worker_id": "w0"}
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, credentials=guard.credentials("w0"), **fields)
+        worker = guard.worker(model_path=str(own), cache_dir=str(folder / "cache"))
         async with worker, rollbus.connect(guard.login("carol")) as carol:
             await carol.fleet.wait_for_workers()
             found = Scene(guard, carol, folder)
@@ -198,11 +197,8 @@ async def test_workers_that_require_signatures_load_anchor_deltas_and_adapter(tm
         guard = await stack.enter_async_context(guarded(tmp_path / "auth"))
 
         async def start(name: str) -> None:
-            fields: dict[str, Any] = {"model_path": str(own), "cache_dir": str(tmp_path / name), "worker_id": name}
-            credentials = guard.credentials(name)
-            await stack.enter_async_context(
-                synthetic_worker(guard.url, FLEET, model=MODEL, credentials=credentials, **fields)
-            )
+            worker = guard.worker(name, model_path=str(own), cache_dir=str(tmp_path / name))
+            await stack.enter_async_context(worker)
 
         await start("w0")
         carol = await stack.enter_async_context(rollbus.connect(guard.login("carol")))

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,12 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.schemas.weights import WeightSource
 from rollbus.workers.control import content
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
-from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.lifecycle import HEARTBEAT_S
-from rollbus.workers.worker import Worker
-from tests.auth.support import FLEET, MODEL, Guarded, guarded
+from tests.auth.support import FLEET, MODEL, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask, folders
 from tests.support.checkpoints import write_checkpoint
-from tests.support.fleet import synthetic_worker, until_worker
+from tests.support.fleet import until_worker
 from tests.support.objects import stored_messages
 from tests.support.processes import worker_process
 from tests.support.requests import greedy
@@ -53,20 +50,10 @@ from tests.support.waits import until_true
 pytestmark = pytest.mark.slow
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    guard: Guarded, name: str, *, config: SyntheticConfig | None = None, **fields: object
-) -> AsyncIterator[tuple[Worker, SyntheticEngine]]:
-    """Run a worker with the credentials of `name`."""
-    own = {"worker_id": name, "credentials": guard.credentials(name), "weight_version": 1}
-    async with synthetic_worker(guard.url, FLEET, model=MODEL, config=config, **(own | fields)) as worker:
-        yield worker
-
-
 async def test_all_requests_of_a_trainer_finish(tmp_path: Path) -> None:
     """A trainer's requests finish through the queue, in a session, as a closed stream, and when a worker stops."""
     slow = SyntheticConfig(step_s=0.01)
-    async with guarded(tmp_path) as guard, serving(guard, "w0", config=slow):
+    async with guarded(tmp_path) as guard, guard.worker("w0", config=slow):
         async with rollbus.connect(guard.url, credentials=guard.path("alice")) as rb:
             await rb.fleet.wait_for_workers()
             assert (await rb.complete(ask())).error is None
@@ -74,7 +61,7 @@ async def test_all_requests_of_a_trainer_finish(tmp_path: Path) -> None:
                 assert (await rb.complete(ask(session_id="s"))).worker_ids == ("w0",)
             async for _ in rb.generate(ask(max_tokens=1000)):
                 break
-            async with serving(guard, "w1", config=slow) as (worker, _):
+            async with guard.worker("w1", config=slow) as (worker, _):
                 await rb.fleet.wait_for_workers(2)
                 generations = []
                 async for generation in rb.complete_many([ask(max_tokens=60) for _ in range(8)]):
@@ -89,7 +76,7 @@ async def test_all_requests_of_a_trainer_finish(tmp_path: Path) -> None:
 
 async def test_two_trainers_with_the_same_request_id_receive_their_own_results(tmp_path: Path) -> None:
     """Two trainers with the same request id each receive their own result."""
-    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+    async with guarded(tmp_path) as guard, guard.worker("w0"):
         async with rollbus.connect(guard.login("alice")) as alice, rollbus.connect(guard.login("bob")) as bob:
             await alice.fleet.wait_for_workers()
             await bob.fleet.wait_for_workers()
@@ -155,9 +142,9 @@ async def test_a_publisher_can_update_the_weights_of_its_models(tmp_path: Path) 
     An admin's pause remains in force during its updates.
     """
     one, two = folders(tmp_path / "weights")
-    own: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(one.parent),)}
+    own: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(one.parent),), "weight_version": 1}
     own["cache_dir"] = str(tmp_path / "cache")
-    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as nats, serving(guard, "w0", **own):
+    async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as nats, guard.worker("w0", **own):
         async with rollbus.connect(guard.login("carol")) as carol, rollbus.connect(guard.login("boss")) as boss:
             await carol.fleet.wait_for_workers()
             await boss.fleet.wait_for_workers()
@@ -171,7 +158,7 @@ async def test_a_publisher_can_update_the_weights_of_its_models(tmp_path: Path) 
             for version in range(5, 8):
                 assert (await carol.fleet.update_weights(one, version=version)).is_complete
             # A worker that starts now reads the pause of the admin and the weights of the publisher.
-            async with serving(guard, "w1", **own):
+            async with guard.worker("w1", **own):
                 await until_worker(boss, "w1", lambda it: (it.state, it.weight_version) == (WorkerState.PAUSED, 7))
             state = (await boss.fleet.state()).desired[MODEL]
             assert (await boss.fleet.resume(workers=["w0"])).is_complete
@@ -187,7 +174,7 @@ async def test_a_worker_ignores_an_unsigned_state_until_an_admin_signs_the_state
         pause = Pause(id="p", epoch=1, model=MODEL)
         state = DesiredState(model=MODEL, epoch=1, registers={"pause": Recorded(epoch=1, command=pause)})
         await put(nats, f"$KV.rollbus.{FLEET}.{MODEL}", encode_json(state))
-        async with serving(guard, "w0"), rollbus.connect(guard.login("eye")) as rb:
+        async with guard.worker("w0"), rollbus.connect(guard.login("eye")) as rb:
             await until_worker(rb, "w0", WorkerState.SERVING)
             refused = await run_rollbus(guard.url, FLEET, "sign", "--creds", str(guard.path("carol")))
             ended = await run_rollbus(guard.url, FLEET, "sign", "--json", "--creds", str(guard.path("boss")))
@@ -199,7 +186,7 @@ async def test_a_worker_ignores_an_unsigned_state_until_an_admin_signs_the_state
 
 async def test_a_viewer_runs_status(tmp_path: Path) -> None:
     """With a viewer's credentials, `rollbus status` shows workers, queues and desired states of its fleet."""
-    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+    async with guarded(tmp_path) as guard, guard.worker("w0"):
         async with rollbus.connect(guard.login("boss")) as rb:
             await rb.fleet.wait_for_workers()
             await rb.fleet.pause()
@@ -215,7 +202,7 @@ async def test_a_viewer_runs_status(tmp_path: Path) -> None:
 
 async def test_a_frontend_serves_http(tmp_path: Path) -> None:
     """A frontend serves HTTP requests for tokens and for commands under its own name."""
-    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+    async with guarded(tmp_path) as guard, guard.worker("w0"):
         with contextlib.closing(bind_address("127.0.0.1", 0)) as listening:
             serve = serve_http(guard.login("front"), FLEET, settings_from_environment(), listening)
             async with serve as url, httpx.AsyncClient(base_url=url) as client:
@@ -233,7 +220,7 @@ async def test_a_frontend_serves_http(tmp_path: Path) -> None:
 
 async def test_a_viewer_claims_no_client_name(tmp_path: Path) -> None:
     """`rollbus status` with the credentials of a running trainer does not disturb the trainer's requests."""
-    async with guarded(tmp_path) as guard, serving(guard, "w0", config=SyntheticConfig(step_s=0.005)):
+    async with guarded(tmp_path) as guard, guard.worker("w0", config=SyntheticConfig(step_s=0.005)):
         async with rollbus.connect(guard.login("alice")) as rb:
             await rb.fleet.wait_for_workers()
             stream = rb.generate(ask(max_tokens=1000))
@@ -250,7 +237,7 @@ async def test_the_environment_defines_fleet_client_name_and_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The credentials file in $ROLLBUS_CREDS defines the fleet, the client's name and the key."""
-    async with guarded(tmp_path) as guard, serving(guard, "w0"):
+    async with guarded(tmp_path) as guard, guard.worker("w0"):
         monkeypatch.setenv(CREDENTIALS_VARIABLE, str(guard.path("alice")))
         async with rollbus.connect(guard.url) as rb:
             await rb.fleet.wait_for_workers()
@@ -272,29 +259,28 @@ async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
 
     They can also list the clients of waiting requests.
     """
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with (
-            worker,
-            rollbus.connect(guard.login(watcher)) as rb,
-            rollbus.connect(guard.login(commander)) as other,
-            guard.connected("carol") as carol,
-        ):
-            watch = watch_fleet(rb)
-            for each in (rb, other):
-                await each.fleet.wait_for_workers()
-            await watch.listen()
-            told = await other.fleet.pause()
-            while not (lines := await watch.commands()) or not lines[0].done:
-                pass
-            assert await watch.clients([MODEL]) == {}
-            forged = b'{"id":"1","command":"pause","worker":"w0","incarnation":"","model":"m","status":"applied"}'
-            with pytest.raises(PermissionDenied):
-                await publish_permitted(carol, Subjects(FLEET).ack("boss", "w0"), forged)
-            assert await watch.commands() == lines
-            own = await rb.fleet.send(Resume())
-            while len(lines := await watch.commands()) < 2 or not lines[0].done:
-                pass
+    async with (
+        guarded(tmp_path) as guard,
+        guard.worker("w0"),
+        rollbus.connect(guard.login(watcher)) as rb,
+        rollbus.connect(guard.login(commander)) as other,
+        guard.connected("carol") as carol,
+    ):
+        watch = watch_fleet(rb)
+        for each in (rb, other):
+            await each.fleet.wait_for_workers()
+        await watch.listen()
+        told = await other.fleet.pause()
+        while not (lines := await watch.commands()) or not lines[0].done:
+            pass
+        assert await watch.clients([MODEL]) == {}
+        forged = b'{"id":"1","command":"pause","worker":"w0","incarnation":"","model":"m","status":"applied"}'
+        with pytest.raises(PermissionDenied):
+            await publish_permitted(carol, Subjects(FLEET).ack("boss", "w0"), forged)
+        assert await watch.commands() == lines
+        own = await rb.fleet.send(Resume())
+        while len(lines := await watch.commands()) < 2 or not lines[0].done:
+            pass
     assert [(line.id, line.controller, line.counts) for line in lines] == [
         (own.id, watcher, {"applied": 1}),
         (told.id, commander, {"applied": 1}),
@@ -304,18 +290,16 @@ async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
 @pytest.mark.parametrize("name", ["alice", "carol", "eye"])
 async def test_other_roles_may_not_observe_commands(name: str, tmp_path: Path) -> None:
     """For other roles, observing commands fails with `PermissionDenied`, and the client's requests continue."""
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, rollbus.connect(guard.login(name)) as rb:
-            await rb.fleet.wait_for_workers()
-            watch = watch_fleet(rb)
-            with pytest.raises(PermissionDenied) as listened:
-                await watch.listen()
-            with pytest.raises(PermissionDenied) as listed:
-                await watch.clients([MODEL])
-            if name != "eye":
-                assert (await rb.complete(ask())).error is None
-            assert await watch.commands() == ()
+    async with guarded(tmp_path) as guard, guard.worker("w0"), rollbus.connect(guard.login(name)) as rb:
+        await rb.fleet.wait_for_workers()
+        watch = watch_fleet(rb)
+        with pytest.raises(PermissionDenied) as listened:
+            await watch.listen()
+        with pytest.raises(PermissionDenied) as listed:
+            await watch.clients([MODEL])
+        if name != "eye":
+            assert (await rb.complete(ask())).error is None
+        assert await watch.commands() == ()
     assert (listened.value.action, listened.value.subject) == ("subscribe", f"rb.v1.{FLEET}.ack.*.*")
     assert listed.value.action == "publish"
 
@@ -363,16 +347,7 @@ async def test_a_worker_compares_its_start_if_its_user_may_receive_presence(
     async with guarded(tmp_path / "users") as guard:
 
         def worker(number: int) -> contextlib.AbstractAsyncContextManager[object]:
-            name = f"w{number}"
-            return synthetic_worker(
-                guard.url,
-                FLEET,
-                model=MODEL,
-                worker_id=name,
-                credentials=guard.credentials(name),
-                model_path=folders[number],
-                cache_dir=str(tmp_path / "cache"),
-            )
+            return guard.worker(f"w{number}", model_path=folders[number], cache_dir=str(tmp_path / "cache"))
 
         async with worker(0), rollbus.connect(guard.login("alice")) as rb:
             await rb.fleet.wait_for_workers()
@@ -411,35 +386,40 @@ async def test_workers_remove_the_probes_of_an_admin(
     if is_earlier:
         rules = tuple(rule for rule in permissions.SUBJECT_RULES if "~probe" not in rule.subject)
         monkeypatch.setattr(permissions, "SUBJECT_RULES", rules)
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker as (serving, _), rollbus.connect(guard.login("boss")) as rb:
-            await rb.fleet.wait_for_workers()
-            assert await rb.fleet.check_queues() == {}
-            assert await rb.fleet.check_queues() == {}
-            expected = 0 if is_earlier else 4
-            await until_true(lambda: serving.stats().puller.probes == expected)
+    async with (
+        guarded(tmp_path) as guard,
+        guard.worker("w0") as (serving, _),
+        rollbus.connect(guard.login("boss")) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        assert await rb.fleet.check_queues() == {}
+        assert await rb.fleet.check_queues() == {}
+        expected = 0 if is_earlier else 4
+        await until_true(lambda: serving.stats().puller.probes == expected)
 
-            assert serving.stats().intake.bad == 0
-            assert len(guard.violations()) == is_earlier
+        assert serving.stats().intake.bad == 0
+        assert len(guard.violations()) == is_earlier
 
 
 async def test_an_admin_sends_no_requests_as_probes(tmp_path: Path) -> None:
     """Workers reject a request on the subject of probes, whatever client it names, and serve a trainer as before."""
-    async with guarded(tmp_path) as guard, guard.connected("boss") as boss:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker as (serving, _), rollbus.connect(guard.login("alice")) as rb:
-            await rb.fleet.wait_for_workers()
-            request = msgspec.Raw(encode(greedy(1, 2)))
-            for client in (b"boss", b"alice", b"~probe"):
-                # Programs of an attacker check no names.
-                data = encode(RequestMessage(client="x" * len(client), incarnation="i", request=request))
-                await put(boss, SUBJECTS.probe(MODEL, "normal"), data.replace(b"x" * len(client), client))
-            await until_true(lambda: serving.stats().intake.bad == 3)
+    async with (
+        guarded(tmp_path) as guard,
+        guard.connected("boss") as boss,
+        guard.worker("w0") as (serving, _),
+        rollbus.connect(guard.login("alice")) as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        request = msgspec.Raw(encode(greedy(1, 2)))
+        for client in (b"boss", b"alice", b"~probe"):
+            # Programs of an attacker check no names.
+            data = encode(RequestMessage(client="x" * len(client), incarnation="i", request=request))
+            await put(boss, SUBJECTS.probe(MODEL, "normal"), data.replace(b"x" * len(client), client))
+        await until_true(lambda: serving.stats().intake.bad == 3)
 
-            assert serving.stats().links.requests == 0
-            assert (await rb.complete(greedy(1, 2))).error is None
-            assert serving.stats().puller.probes == 0
+        assert serving.stats().links.requests == 0
+        assert (await rb.complete(greedy(1, 2))).error is None
+        assert serving.stats().puller.probes == 0
 
 
 # Known models on a server with users: who may read, make and forget them.
@@ -450,22 +430,25 @@ async def test_a_trainer_without_a_model_reads_the_known_models(tmp_path: Path) 
 
     The worker writes no state. Its server denies nothing, so nothing was tried.
     """
-    async with guarded(tmp_path) as guard:
-        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
-        async with worker, rollbus.connect(guard.login("alice")) as rb, rollbus.connect(guard.login("boss")) as admin:
-            await rb.fleet.wait_for_workers()
-            assert await rb.fleet.known_models() == (MODEL,)
-            assert (await rb.complete(greedy(1, 2))).model == MODEL
-            await provision(guard.login("boss"), FLEET, ["other"])
-            assert (await rb.complete(greedy(1, 2))).model == MODEL
-            async with rollbus.connect(guard.login("bob")) as late:
-                with pytest.raises(InvalidRequest, match=f"one of {MODEL}, other"):
-                    await late.complete(greedy(1, 2))
-                assert guard.violations() == []
-                with pytest.raises(PermissionDenied):
-                    await late.fleet.forget_model("other")
-                assert await admin.fleet.forget_model("other")
-                assert (await late.complete(greedy(1, 2))).model == MODEL
+    async with (
+        guarded(tmp_path) as guard,
+        guard.worker("w0"),
+        rollbus.connect(guard.login("alice")) as rb,
+        rollbus.connect(guard.login("boss")) as admin,
+    ):
+        await rb.fleet.wait_for_workers()
+        assert await rb.fleet.known_models() == (MODEL,)
+        assert (await rb.complete(greedy(1, 2))).model == MODEL
+        await provision(guard.login("boss"), FLEET, ["other"])
+        assert (await rb.complete(greedy(1, 2))).model == MODEL
+        async with rollbus.connect(guard.login("bob")) as late:
+            with pytest.raises(InvalidRequest, match=f"one of {MODEL}, other"):
+                await late.complete(greedy(1, 2))
+            assert guard.violations() == []
+            with pytest.raises(PermissionDenied):
+                await late.fleet.forget_model("other")
+            assert await admin.fleet.forget_model("other")
+            assert (await late.complete(greedy(1, 2))).model == MODEL
 
 
 async def test_a_model_that_was_forgotten_can_come_back(tmp_path: Path) -> None:
