@@ -229,21 +229,6 @@ async def test_rejected_followers_get_another_leader_and_then_go_to_the_queue(
     assert [each.worker_ids for each in (generation, *generation.siblings)] == [("a",)] * 4
 
 
-async def test_followers_of_a_cancelled_leader_get_another_leader(nats_url: str, fleet: str) -> None:
-    """If the caller cancels a leader before a worker accepts it, the next request of the group becomes the leader."""
-    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
-        first, *others = start(tasks, both.rb, "g")
-        await both.take_queued(1)
-        await until_true(lambda: client_state(both.rb)["followers"] == 2)
-        first.cancel()
-        [leader] = await both.take_queued(1)
-        await both.answer(both.a, leader)
-        worker, last = await both.take_direct()
-        await both.answer(worker, last)
-        await asyncio.wait(others)
-        assert not is_placing(both.rb)
-
-
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
 async def test_waiting_followers_that_end_are_never_published(nats_url: str, fleet: str, ending: str) -> None:
     """Waiting followers that are aborted, abandoned or timed out are never published, and the client removes them."""

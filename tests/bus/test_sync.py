@@ -36,6 +36,17 @@ async def in_thread(program: Callable[[], None]) -> None:
         await asyncio.to_thread(program)
 
 
+async def use_client(nats_url: str, fleet: str, program: Callable[[BlockingClient], None]) -> None:
+    """Run a program with a client that knows a worker, as `in_thread` does."""
+
+    def connect_and_run() -> None:
+        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
+            rb.fleet.wait_for_workers()
+            program(rb)
+
+    await in_thread(connect_and_run)
+
+
 def names_of(kind: type) -> set[str]:
     """Return the public names of a class, with those that it inherits."""
     return {name for name in dir(kind) if not name.startswith("_")}
@@ -120,17 +131,15 @@ async def test_several_threads_share_a_client(nats_url: str, fleet: str, one_wor
         assert drawn_on[number] == {threading.get_ident()}
         results[number].append(rb.complete(short(f"{number}-last")).request_id)
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
-            threads = [threading.Thread(target=use, args=(rb, number)) for number in range(6)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+    def program(rb: BlockingClient) -> None:
+        threads = [threading.Thread(target=use, args=(rb, number)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     async with one_worker():
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
     assert results == {
         number: [*sorted(f"{number}-{index}" for index in range(20)), f"{number}-last"] for number in range(6)
     }
@@ -139,32 +148,30 @@ async def test_several_threads_share_a_client(nats_url: str, fleet: str, one_wor
 async def test_errors_are_those_of_the_client_with_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Requests, commands, arguments and the state of the client raise the same errors."""
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
-            with pytest.raises(InvalidRequest, match="model is 'other'"):
-                rb.complete(short("other", model="other"))
-            with pytest.raises(RequestRejected, match="lora 'x' is not loaded"):
-                list(rb.generate(short("lora", lora="x")))
-            [failed] = rb.complete_many([short("lora", lora="x")])
-            assert failed.finish_reason == "error"
-            with pytest.raises(InvalidRequest, match="max_in_flight is 0; allowed: an integer from 1"):
-                list(rb.complete_many([], max_in_flight=0))
-            with pytest.raises(InvalidRequest, match="max_in_flight is '8', not an integer"):
-                list(rb.complete_many([], max_in_flight="8"))  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="requests has None"):
-                list(rb.complete_many([None]))
-            with pytest.raises(InvalidRequest, match="requests is an async iterable; allowed: an iterable"):
-                list(rb.complete_many(_nothing()))
-            with pytest.raises(InvalidRequest, match="workers"):
-                rb.fleet.pause(workers=["nobody"])
-            with pytest.raises(TypeError):
-                rb.fleet.update_weights("folder")  # type: ignore[call-arg]
-            with pytest.raises(NoWorkers):
-                rb.fleet.wait_for_workers(2, timeout_s=0.01)
+    def program(rb: BlockingClient) -> None:
+        with pytest.raises(InvalidRequest, match="model is 'other'"):
+            rb.complete(short("other", model="other"))
+        with pytest.raises(RequestRejected, match="lora 'x' is not loaded"):
+            list(rb.generate(short("lora", lora="x")))
+        [failed] = rb.complete_many([short("lora", lora="x")])
+        assert failed.finish_reason == "error"
+        with pytest.raises(InvalidRequest, match="max_in_flight is 0; allowed: an integer from 1"):
+            list(rb.complete_many([], max_in_flight=0))
+        with pytest.raises(InvalidRequest, match="max_in_flight is '8', not an integer"):
+            list(rb.complete_many([], max_in_flight="8"))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="requests has None"):
+            list(rb.complete_many([None]))
+        with pytest.raises(InvalidRequest, match="requests is an async iterable; allowed: an iterable"):
+            list(rb.complete_many(_nothing()))
+        with pytest.raises(InvalidRequest, match="workers"):
+            rb.fleet.pause(workers=["nobody"])
+        with pytest.raises(TypeError):
+            rb.fleet.update_weights("folder")  # type: ignore[call-arg]
+        with pytest.raises(NoWorkers):
+            rb.fleet.wait_for_workers(2, timeout_s=0.01)
 
     async with one_worker():
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
 
 
 async def _nothing() -> Any:
@@ -180,17 +187,15 @@ async def test_a_caller_that_leaves_a_loop_aborts_its_requests(
     Their ids and slots are free for the next requests.
     """
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
-            with contextlib.closing(rb.generate(endless("stream"))) as stream:
-                next(stream)
-            with contextlib.closing(rb.complete_many([short("first"), endless("many")])) as results:
-                assert next(results).request_id == "first"
-            assert [rb.complete(short(name)).finish_reason for name in ("stream", "many")] == ["length"] * 2
+    def program(rb: BlockingClient) -> None:
+        with contextlib.closing(rb.generate(endless("stream"))) as stream:
+            next(stream)
+        with contextlib.closing(rb.complete_many([short("first"), endless("many")])) as results:
+            assert next(results).request_id == "first"
+        assert [rb.complete(short(name)).finish_reason for name in ("stream", "many")] == ["length"] * 2
 
     async with one_worker():
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
 
 
 async def test_closing_ends_the_calls_of_other_threads(nats_url: str, fleet: str, one_worker: StartServed) -> None:
@@ -231,20 +236,17 @@ async def test_callbacks_may_not_call_the_client(nats_url: str, fleet: str, one_
     """A call of the client in its own callback would deadlock, so it raises an error immediately."""
     caught: list[str] = []
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
+    def program(rb: BlockingClient) -> None:
+        def call(*_: object) -> None:
+            with pytest.raises(RuntimeError, match="would wait for itself") as error:
+                rb.complete(short("callback"))
+            caught.append(str(error.value))
 
-            def call(*_: object) -> None:
-                with pytest.raises(RuntimeError, match="would wait for itself") as error:
-                    rb.complete(short("callback"))
-                caught.append(str(error.value))
-
-            list(rb.generate(short("a"), on_end=call))
-            rb.fleet.flush_cache(on_ack=call)
+        list(rb.generate(short("a"), on_end=call))
+        rb.fleet.flush_cache(on_ack=call)
 
     async with one_worker():
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
     assert len(caught) >= 2
 
 
@@ -256,14 +258,12 @@ async def test_an_error_of_a_callback_ends_nothing(
     def fail() -> None:
         raise RuntimeError("the callback failed")
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
-            for name in ("a", "b"):
-                assert list(rb.generate(short(name), on_end=fail))[-1].end is not None
+    def program(rb: BlockingClient) -> None:
+        for name in ("a", "b"):
+            assert list(rb.generate(short(name), on_end=fail))[-1].end is not None
 
     async with one_worker():
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
     assert "the callback failed" in caplog.text
 
 
@@ -315,18 +315,16 @@ async def test_steps_are_those_of_the_client_with_asyncio(nats_url: str, fleet: 
     lengths = [5, 700, 3, 4, 900, 6, 2, 500]
     steps: list[GroupStep] = []
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
-            with rb.groups(prompts(*lengths), n=2, need=2, over=2) as groups:
-                steps.extend(groups)
-            for key, answers in tokens_of(steps).items():
-                number = int(str(key))
-                expected = rb.complete(greedy(10 + number, lengths[number])).token_ids.tolist()
-                assert answers == [expected, expected]
+    def program(rb: BlockingClient) -> None:
+        with rb.groups(prompts(*lengths), n=2, need=2, over=2) as groups:
+            steps.extend(groups)
+        for key, answers in tokens_of(steps).items():
+            number = int(str(key))
+            expected = rb.complete(greedy(10 + number, lengths[number])).token_ids.tolist()
+            assert answers == [expected, expected]
 
     async with one_worker(config=SLOW) as (rb, _, engine):
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
         await until_idle(engine, rb)
     assert sorted(map(str, keys(*steps))) == sorted(map(str, range(len(lengths))))
     assert max(group.steps for step in steps for group in step.groups) > 1
@@ -342,32 +340,29 @@ async def test_prompts_are_read_on_the_thread_that_waits_for_the_step(
     """
     drawn_on: list[int] = []
 
-    def program() -> None:
-        with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
-            rb.fleet.wait_for_workers()
+    def program(rb: BlockingClient) -> None:
+        class Source:
+            """A source that yields answers of the fleet and raises one error."""
 
-            class Source:
-                """A source that yields answers of the fleet and raises one error."""
+            def __iter__(self) -> Iterator[list[int]]:
+                return self
 
-                def __iter__(self) -> Iterator[list[int]]:
-                    return self
+            def __next__(self) -> list[int]:
+                drawn_on.append(threading.get_ident())
+                if len(drawn_on) == 2:
+                    raise OSError("the data set is gone")
+                answer: list[int] = rb.complete(short(f"r{len(drawn_on)}")).token_ids.tolist()
+                return answer
 
-                def __next__(self) -> list[int]:
-                    drawn_on.append(threading.get_ident())
-                    if len(drawn_on) == 2:
-                        raise OSError("the data set is gone")
-                    answer: list[int] = rb.complete(short(f"r{len(drawn_on)}")).token_ids.tolist()
-                    return answer
-
-            sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-            with rb.groups(Source(), n=1, need=2, over=1, sampling=sampling) as groups:
-                with pytest.raises(OSError, match="the data set is gone"):
-                    groups.step()
-                assert len(groups.step().groups) == 2
-            assert drawn_on == [threading.get_ident()] * 3
+        sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        with rb.groups(Source(), n=1, need=2, over=1, sampling=sampling) as groups:
+            with pytest.raises(OSError, match="the data set is gone"):
+                groups.step()
+            assert len(groups.step().groups) == 2
+        assert drawn_on == [threading.get_ident()] * 3
 
     async with one_worker():
-        await in_thread(program)
+        await use_client(nats_url, fleet, program)
 
 
 @pytest.mark.parametrize("left", ["groups", "client"])
