@@ -9,7 +9,7 @@ added time is the difference between the two ways in one round. `synthetic` make
 `vllm` computes a tiny MoE on the cores of this machine, which the bus needs too. So its rows also show how engine and
 bus slow each other down.
 
-Each way runs in a process of its own, with the input and output of the ways of `bench.real_engine`.
+The ways are those of `bench.ways`.
 """
 
 import asyncio
@@ -17,14 +17,16 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import msgspec
 
-from bench.processes import Way, bus_request, on_the_bus, own_process
-from bench.real_engine import Count, Run, ask, gathered, on_real_engines, serve, streamed
-from bench.report import Report, program
+from bench.processes import Way, bus_request, own_process
+from bench.real_engine import on_real_engines
+from bench.report import Report, program, take_turns
+from bench.ways import Result, Run, ask, at_once, rollbus_chunks, serve
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
-from rollbus.frontend.cli.tables import in_turns, percentile, spreads
+from rollbus.frontend.cli.tables import percentile, spreads
 from rollbus.schemas.options import arg
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
@@ -48,13 +50,13 @@ async def in_process() -> AsyncIterator[Run]:
             for step in split(steps):
                 queues[step.key].put_nowait(step)
 
-    async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
+    async def one(prompt: list[int], max_tokens: int, result: Result) -> None:
         key = next(keys)
         queue = queues[key] = asyncio.Queue(max_tokens)
         await engine.add(key, bus_request(prompt, max_tokens))
         while True:
             step = await queue.get()
-            count.add(len(step.token_ids), 0)
+            result.add(step.token_ids.tolist(), [])
             if step.finish_reason is not None:
                 del queues[key]
                 return
@@ -62,16 +64,14 @@ async def in_process() -> AsyncIterator[Run]:
     await engine.start()
     async with asyncio.TaskGroup() as tasks:
         handing_out = tasks.create_task(hand_out(), name="hand out")
-        yield gathered(one)
+        yield at_once(one)
         handing_out.cancel()
 
 
-@asynccontextmanager
-async def over_the_bus() -> AsyncIterator[Run]:
+def over_the_bus() -> AbstractAsyncContextManager[Run]:
     """Run a worker with the engine in one process, a server in another, and the client in this process."""
     args = json.dumps(msgspec.to_builtins(ENGINE_CONFIG))
-    async with on_the_bus("--engine", "synthetic", "--engine-args", args) as (rb, _):
-        yield streamed(rb)
+    return rollbus_chunks("--engine", "synthetic", "--engine-args", args)
 
 
 WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
@@ -119,12 +119,10 @@ async def measure(report: Report, engine: str, concurrencies: Sequence[int], rou
         for concurrency in concurrencies:
             for way in ways:
                 await turn(way, concurrency)
-            found: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
-            for way in in_turns(rounds, ways):
-                found[way.name].append(await turn(way, concurrency))
-            own, bus = found.values()
-            found["added"] = [{name: b[name] - a[name] for name in a} for a, b in zip(own, bus, strict=True)]
-            for name, figures in found.items():
+            taken = await take_turns(rounds, ways, partial(turn, concurrency=concurrency))
+            own, bus = taken.values()
+            added = [{name: b[name] - a[name] for name in a} for a, b in zip(own, bus, strict=True)]
+            for name, figures in [*((way.name, rounds) for way, rounds in taken.items()), ("added", added)]:
                 report.add(way=name, concurrent=concurrency, **spreads(figures))
 
 

@@ -164,15 +164,15 @@ async def secure_bus(*trainers: str, model: str = "synthetic") -> AsyncIterator[
 
 
 @asynccontextmanager
-async def on_the_bus(*worker_args: str) -> AsyncIterator[tuple[rollbus.Client, Mapping[str, int]]]:
-    """Run a server and a worker as users start them. Yield a client and the process ids of server and worker."""
+async def on_the_bus(*worker_args: str) -> AsyncIterator[rollbus.Client]:
+    """Run a server and a worker as users start them. Yield a client."""
     async with (
         EmbeddedServer() as server,
-        worker_process(server.url, *worker_args) as worker,
+        worker_process(server.url, *worker_args),
         rollbus.connect(server.url) as rb,
     ):
         await rb.fleet.wait_for_workers(timeout_s=START_S)
-        yield rb, {"worker": worker.pid, "nats": server.pid}
+        yield rb
 
 
 def worker_process(

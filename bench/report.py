@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollbus.frontend.cli.tables import Value, as_json, cell, in_turns, machine, table_text
 from rollbus.schemas.options import Option, add_options
@@ -158,8 +158,3 @@ Load = tuple[int, int]
 def parse_loads(texts: Sequence[str]) -> list[Load]:
     """Parse the loads of a command line."""
     return [(int(text.split("x")[0]), int(text.split("x")[1])) for text in texts]
-
-
-def rate(answer: Mapping[str, Any]) -> float:
-    """Return the tokens per second of one measurement from its `tokens` and `seconds`."""
-    return float(answer["tokens"] / answer["seconds"])

@@ -13,9 +13,7 @@ per 1,000 tokens, for the worker (or the server with its engine), the client, na
 is tokens per second, and `share_of_sse_cpu` the CPU of all processes, each divided by the figure of `sse` in the same
 round.
 
-The process of a way is the client. The engine is in the process of a worker or server. A way reads lines of `REQUESTS
-TOKENS SERIAL` on stdin and answers each with one line of JSON, a `Round`. All ways send the same requests: prompts of
-16 tokens, one logprob for each token, no routed experts, greedy, with exactly TOKENS tokens.
+The ways are those of `bench.ways`, without routed experts. The engine is in the process of a worker or server.
 
 The server of `sse` is a synthetic engine behind Starlette, uvicorn, uvloop and httptools. orjson encodes the events.
 `/inference/v1/generate` answers with one event for each token. An event has the fields that vLLM's route of the same
@@ -24,17 +22,12 @@ name writes, in the same order. It also has `weight_version`, like each chunk of
 
 import asyncio
 import json
-import os
 import socket
-import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import aiohttp
-import numpy as np
 import orjson
 import uvicorn
 from starlette.applications import Starlette
@@ -42,9 +35,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from bench.processes import START_S, answer, bus_request, on_the_bus, own_process, write
-from bench.processes import Way as WayProcess
-from bench.report import Load, Report, cpu_s, parse_loads, program, rate
+from bench.processes import Way, answer, bus_request, own_process
+from bench.report import Load, Report, parse_loads, program
+from bench.ways import Prompts, Result, Run, ask, cpu_ms, event_reader, rate, rollbus_chunks, rollbus_whole, serve
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
 from rollbus.frontend.cli.tables import Spread, Value
@@ -53,58 +46,12 @@ from rollbus.schemas.options import arg
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 
-PROMPT_TOKENS = 16
 ENGINE_ARGS = {"max_num_seqs": 1024}
 SYNTHETIC = ("--engine", "synthetic", "--engine-args", json.dumps(ENGINE_ARGS))
 
 
-@dataclass(slots=True)
-class Result:
-    """The result of one request, in the form in which a program uses it."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    chunks: int
-    """Number of pieces in which the result arrived."""
-
-
-@dataclass(slots=True)
-class Round:
-    """The figures of one measurement."""
-
-    seconds: float
-    tokens: int
-    chunks: int
-    token_sum: int
-    logprob_sum: float
-    """Sum of the log probabilities. This sum and `token_sum` show whether all ways gave the same result. It is exact,
-    because the engine's log probabilities are multiples of 1/256."""
-    cpu_s: Mapping[str, float]
-    """CPU seconds of each process: `worker` is the one with the engine."""
-
-
-Prompts = list[list[int]]
-Run = Callable[[Prompts, int], Awaitable[Iterable[Result]]]
-"""Generates `max_tokens` tokens for each prompt, with all prompts at once. The iteration over the results is not
-measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A running way."""
-
-    run: Run
-    pids: Mapping[str, int]
-    """Ids of the processes except this one."""
-
-
-def make_prompts(requests: int, serial: int) -> Prompts:
-    """Return different prompts for one measurement."""
-    return [[serial, number, *range(2, PROMPT_TOKENS)] for number in range(requests)]
-
-
 @asynccontextmanager
-async def engine_alone() -> AsyncIterator[Way]:
+async def engine_alone() -> AsyncIterator[Run]:
     """Run the engine in this process and read it as a worker does. No transport can be faster."""
     engine = SyntheticEngine(SyntheticConfig.from_args(ENGINE_ARGS))
     await engine.start()
@@ -123,13 +70,13 @@ async def engine_alone() -> AsyncIterator[Way]:
             num_open -= sum(isinstance(step, RequestStep) and step.finish_reason is not None for step in steps)
         return results_of(keys, made)
 
-    yield Way(run, {})
+    yield run
     await engine.close()
 
 
 def results_of(keys: Iterable[str], made: Iterable[RequestStep | TokenBatch]) -> Iterator[Result]:
     """Yield the results of these requests in their order. The work starts when the caller asks for the first result."""
-    results = {key: Result([], [], 0) for key in keys}
+    results = {key: Result(0.0) for key in keys}
     for step in split(made):
         results[step.key].token_ids += step.token_ids.tolist()
         results[step.key].logprobs += [] if step.logprobs is None else step.logprobs.tolist()
@@ -137,165 +84,55 @@ def results_of(keys: Iterable[str], made: Iterable[RequestStep | TokenBatch]) ->
 
 
 @asynccontextmanager
-async def rollbus_whole() -> AsyncIterator[Way]:
-    """Run `complete_many`: whole results, for which the worker batches the tokens."""
-    async with on_the_bus(*SYNTHETIC) as (rb, pids):
-
-        async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
-            results = []
-            requests = [bus_request(prompt, max_tokens, routing=False) for prompt in prompts]
-            async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
-                if generation.error is not None or generation.logprobs is None:
-                    raise RuntimeError(f"no result: {generation.error}")
-                results.append(Result(generation.token_ids.tolist(), generation.logprobs.tolist(), 1))
-            return results
-
-        yield Way(run, pids)
+async def sse() -> AsyncIterator[Run]:
+    """Run the server of this module in its own process, and read its events."""
+    async with (
+        own_process("server", "transport:serve_events", json.dumps(ENGINE_ARGS)) as server,
+        event_reader((await server.ask("url"))["url"]) as run,
+    ):
+        yield run
 
 
-@asynccontextmanager
-async def rollbus_chunks() -> AsyncIterator[Way]:
-    """Run `generate`: a loop over the chunks of each request."""
-    async with on_the_bus(*SYNTHETIC) as (rb, pids):
-
-        async def one(prompt: list[int], max_tokens: int) -> Result:
-            result = Result([], [], 0)
-            async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=False)):
-                if chunk.logprobs is None:
-                    raise RuntimeError(f"the chunk has no logprobs: {chunk!r}")
-                result.token_ids += chunk.token_ids.tolist()
-                result.logprobs += chunk.logprobs.tolist()
-                result.chunks += 1
-            return result
-
-        yield Way(at_once(one), pids)
-
-
-def at_once(one: Callable[[list[int], int], Awaitable[Result]]) -> Run:
-    """Return a run that runs `one` for all prompts at once."""
-
-    async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
-        results: list[Result] = []
-
-        async def add(prompt: list[int]) -> None:
-            results.append(await one(prompt, max_tokens))
-
-        async with asyncio.TaskGroup() as tasks:
-            for prompt in prompts:
-                tasks.create_task(add(prompt))
-        return results
-
-    return run
-
-
-@asynccontextmanager
-async def sse() -> AsyncIterator[Way]:
-    """Run `bench.transport`. aiohttp reads all available bytes at once, and orjson decodes each event."""
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.processes", "transport:serve_events", json.dumps(ENGINE_ARGS)),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        if server.stdout is None:
-            raise RuntimeError("the process was started without pipes")
-        port = int(await asyncio.wait_for(server.stdout.readline(), START_S))
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
-
-            async def one(prompt: list[int], max_tokens: int) -> Result:
-                sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-                body = orjson.dumps({"token_ids": prompt, "sampling_params": sampling, "stream": True})
-                headers = {"Content-Type": "application/json"}
-                result, rest = Result([], [], 0), b""
-                async with session.post("/inference/v1/generate", data=body, headers=headers) as response:
-                    response.raise_for_status()
-                    async for data in response.content.iter_any():
-                        *events, rest = (rest + data).split(b"\n\n")
-                        for event in events:
-                            add_event(event, result)
-                return result
-
-            yield Way(at_once(one), {"worker": server.pid})
-    finally:
-        server.terminate()
-        await server.wait()
-
-
-def add_event(event: bytes, result: Result) -> None:
-    """Add the token of an event."""
-    if not event.startswith(b"data: {"):
-        return
-    [choice] = orjson.loads(event[6:])["choices"]
-    result.token_ids += choice["token_ids"]
-    result.logprobs += [token["logprob"] for token in choice["logprobs"]["content"]]
-    result.chunks += 1
-
-
-WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Way]]] = {
-    "rollbus": rollbus_whole,
-    "rollbus-chunks": rollbus_chunks,
+WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
+    "rollbus": partial(rollbus_whole, *SYNTHETIC, routing=False),
+    "rollbus-chunks": partial(rollbus_chunks, *SYNTHETIC, routing=False),
     "sse": sse,
     "engine": engine_alone,
 }
 """The ways, by name."""
 
 
-async def measure_way(way: Way, requests: int, tokens: int, serial: int) -> Round:
-    """Run one measurement."""
-    pids = {"client" if way.pids else "worker": os.getpid(), **way.pids}
-    prompts = make_prompts(requests, serial)
-    before = {name: cpu_s(pid) for name, pid in pids.items()}
-    started = time.perf_counter()
-    unread = await way.run(prompts, tokens)
-    seconds = time.perf_counter() - started
-    used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
-    results = list(unread)
-    return Round(
-        seconds=seconds,
-        cpu_s=used,
-        tokens=sum(len(result.token_ids) for result in results),
-        chunks=sum(result.chunks for result in results),
-        token_sum=int(np.sum([sum(result.token_ids) for result in results])),
-        logprob_sum=sum(sum(result.logprobs) for result in results),
-    )
-
-
-async def serve(name: str) -> None:
-    """Run the measurements that stdin requests, until stdin ends."""
-    async with WAYS[name]() as way:
-
-        async def measured(arguments: list[str]) -> object:
-            return asdict(await measure_way(way, *map(int, arguments)))
-
-        await answer(measured)
+async def way(name: str) -> None:
+    """Serve one way in this process."""
+    await serve(WAYS[name]())
 
 
 PEER = "sse"
 PROCESSES = ("worker", "client", "nats")
 Answer = dict[str, Any]
-"""The fields of a `bench.transport.Round`."""
+"""The figures of one round of one way."""
 
 
 async def measure(names: Sequence[str], loads: Sequence[Load], rounds: int, report: Report) -> None:
     """Add the rows to the report, in the order of loads and ways."""
     async with AsyncExitStack() as stack:
-        ways = [await stack.enter_async_context(own_process(name, "transport:serve", name)) for name in names]
+        ways = [await stack.enter_async_context(own_process(name, "transport:way", name)) for name in names]
         for load in loads:
-            await turn(ways, load, 0)
-            turns = [await turn(ways, load, serial) for serial in range(1, rounds + 1)]
+            await turn(ways, load)
+            turns = [await turn(ways, load) for _ in range(rounds)]
             for name in names:
                 report.add(**row(name, load, turns))
 
 
-async def turn(ways: Sequence[WayProcess], load: Load, serial: int) -> dict[str, Answer]:
+async def turn(ways: Sequence[Way], load: Load) -> dict[str, Answer]:
     """Measure each way once.
 
     Raises:
         RuntimeError: a way has ended, or it gave too few tokens, or its tokens differ from those of the other ways.
     """
-    answers = {way.name: await way.ask(*load, serial) for way in ways}
-    results = {(one["tokens"], one["token_sum"], one["logprob_sum"]) for one in answers.values()}
-    if len(results) != 1 or next(iter(results))[0] != load[0] * load[1]:
+    answers = {way.name: await ask(way, load) for way in ways}
+    # The sum of the log probabilities is exact, because the engine's log probabilities are multiples of 1/256.
+    if len({(one["token_sum"], one["logprob_sum"]) for one in answers.values()}) != 1:
         raise RuntimeError(f"the ways returned different tokens for the load {load[0]}x{load[1]}: {answers}")
     return answers
 
@@ -310,7 +147,7 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, 
     }
     for process in PROCESSES:
         if process in own[0]["cpu_s"]:
-            columns[f"{process}_cpu_ms"] = Spread.of([1e6 * one["cpu_s"][process] / one["tokens"] for one in own])
+            columns[f"{process}_cpu_ms"] = Spread.of([cpu_ms(one, process) for one in own])
     columns["all_cpu_ms"] = Spread.of([cpu_ms(one) for one in own])
     if own[0]["chunks"]:
         columns["tokens_at_a_time"] = Spread.of([one["tokens"] / one["chunks"] for one in own])
@@ -318,11 +155,6 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, 
         columns["times_sse"] = Spread.of([rate(answers[name]) / rate(answers[PEER]) for answers in turns])
         columns["share_of_sse_cpu"] = Spread.of([cpu_ms(answers[name]) / cpu_ms(answers[PEER]) for answers in turns])
     return columns
-
-
-def cpu_ms(one: Answer) -> float:
-    """Return the CPU milliseconds of all processes per 1,000 tokens."""
-    return float(1e6 * sum(one["cpu_s"].values()) / one["tokens"])
 
 
 WEIGHT_VERSION = 0
@@ -423,7 +255,7 @@ def event(key: str, made: Token) -> bytes:
 
 
 async def serve_events(engine_args: str) -> None:
-    """Serve until terminated."""
+    """Serve until stdin ends. Answer each line on stdin with the URL."""
     engine = SyntheticEngine(SyntheticConfig.from_args(json.loads(engine_args)))
     await engine.start()
     service = Service(engine)
@@ -432,10 +264,16 @@ async def serve_events(engine_args: str) -> None:
         uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_level="error")
     )
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        write(str(listening.getsockname()[1]))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        async def say_url(_question: list[str]) -> object:
+            return {"url": url}
+
         async with asyncio.TaskGroup() as tasks:
             steps = tasks.create_task(service.run(), name="steps")
-            await server.serve(sockets=[listening])
+            tasks.create_task(server.serve(sockets=[listening]))
+            await answer(say_url)
+            server.should_exit = True
             steps.cancel()
 
 

@@ -34,8 +34,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from asyncio import sleep
@@ -51,8 +49,8 @@ import torch
 
 import rollbus
 from bench.processes import START_S, Way, own_process, worker_process
-from bench.real_engine import until_ready
 from bench.report import Report, cpu_s, program
+from bench.ways import PATH, PROMPT_TOKENS, stream_body, vllm_server
 from bench.weights_trainer import MEASURED, Trainer, make_checkpoint, model_bytes
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread, in_turns, spreads
@@ -66,11 +64,13 @@ class Peer:
     """One server with requests in flight.
 
     Args:
-        session: session with the address of the server.
+        url: address of the server.
     """
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, url: str) -> None:
+        # Use a new connection for each request. The server may close an idle connection just when a request reuses it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self.session = aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(None))
         self._serials = itertools.count()
 
     async def update(self, folder: Path) -> float:
@@ -84,15 +84,14 @@ class Peer:
     async def stream(self) -> None:
         """Stream one request after the other until cancelled."""
         while True:
-            sampling = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-            body = {"token_ids": [next(self._serials) % 500] * 16, "sampling_params": sampling, "stream": True}
-            async with self._session.post("/inference/v1/generate", json=body) as response:
+            body = stream_body([next(self._serials) % 500] * PROMPT_TOKENS, MAX_TOKENS)
+            async with self.session.post(PATH, json=body) as response:
                 response.raise_for_status()
                 async for _ in response.content:
                     pass
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        async with self._session.post(path, json=body) as response:
+        async with self.session.post(path, json=body) as response:
             response.raise_for_status()
             await response.read()
 
@@ -100,39 +99,18 @@ class Peer:
 @asynccontextmanager
 async def peers(model: Path, engine_args: Mapping[str, Any], count: int, num_streams: int) -> AsyncIterator[list[Peer]]:
     """Run servers on this machine while the body runs, each with `num_streams` requests in flight."""
-    options = [
-        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
-        for name, value in engine_args.items()
-    ]
-    servers: list[asyncio.subprocess.Process] = []
-    sessions: list[aiohttp.ClientSession] = []
-    try:
+    found: list[Peer] = []
+    async with AsyncExitStack() as stack:
         for number in range(count):
-            port = _free_port()
-            servers.append(
-                await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--tokens-only", "--model", model),
-                    *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "error"),
-                    *("--disable-log-stats", *options),
-                    stdout=asyncio.subprocess.DEVNULL,
-                    env=os.environ | own_cores(number, count) | {"VLLM_SERVER_DEV_MODE": "1"},
-                )
-            )
-            sessions.append(_session(f"http://127.0.0.1:{port}"))
-        for session, server in zip(sessions, servers, strict=True):
-            await until_ready(session, server)
-        found = [Peer(session) for session in sessions]
+            env = own_cores(number, count) | {"VLLM_SERVER_DEV_MODE": "1"}
+            peer = Peer(await stack.enter_async_context(vllm_server(str(model), engine_args, env)))
+            await stack.enter_async_context(peer.session)
+            found.append(peer)
         async with asyncio.TaskGroup() as tasks:
             streams = [tasks.create_task(peer.stream()) for peer in found for _ in range(num_streams)]
             yield found
             for stream in streams:
                 stream.cancel()
-    finally:
-        for session in sessions:
-            await session.close()
-        for server in servers:
-            server.terminate()
-            await server.wait()
 
 
 def own_cores(number: int, count: int) -> dict[str, str]:
@@ -140,19 +118,6 @@ def own_cores(number: int, count: int) -> dict[str, str]:
     share = (os.cpu_count() or 1) // (count + 1)
     cores = range(number * share, (number + 1) * share)
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if cores else {}
-
-
-def _session(url: str) -> aiohttp.ClientSession:
-    # Use a new connection for each request. The server may close an idle connection just when a request reuses it.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 MODEL: Final = "model"

@@ -37,6 +37,6 @@ class FixedTransport(Way):
 @pytest.mark.parametrize("said", [{"tokens": 14}, {"token_sum": 8}, {"logprob_sum": -1.25}])
 async def test_a_difference_ends_the_bench(said: dict[str, object]) -> None:
     """The bench fails at any difference between transports and prints no result."""
-    assert len(await turn([FixedTransport("a"), FixedTransport("b")], (3, 5), 0)) == 2
+    assert len(await turn([FixedTransport("a"), FixedTransport("b")], (3, 5))) == 2
     with pytest.raises(RuntimeError, match="3x5"):
-        await turn([FixedTransport("a"), FixedTransport("b", **said)], (3, 5), 0)
+        await turn([FixedTransport("a"), FixedTransport("b", **said)], (3, 5))

@@ -1,0 +1,269 @@
+"""The ways from an engine to a program that `bench.transport`, `bench.real_engine` and `bench.latency` compare.
+
+Each way runs in its own process, which is the client. It reads lines of `REQUESTS TOKENS` on stdin and answers each
+with one line of JSON, the figures of one round. All ways send the same requests: prompts of 16 tokens, one logprob for
+each token, greedy, with exactly TOKENS tokens.
+"""
+
+import asyncio
+import base64
+import contextlib
+import io
+import itertools
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import psutil
+
+import rollbus
+from bench.processes import START_S, Way, answer, bus_request, on_the_bus, program_process
+from bench.report import Load, cpu_s
+
+PROMPT_TOKENS = 16
+VOCAB_SIZE = 512
+PATH = "/inference/v1/generate"
+
+
+@dataclass(slots=True)
+class Result:
+    """The result of one request, in the form in which a program uses it."""
+
+    started: float
+    """Time on `time.perf_counter` at which this request and the other requests of the round were sent."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rows: int = 0
+    """Number of rows of routed experts."""
+    chunks: int = 0
+    """Number of pieces in which the result arrived."""
+    first_s: float = 0.0
+    """Seconds until the first token arrived. For whole results, seconds until the result arrived."""
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], rows: int = 0) -> None:
+        """Add a piece that arrived."""
+        if not self.token_ids:
+            self.first_s = time.perf_counter() - self.started
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.rows += rows
+        self.chunks += 1
+
+
+Prompts = list[list[int]]
+Run = Callable[[Prompts, int], Awaitable[Iterable[Result]]]
+"""Generates `max_tokens` tokens for each prompt, with all prompts at once. The iteration over the results is not
+measured."""
+
+
+def make_prompts(requests: int, serial: int) -> Prompts:
+    """Return prompts that no earlier measurement used, so that the prefix cache does not favour a way."""
+    numbers = range(serial * 100_003, serial * 100_003 + requests)
+    return [
+        [(number * 31 + i * i * 7 + number // VOCAB_SIZE) % VOCAB_SIZE for i in range(PROMPT_TOKENS)]
+        for number in numbers
+    ]
+
+
+def at_once(one: Callable[[list[int], int, Result], Awaitable[None]]) -> Run:
+    """Return a run that runs `one` for all prompts at once."""
+
+    async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+        started = time.perf_counter()
+        results = [Result(started) for _ in prompts]
+
+        async def read(prompt: list[int], result: Result) -> None:
+            await one(prompt, max_tokens, result)
+
+        async with asyncio.TaskGroup() as tasks:
+            for prompt, result in zip(prompts, results, strict=True):
+                tasks.create_task(read(prompt, result))
+        return results
+
+    return run
+
+
+@asynccontextmanager
+async def rollbus_whole(*worker_args: str, routing: bool | None = None) -> AsyncIterator[Run]:
+    """Run `complete_many`: whole results, for which the worker batches the tokens."""
+    async with on_the_bus(*worker_args) as rb:
+
+        async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+            started = time.perf_counter()
+            results = []
+            requests = [bus_request(prompt, max_tokens, routing=routing) for prompt in prompts]
+            async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
+                if generation.error is not None or generation.logprobs is None:
+                    raise RuntimeError(f"no result: {generation.error}")
+                results.append(Result(started))
+                results[-1].add(generation.token_ids.tolist(), generation.logprobs.tolist(), _count(generation))
+            return results
+
+        yield run
+
+
+@asynccontextmanager
+async def rollbus_chunks(*worker_args: str, routing: bool | None = None) -> AsyncIterator[Run]:
+    """Run `generate`: a loop over the chunks of each request."""
+    async with on_the_bus(*worker_args) as rb:
+
+        async def one(prompt: list[int], max_tokens: int, result: Result) -> None:
+            async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=routing)):
+                if chunk.logprobs is None:
+                    raise RuntimeError(f"the chunk has no logprobs: {chunk!r}")
+                result.add(chunk.token_ids.tolist(), chunk.logprobs.tolist(), _count(chunk))
+
+        yield at_once(one)
+
+
+def _count(part: rollbus.Chunk | rollbus.Generation) -> int:
+    return 0 if part.routed_experts is None else len(part.routed_experts)
+
+
+@asynccontextmanager
+async def event_reader(url: str) -> AsyncIterator[Run]:
+    """Read the server-sent events of vLLM's token server or of a server like it.
+
+    aiohttp reads all available bytes at once, and orjson decodes each event.
+    """
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector, read_bufsize=2**20) as session:
+
+        async def one(prompt: list[int], max_tokens: int, result: Result) -> None:
+            body = orjson.dumps(stream_body(prompt, max_tokens))
+            rest = b""
+            async with session.post(PATH, data=body, headers={"Content-Type": "application/json"}) as response:
+                response.raise_for_status()
+                async for data in response.content.iter_any():
+                    *events, rest = (rest + data).split(b"\n\n")
+                    for event in events:
+                        add_event(event, result)
+
+        yield at_once(one)
+
+
+def stream_body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Return the body of a request for a stream from vLLM's token server."""
+    sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    return {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+
+
+def add_event(event: bytes, result: Result) -> None:
+    """Add the tokens of an event."""
+    if event.startswith(b"data: {"):
+        for choice in orjson.loads(event[6:])["choices"]:
+            routing = choice.get("routed_experts")
+            rows = 0 if routing is None else len(np.load(io.BytesIO(base64.b64decode(routing))))
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]] if choice["logprobs"] else []
+            result.add(choice["token_ids"] or [], logprobs, rows)
+
+
+@asynccontextmanager
+async def vllm_server(
+    model: str, engine_args: Mapping[str, Any], env: Mapping[str, str] | None = None
+) -> AsyncIterator[str]:
+    """Run vLLM's own token server while the body runs, and wait until it serves. Yield its URL.
+
+    Raises:
+        RuntimeError: the server has ended.
+        TimeoutError: the server is not ready in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [
+        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+        for name, value in engine_args.items()
+    ]
+    arguments = ("--tokens-only", "--model", model, "--host", "127.0.0.1", "--port", str(port), *options)
+    quiet = ("--uvicorn-log-level", "error", "--disable-log-stats")
+    async with program_process("vllm.entrypoints.openai.api_server", *arguments, *quiet, env=env) as server:
+        url = f"http://127.0.0.1:{port}"
+        async with asyncio.timeout(START_S), aiohttp.ClientSession(url) as session:
+            while not await _is_healthy(session):
+                if server.returncode is not None:
+                    raise RuntimeError(f"the server exited with code {server.returncode}")
+                await asyncio.sleep(0.2)
+        yield url
+
+
+async def _is_healthy(session: aiohttp.ClientSession) -> bool:
+    with contextlib.suppress(aiohttp.ClientError):
+        async with session.get("/health") as response:
+            return response.ok
+    return False
+
+
+async def serve(way: AbstractAsyncContextManager[Run]) -> None:
+    """Run the measurements that stdin requests, until stdin ends."""
+    serials = itertools.count()
+    async with way as run:
+
+        async def measure(question: list[str]) -> dict[str, Any]:
+            num_requests, max_tokens = map(int, question)
+            prompts = make_prompts(num_requests, next(serials))
+            pids = pids_by_kind()
+            before = cpu_by_kind(pids)
+            started = time.perf_counter()
+            unread = await run(prompts, max_tokens)
+            seconds = time.perf_counter() - started
+            after = cpu_by_kind(pids)
+            results = list(unread)
+            return {
+                "seconds": seconds,
+                "cpu_s": {kind: spent - before[kind] for kind, spent in after.items()},
+                "tokens": sum(len(result.token_ids) for result in results),
+                "rows": sum(result.rows for result in results),
+                "chunks": sum(result.chunks for result in results),
+                "first_s": [result.first_s for result in results],
+                "token_sum": sum(sum(result.token_ids) for result in results),
+                "logprob_sum": sum(sum(result.logprobs) for result in results),
+            }
+
+        await answer(measure)
+
+
+def pids_by_kind() -> dict[str, list[int]]:
+    """Return this process and all processes that it started. A worker may have an engine core."""
+    own, found = os.getpid(), defaultdict[str, list[int]](list)
+    children = psutil.Process().children(recursive=True)
+    found["client" if children else "worker"].append(own)
+    for one in children:
+        found["nats" if one.name().startswith("nats") else "worker" if one.ppid() == own else "core"].append(one.pid)
+    return found
+
+
+def cpu_by_kind(pids: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return the CPU seconds of these processes so far."""
+    return {kind: sum(map(cpu_s, each)) for kind, each in pids.items()}
+
+
+async def ask(way: Way, load: Load) -> dict[str, Any]:
+    """Run one round of a way in its process.
+
+    Raises:
+        RuntimeError: the process has ended, or it returned too few tokens.
+    """
+    figures = await way.ask(*load)
+    if figures["tokens"] != load[0] * load[1]:
+        raise RuntimeError(f"{way.name}: {figures['tokens']} tokens for the load {load[0]}x{load[1]}")
+    return figures
+
+
+def rate(figures: Mapping[str, Any]) -> float:
+    """Return the tokens per second of one round."""
+    return float(figures["tokens"] / figures["seconds"])
+
+
+def cpu_ms(figures: Mapping[str, Any], kind: str | None = None) -> float:
+    """Return the CPU milliseconds per 1,000 tokens of one kind of processes, or of all processes."""
+    spent = sum(figures["cpu_s"].values()) if kind is None else figures["cpu_s"][kind]
+    return float(1e6 * spent / figures["tokens"])
