@@ -21,12 +21,12 @@ import uvloop
 
 import rollbus
 from bench.processes import FLEET, START_S, WORKER, bus_request, secure_bus, worker_process
-from bench.report import Load, Report, cpu_s, parse_loads, program
+from bench.report import Load, Report, cpu_s, parse_loads, program, take_turns
 from rollbus.bus.nats.connection import connected, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
-from rollbus.frontend.cli.tables import Spread, in_turns
+from rollbus.frontend.cli.tables import spreads
 from rollbus.schemas.options import arg
 
 FRAME = bytes(64 * 1024)
@@ -128,15 +128,13 @@ async def compare(
     Args:
         processes: processes whose CPU time counts.
     """
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for side in sides.values():
         await run(side)
-    for name in in_turns(rounds, list(sides)):
-        found[name].append(await measure(run, sides[name], processes))
+    found = await take_turns(rounds, sides, lambda name: measure(run, sides[name], processes))
     plain, accounts = found.values()
     found["ratio"] = [{key: b[key] / a[key] for key in a} for a, b in zip(plain, accounts, strict=True)]
     for name, figures in found.items():
-        report.add(what=what, way=name, **{key: Spread.of([one[key] for one in figures]) for key in figures[0]})
+        report.add(what=what, way=name, **spreads(figures))
 
 
 async def run_all(report: Report, loads: Sequence[Load], frames: int, rounds: int) -> None:

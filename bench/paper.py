@@ -41,11 +41,14 @@ def table(report: Mapping[str, Any], chosen: Sequence[str]) -> str:
     conditions = dict(name.split("=") for name in chosen if "=" in name)
     rows = [{name: cell(median(value)) for name, value in row.items()} for row in report["rows"]]
     kept = [row for row in rows if is_selected(row, conditions)]
-    lines = [
-        f"| {' | '.join(line)} |\n" for line in (columns, *([row.get(name, "") for name in columns] for row in kept))
-    ]
-    lines.insert(1, f"|{'---|' * len(columns)}\n")
-    return f"`{report['command']}`, {report['machine']}\n\n{''.join(lines)}"
+    lines = [[row.get(name, "") for name in columns] for row in kept]
+    return f"`{report['command']}`, {report['machine']}\n\n{markdown(columns, lines)}\n"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    first, *others = (f"| {' | '.join(line)} |" for line in (head, *lines))
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def is_selected(row: Mapping[str, str], conditions: Mapping[str, str]) -> bool:

@@ -23,12 +23,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 import rollbus
 from bench.processes import Way, answer, own_process
-from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes
+from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes, take_turns
 from bench.routing_ways import CASES, CLOCK, WAYS, Case, RoutedEngine, bus_request, clock_us, running_worker
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread, in_turns, percentile, spreads
@@ -131,9 +132,7 @@ async def measure_flow(report: Report, rounds: int, seconds: float, mb_per_s: fl
         own_process("worker", "routing:run_server", nats.url),
         own_process("client", "routing:run_client", nats.url) as client,
     ):
-        found: dict[float, list[dict[str, float]]] = {0.0: [], mb_per_s: []}
-        for rate in in_turns(rounds, found):
-            found[rate].append(await client.ask("measure", seconds, rate))
+        found = await take_turns(rounds, [0.0, mb_per_s], partial(client.ask, "measure", seconds))
     for rate, figures in found.items():
         way = "rollbus tokens, routing flows" if rate else "rollbus tokens alone"
         report.add(rows="u1", way=way, **spreads(figures))
@@ -225,11 +224,7 @@ async def measure(rb: rollbus.Client, seconds: float, mb_per_s: float) -> dict[s
 async def run_server(url: str) -> None:
     """Run the worker."""
     async with running_worker(RoutedEngine(CASE, step_s=STEP_S, is_fresh=False), url):
-
-        async def refuse(arguments: list[str]) -> object:
-            raise ValueError(f"unknown command: {arguments}")
-
-        await answer(refuse)
+        await answer()
 
 
 async def run_client(url: str) -> None:

@@ -29,7 +29,7 @@ import socket
 import time
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
@@ -47,7 +47,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import rollbus
-from bench.processes import answer
+from bench.processes import answer, running_workers
 from bench.report import give_back, peak_bytes, reset_peak, resident_bytes
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
@@ -279,16 +279,9 @@ async def bus_server(case: Case, address: str) -> AsyncIterator[tuple[str, Hande
         yield address, lambda: engine.handed_at
 
 
-@asynccontextmanager
-async def running_worker(engine: Engine, address: str) -> AsyncIterator[None]:
+def running_worker(engine: Engine, address: str) -> AbstractAsyncContextManager[None]:
     """Run a worker with `engine` while the body runs."""
-    worker = Worker(WorkerConfig(nats_url=address, model="routing", prove_reload=False), engine)
-    async with TaskGroup() as tasks:
-        tasks.create_task(worker.run())
-        try:
-            yield
-        finally:
-            worker.stop()
+    return running_workers(Worker(WorkerConfig(nats_url=address, model="routing", prove_reload=False), engine))
 
 
 def http_server(respond: Callable[[dict[str, Any]], Response]) -> Callable[[Case, str], Any]:

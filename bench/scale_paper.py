@@ -20,6 +20,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.paper import markdown, median
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.link_sender import LinkSender
@@ -104,9 +105,7 @@ def _finish(axes: Axes, x: str, y: str, top: float | None = None) -> None:
 
 def number(value: Any) -> float:
     """Return a figure as one number: the median of a spread, as an object or from JSON."""
-    if isinstance(value, Spread):
-        return value.median
-    return float(value["median"] if isinstance(value, dict) else value)
+    return float(value.median if isinstance(value, Spread) else median(value))
 
 
 DELTA_SHARE: Final = 0.025
@@ -126,37 +125,33 @@ It reads, changes, hashes and writes the whole checkpoint.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    name: str
-    num_bytes: float
+CASES: Final = (("0.6B", 1.19e9, 64), ("30B-A3B", 61.1e9, 64), ("30B-A3B", 61.1e9, 1000))
+"""Models, bytes of their weights, and numbers of workers."""
 
 
-SMALL, LARGE = _Model("0.6B", 1.19e9), _Model("30B-A3B", 61.1e9)
-CASES: Final = ((SMALL, 64), (LARGE, 64), (LARGE, 1000))
-"""Models and numbers of workers."""
+def weights_table() -> str:
+    """Return the computed cost of new weights, with a column for each model and fleet."""
+    columns = []
+    for _, full, workers in CASES:
+        machines, delta = workers / WORKERS_PER_MACHINE, full * DELTA_SHARE
+        columns.append(
+            {
+                "machines": f"{machines:,.0f}",
+                "whole, once for each machine: the server sends": _bytes(machines * full),
+                "time for that": _time(machines * full / SERVER_BYTES_PER_S),
+                "upload of the whole checkpoint by the trainer": _time(full / UPLOAD_BYTES_PER_S),
+                "**delta, once for each machine: the server sends**": f"**{_bytes(machines * delta)}**",
+                "**time for that**": f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**",
+                "comparison by the trainer, on one core": _time(full / COMPARE_BYTES_PER_S),
+                "build of the folder on each machine": _time(full / BUILD_BYTES_PER_S),
+            }
+        )
+    return _by_name(["one version", *(f"{model}, {workers:,} workers" for model, _, workers in CASES)], columns)
 
 
-def weights_rows() -> list[list[str]]:
-    """Return the head and the rows of the table, with a column for each model and fleet."""
-    names = [name for name, _ in _figures(*CASES[0])]
-    figures = [[text for _, text in _figures(*case)] for case in CASES]
-    head = ["one version", *(f"{model.name}, {workers:,} workers" for model, workers in CASES)]
-    return [head, *(list(line) for line in zip(names, *figures, strict=True))]
-
-
-def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
-    machines, full, delta = workers / WORKERS_PER_MACHINE, model.num_bytes, model.num_bytes * DELTA_SHARE
-    return [
-        ("machines", f"{machines:,.0f}"),
-        ("whole, once for each machine: the server sends", _bytes(machines * full)),
-        ("time for that", _time(machines * full / SERVER_BYTES_PER_S)),
-        ("upload of the whole checkpoint by the trainer", _time(full / UPLOAD_BYTES_PER_S)),
-        ("**delta, once for each machine: the server sends**", f"**{_bytes(machines * delta)}**"),
-        ("**time for that**", f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**"),
-        ("comparison by the trainer, on one core", _time(full / COMPARE_BYTES_PER_S)),
-        ("build of the folder on each machine", _time(full / BUILD_BYTES_PER_S)),
-    ]
+def _by_name(head: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
+    """Return a table whose rows are the figures of the columns."""
+    return markdown(head, [[name, *(column[name] for column in columns)] for name in columns[0]])
 
 
 def _bytes(count: float) -> str:
@@ -284,7 +279,7 @@ def load_table() -> str:
                 "requests per second": f"{requests:,.0f}",
             }
         )
-    return _table(["", *(model.name for model in MODELS)], [[name, *(c[name] for c in columns)] for name in columns[0]])
+    return _by_name(["", *(model.name for model in MODELS)], columns)
 
 
 def stream_bytes(model: Model) -> float:
@@ -317,13 +312,7 @@ def need_table(rows: Rows) -> str:
             ]
         )
     head = ["1,000 workers", "bytes", "servers", "workers per server", "clients", "workers per client"]
-    return _table([*head, "share of a core at each worker"], lines)
-
-
-def weights_table() -> str:
-    """Return the computed cost of new weights."""
-    head, *lines = weights_rows()
-    return _table(head, lines)
+    return markdown([*head, "share of a core at each worker"], lines)
 
 
 SIDES: Final = ("worker", "client", "server")
@@ -343,16 +332,11 @@ def model_table(rows: Rows) -> str:
                     f"{1e6 / costs['client']:,.0f}",
                 ]
             )
-    return _table(head, lines)
+    return markdown(head, lines)
 
 
 def _figure(value: float) -> str:
     return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    first, *others = (f"| {' | '.join(line)} |" for line in (head, *lines))
-    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def with_tables(text: str, report: Mapping[str, Any]) -> str:

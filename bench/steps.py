@@ -33,7 +33,7 @@ from bench.placement_traces import LENGTH_SIGMA, MAX_TIMES
 from bench.processes import START_S, worker_process
 from bench.report import Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.frontend.cli.tables import Spread
+from rollbus.frontend.cli.tables import Spread, spreads
 from rollbus.schemas.options import arg
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
@@ -128,11 +128,10 @@ async def measure(report: Report, load: Load, overs: Sequence[float], rounds: in
             for over in [*ways[first:], *ways[:first]]:
                 found[over].append(await take_steps(rb, load, over, seed=number))
     for over in ways:
-        columns = {name: Spread.of([one[name] for one in found[over]]) for name in found[over][0]}
         ratios = [
             own["tokens_per_s"] / waiting["tokens_per_s"] for own, waiting in zip(found[over], found[1.0], strict=True)
         ]
-        report.add(over=over, **columns, times_all=Spread.of(ratios))
+        report.add(over=over, **spreads(found[over]), times_all=Spread.of(ratios))
 
 
 def _run(args: argparse.Namespace, report: Report) -> None:

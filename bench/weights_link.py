@@ -46,35 +46,25 @@ class Direction:
         await asyncio.sleep(self._free_at - now)
 
 
-class Link:
-    """One link to a server.
+async def accept(listener: socket.socket, server: tuple[str, int], rate: int) -> None:
+    """Connect each client to the server until cancelled. All share `rate` bytes per second in each direction."""
+    loop, up, down = asyncio.get_running_loop(), Direction(rate), Direction(rate)
 
-    Args:
-        server: host and port of the server.
-        rate: bytes per second in each direction.
-    """
-
-    def __init__(self, server: tuple[str, int], rate: int) -> None:
-        self._server = server
-        self._up, self._down = Direction(rate), Direction(rate)
-
-    async def accept(self, listener: socket.socket) -> None:
-        """Connect each client to the server until cancelled."""
-        async with asyncio.TaskGroup() as connections:
-            while True:
-                client, _ = await asyncio.get_running_loop().sock_accept(listener)
-                connections.create_task(self._connect(client))
-
-    async def _connect(self, client: socket.socket) -> None:
+    async def connect(client: socket.socket) -> None:
         with client, socket.socket() as onward:
             for side in (client, onward):
                 side.setblocking(False)
                 side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 side.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-            await asyncio.get_running_loop().sock_connect(onward, self._server)
+            await loop.sock_connect(onward, server)
             async with asyncio.TaskGroup() as ways:
-                ways.create_task(pass_on(client, onward, self._up))
-                ways.create_task(pass_on(onward, client, self._down))
+                ways.create_task(pass_on(client, onward, up))
+                ways.create_task(pass_on(onward, client, down))
+
+    async with asyncio.TaskGroup() as connections:
+        while True:
+            client, _ = await loop.sock_accept(listener)
+            connections.create_task(connect(client))
 
 
 async def pass_on(source: socket.socket, sink: socket.socket, direction: Direction) -> None:
@@ -91,7 +81,6 @@ async def pass_on(source: socket.socket, sink: socket.socket, direction: Directi
 async def link(url: str, mbytes_per_s: str) -> None:
     """Run the link until stdin ends."""
     host, port = url.rpartition("/")[2].rsplit(":", 1)
-    shaped = Link((host, int(port)), int(mbytes_per_s) * 10**6)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         own_url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
@@ -100,7 +89,7 @@ async def link(url: str, mbytes_per_s: str) -> None:
             return {"url": own_url}
 
         async with asyncio.TaskGroup() as tasks:
-            accepting = tasks.create_task(shaped.accept(listener))
+            accepting = tasks.create_task(accept(listener, (host, int(port)), int(mbytes_per_s) * 10**6))
             await answer(say_url)
             accepting.cancel()
 
@@ -110,36 +99,28 @@ MAX_TOKENS = 400
 """Tokens of a request. A request lasts longer than most updates."""
 
 
-class Load:
-    """Endless streams, and the times at which their tokens arrived."""
-
-    def __init__(self, rb: rollbus.Client, vocab_size: int) -> None:
-        self._rb = rb
-        self._vocab_size = vocab_size
-        self._serials = itertools.count()
-        self._times: list[float] = []
-
-    async def stream(self) -> None:
-        """Stream one request after the other until cancelled."""
-        while True:
-            first = next(self._serials) * PROMPT_TOKENS
-            prompt = [token % self._vocab_size for token in range(first, first + PROMPT_TOKENS)]
-            async for chunk in self._rb.generate(bus_request(prompt, MAX_TOKENS, routing=False)):
-                self._times.extend([time.monotonic()] * chunk.num_tokens)
-
-    async def count(self, question: list[str]) -> dict[str, Any]:
-        """Return the number of tokens of a period."""
-        begin, end = map(float, question)
-        return {"tokens": bisect(self._times, end) - bisect(self._times, begin)}
-
-
 async def load(url: str, vocab_size: str, num_streams: str) -> None:
     """Run the streams until stdin ends."""
+    serials = itertools.count()
+    arrived: list[float] = []
+
+    async def stream(rb: rollbus.Client) -> None:
+        """Stream one request after the other until cancelled."""
+        while True:
+            first = next(serials) * PROMPT_TOKENS
+            prompt = [token % int(vocab_size) for token in range(first, first + PROMPT_TOKENS)]
+            async for chunk in rb.generate(bus_request(prompt, MAX_TOKENS, routing=False)):
+                arrived.extend([time.monotonic()] * chunk.num_tokens)
+
+    async def count(question: list[str]) -> dict[str, Any]:
+        """Return the number of tokens of a period."""
+        begin, end = map(float, question)
+        return {"tokens": bisect(arrived, end) - bisect(arrived, begin)}
+
     async with rollbus.connect(url, client="load") as rb:
         await rb.fleet.wait_for_workers()
-        load = Load(rb, int(vocab_size))
         async with asyncio.TaskGroup() as tasks:
-            streams = [tasks.create_task(load.stream(), name=f"stream {i}") for i in range(int(num_streams))]
-            await answer(load.count)
+            streams = [tasks.create_task(stream(rb), name=f"stream {i}") for i in range(int(num_streams))]
+            await answer(count)
             for stream in streams:
                 stream.cancel()
