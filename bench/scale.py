@@ -226,7 +226,7 @@ class Fleet:
             async def num_waiting() -> int:
                 return sum(depth.waiting for depth in await queue_depths(nats, Subjects(FLEET), (MODEL,)))
 
-            await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs))
+            await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs, max_per_client=max_msgs))
             yield num_waiting
 
 
