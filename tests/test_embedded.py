@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from rollbus.bus.nats import embedded
 from rollbus.bus.nats.connection import open_connection
 from rollbus.bus.nats.embedded import BINARY_VARIABLE, EmbeddedServer, find_binary
 from rollbus.schemas.errors import BusBroken, BusClosed
@@ -101,9 +100,9 @@ async def test_two_servers_run_side_by_side() -> None:
 
 
 async def test_clients_receive_the_max_payload_of_the_server() -> None:
-    """Clients receive the server's limit of 8 MB for a message."""
-    async with EmbeddedServer() as server:
-        assert await echo(server.url) == embedded.DEFAULT_MAX_PAYLOAD_BYTES
+    """Clients receive `max_payload_bytes` as the server's limit."""
+    async with EmbeddedServer(max_payload_bytes=64 * 1024) as server:
+        assert await echo(server.url) == 64 * 1024
 
 
 async def test_a_restart_keeps_port_and_streams() -> None:
@@ -153,15 +152,12 @@ async def test_a_failed_start_shows_the_log(temporary: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_server_that_is_never_ready_is_killed(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_is_never_ready_is_killed(tmp_path: Path, temporary: Path) -> None:
     """A server that is not ready in time is killed, and the error names the time and contains the log."""
     binary = tmp_path / "mute"
     binary.write_text("#!/bin/sh\necho pid $$ waits >&2\nexec sleep 600\n")
     binary.chmod(0o755)
-    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 1.0)
-    server = EmbeddedServer(binary=binary)
+    server = EmbeddedServer(binary=binary, start_timeout_s=1.0)
     with pytest.raises(BusBroken, match=r"not ready within 1\.0 s.*\npid \d+ waits"):
         await server.__aenter__()
 

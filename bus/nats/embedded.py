@@ -38,7 +38,7 @@ split."""
 GC_PERCENT: Final = "400"
 """`GOGC` of the server, unless the environment sets it. The heap is small, and Go's default of 100 collects it so often
 that routed experts pass a sixth slower."""
-START_TIMEOUT_S: Final = 30.0
+DEFAULT_START_TIMEOUT_S: Final = 30.0
 """Seconds for a start. A start takes tens of milliseconds; the recovery of large streams from a slow disk takes
 longer."""
 LOG_LINES: Final = 200
@@ -107,6 +107,8 @@ class EmbeddedServer:
         port: a fixed port, or -1: the server chooses a free port and keeps it across restarts.
         store_dir: folder of JetStream's streams. It is created if absent and not removed at the end. Default: a
             temporary folder that is removed at the end.
+        max_payload_bytes: maximum bytes of a message.
+        start_timeout_s: seconds from the start of the process until it must be ready.
         users: users that may connect; None: every program may connect and has all permissions.
 
     Raises on entering:
@@ -119,11 +121,15 @@ class EmbeddedServer:
         binary: Path | None = None,
         port: int = _ANY_PORT,
         store_dir: Path | None = None,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+        start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
         users: Iterable[User] | None = None,
     ) -> None:
         self._binary = binary
         self._port = port
         self._store_dir = store_dir
+        self._max_payload_bytes = max_payload_bytes
+        self._start_timeout_s = start_timeout_s
         self._accounts = None if users is None else accounts(users)
         self._log_lines: deque[str] = deque(maxlen=LOG_LINES)
         self._folder: Path | None = None
@@ -218,17 +224,17 @@ class EmbeddedServer:
         config = folder / "nats-server.conf"
         store_dir = (self._store_dir or folder / "store").absolute()
         listen = f"127.0.0.1:{self._port}"
-        text = server_config(listen=listen, store_dir=str(store_dir), max_payload_bytes=DEFAULT_MAX_PAYLOAD_BYTES)
+        text = server_config(listen=listen, store_dir=str(store_dir), max_payload_bytes=self._max_payload_bytes)
         if self._accounts is not None:
             text = json.dumps({**json.loads(text), "accounts": self._accounts}, ensure_ascii=False, indent=2)
         config.write_text(text)
         process = _ServerProcess([str(find_binary(self._binary)), "-c", str(config)], folder, self._log_lines)
         problem = "exited immediately"
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(self._start_timeout_s):
                 await process.settled.wait()
         except TimeoutError:
-            problem = f"was not ready within {START_TIMEOUT_S} s"
+            problem = f"was not ready within {self._start_timeout_s} s"
         finally:
             if not process.is_ready:
                 process.end_now()
