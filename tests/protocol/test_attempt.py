@@ -527,5 +527,5 @@ class Attempts(RuleBasedStateMachine):
                 self.receive(job, item)
 
 
-Attempts.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+Attempts.TestCase.settings = settings(stateful_step_count=60)
 TestAttempts = pytest.mark.slow(Attempts.TestCase)

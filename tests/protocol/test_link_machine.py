@@ -363,5 +363,5 @@ class LinkMachine(RuleBasedStateMachine):
         return data
 
 
-LinkMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+LinkMachine.TestCase.settings = settings(stateful_step_count=60, deadline=None)
 TestLink = LinkMachine.TestCase

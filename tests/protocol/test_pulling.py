@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.queue.pull_plan import (
@@ -146,7 +146,6 @@ def play(world: World, events: list[Callable[[World], None]]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
 @given(st.lists(EVENTS, min_size=20, max_size=40))
 def test_a_pull_claims_at_most_three_more_requests_than_the_room(events: list[Callable[[World], None]]) -> None:
     """After each pull, at most three more requests than the room may arrive, regardless of earlier events."""

@@ -172,7 +172,6 @@ class World:
 
 
 @pytest.mark.proves("P3")
-@settings(max_examples=200)
 @given(
     count=st.integers(1, 40),
     bad=st.frozensets(st.integers(0, 39), max_size=4),

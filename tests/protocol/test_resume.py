@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
@@ -174,7 +174,6 @@ def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
 
 
 @given(requests(continuable=True), losses, gathers)
-@settings(max_examples=300)
 def test_after_losses_a_greedy_request_has_the_result_of_an_undisturbed_run(
     request: GenerateRequest, losses: list[Attempt], gather: int
 ) -> None:
@@ -193,7 +192,6 @@ def test_after_losses_a_greedy_request_has_the_result_of_an_undisturbed_run(
 
 
 @given(requests(continuable=False), losses, gathers)
-@settings(max_examples=150)
 def test_a_seeded_request_without_delivered_chunks_starts_again(
     request: GenerateRequest, losses: list[Attempt], gather: int
 ) -> None:
@@ -206,7 +204,6 @@ def test_a_seeded_request_without_delivered_chunks_starts_again(
 
 
 @given(requests(continuable=False), losses, gathers)
-@settings(max_examples=150)
 def test_a_resumed_stream_keeps_delivered_chunks_and_is_marked_as_not_exact(
     request: GenerateRequest, losses: list[Attempt], gather: int
 ) -> None:
@@ -278,7 +275,6 @@ attempts = st.lists(
 
 @pytest.mark.proves("P53")
 @given(requests(continuable=True), attempts, st.sampled_from([WIDE, NARROW]), st.sampled_from([30, 64, 4096]))
-@settings(max_examples=300)
 def test_a_result_after_phases_and_losses_equals_that_of_one_worker(
     request: GenerateRequest, plans: list[Attempt], num_experts: int, segment_bytes: int
 ) -> None:

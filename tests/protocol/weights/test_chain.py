@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -284,7 +284,6 @@ STEP = st.tuples(
 
 
 @pytest.mark.proves("P86")
-@settings(max_examples=300)
 @given(st.lists(STEP, min_size=1, max_size=60), st.data())
 def test_cleaning_keeps_all_objects_that_a_recorded_version_needs(
     steps: list[tuple[str, bool, bool, float]], data: st.DataObject
