@@ -11,11 +11,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-
 from ..bus.logs import RejectionCount
 from ..bus.nats.connection import Connection, subscribe
+from ..bus.nats.library import Msg, Subscription
 from ..bus.protocol.fleet.leases import DROP_S, FloodMeter
 from ..schemas.errors import RemoteProtocolError
 

@@ -18,10 +18,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from nats.aio.msg import Msg
-
 from ..bus.logs import LOG_VARIABLE, RejectionCount
 from ..bus.nats.connection import Connection, publish
+from ..bus.nats.library import Msg
 from ..bus.protocol.fleet.leases import DuplicateWatch, OwnIncarnation, WorkerLease
 from ..bus.protocol.states import SPEAKING, WORKER, WorkerEvent
 from ..bus.subjects import Subjects

@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from nats.aio.msg import Msg
-
 from ..bus.control.store import DesiredStore
 from ..bus.nats.connection import Connection, ConnectionStats, check_permitted, open_connection, subscribe
+from ..bus.nats.library import Msg
 from ..bus.objects.reader import ObjectReader
 from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent

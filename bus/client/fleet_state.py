@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from ...schemas.checks import check_float
 from ...schemas.control import DesiredState, ReadExperts, ReadRequest, State
@@ -24,6 +22,7 @@ from ..control.controller import Controller, check_command
 from ..control.revisions import StoredState
 from ..logs import RejectionCount
 from ..nats.connection import subscribe_permitted
+from ..nats.library import Msg, Subscription
 from ..protocol.fleet.authority import check_age
 from ..protocol.fleet.desired import stale_workers
 from ..protocol.html import as_html

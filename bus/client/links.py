@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
-from nats.aio.msg import Msg
 
 from ...schemas.chunk import Chunk
 from ...schemas.control import DesiredState, LoadLora, Resume, Wake, lora_register
@@ -27,6 +26,7 @@ from ...schemas.presence import WorkerPresence, WorkerState
 from ..control.store import DesiredStore
 from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
+from ..nats.library import Msg
 from ..protocol.attempt import events as on
 from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, Engine, SilenceWatch
 from ..protocol.fleet.desired import effective, target_version

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime
 from typing import Final, Generic, TypeVar
 
-from nats.aio.msg import Msg
-
 from ...schemas.acks import Ack
 from ...schemas.checks import check_name, list_names
 from ...schemas.control import DesiredState
@@ -25,6 +23,7 @@ from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..nats.failures import describe_reachable
 from ..nats.jetstream import Unanswered
+from ..nats.library import Msg
 from ..protocol.fleet.desired import desired_loras, effective, shows_ack
 from ..protocol.fleet.presence import LostWorker, PresenceTable, Survivor, accepts_whole_requests
 from ..queue.publisher import QueueProbes

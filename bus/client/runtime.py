@@ -15,9 +15,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Final
 
-from nats.aio.msg import Msg
-from nats.errors import SlowConsumerError
-
 from ...schemas.errors import (
     BusBroken,
     ErrorCode,
@@ -35,6 +32,7 @@ from ..control.controller import Controller
 from ..control.updates import Updates
 from ..logs import RejectionCount
 from ..nats.connection import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, Connection, check_permitted, publish, subscribe
+from ..nats.library import Msg, SlowConsumerError
 from ..objects.uploads import Uploads
 from ..protocol.fleet.leases import DEFAULT_LEASE_S
 from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker, WaitLimit

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar, cast
 
 from msgspec.structs import replace
-from nats.aio.msg import Msg
 
 from ...schemas.acks import Ack
 from ...schemas.checks import describe
@@ -48,6 +47,7 @@ from ..auth.credentials import Role
 from ..auth.permissions import OWN_READERS
 from ..logs import RejectionCount
 from ..nats.connection import Connection, publish_permitted, subscribe
+from ..nats.library import Msg
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority, without
 from ..protocol.fleet.command_result import (

@@ -27,11 +27,10 @@ from collections.abc import Awaitable
 from typing import Annotated, Any, Final
 
 import msgspec
-from nats import errors as nats_errors
-from nats.aio.client import Client, Srv
-from nats.aio.msg import Msg
 
 from ...schemas.errors import RemoteProtocolError
+from .library import Client, Msg, Srv
+from .library import errors as nats_errors
 from .transport import NatsTransport, NoNats, NoTls, Peer, SubscriptionMessage
 
 logger = logging.getLogger(__name__)

@@ -7,17 +7,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from nats import errors as nats_errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.protocol.parser import ERR_RE, PERMISSIONS_ERR
-
 from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError, ServerUnreachable
 from ..auth.credentials import Signatures
 from ..subjects import PREFIX
 from .client import PatchedNatsClient
 from .failures import MAX_LOGGED, Denials, FailedServers
+from .library import ERR_RE, PERMISSIONS_ERR, Client, Msg, Subscription
+from .library import errors as nats_errors
 from .server import Server, redact
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-import nats.aio.client
-from nats import errors as nats_errors
-
 from ...schemas.errors import BusBroken, PermissionDenied, TlsFailed
 from ..auth.credentials import User
 from ..auth.permissions import describe_denial
+from .library import Client
+from .library import errors as nats_errors
 from .server import CREDENTIALS_VARIABLE, Server, redact
 from .transport import NoTls
 
@@ -110,7 +109,7 @@ class Denials:
         return f"user {self._user.name} (role {self._user.role}) {describe_denial(self._user, action, subject)}"
 
 
-async def describe_reachable(nats: nats.aio.client.Client) -> str:
+async def describe_reachable(nats: Client) -> str:
     """Connect to each named or learned server, and describe how many accept connections.
 
     A server that ended before this connection was opened is known only if its URL was named.

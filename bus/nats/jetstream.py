@@ -10,11 +10,11 @@ from collections.abc import Container, Iterator
 from typing import Any, Final
 
 import msgspec
-from nats import errors as nats_errors
-from nats.aio.client import Client
 
 from ...schemas.errors import BusBroken, ControlCode, ControlError, PermissionDenied
 from .client import PatchedNatsClient
+from .library import Client
+from .library import errors as nats_errors
 
 logger = logging.getLogger(__name__)
 

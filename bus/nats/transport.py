@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from urllib.parse import ParseResult
 
-from nats import errors as nats_errors
-from nats.aio.transport import Transport
-
 from ...schemas.errors import RemoteProtocolError
+from .library import Transport
+from .library import errors as nats_errors
 
 BUFFER_BYTES: Final = 64 * 1024
 """Buffer size for lines and small messages, enough for some frames of tokens. A longer line is rejected; the longest

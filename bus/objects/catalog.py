@@ -9,13 +9,13 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from nats.aio.client import Client
 
 from ...schemas.errors import ControlCode, ControlError
 from ..auth.credentials import BadSignature
 from ..logs import RejectionCount
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ask, create_stream, find, headers_of, storage_errors
+from ..nats.library import Client
 from ..subjects import published_bucket
 from .layout import (
     MAX_FILES,

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import BinaryIO, Final, ParamSpec, TypeVar
 
 import msgspec
-from nats import errors as nats_errors
-from nats.aio.msg import Msg
 
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, LocalProtocolError
 from ..nats.connection import Connection, connected, publish, subscribe
 from ..nats.jetstream import API, ApiError
+from ..nats.library import Msg
+from ..nats.library import errors as nats_errors
 from ..nats.server import Server
 from ..thread_calls import call_to_end
 from .catalog import BucketState, bucket_state, list_prefix

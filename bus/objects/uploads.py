@@ -14,14 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from nats.nuid import NUID
-
 from ...schemas.control import DesiredState, LoadLora, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError
 from ...schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, decode_manifest
 from ..auth.credentials import Role
 from ..nats.connection import Connection, connected
 from ..nats.jetstream import NO_MESSAGE, ApiError, ask, find
+from ..nats.library import NUID
 from ..nats.server import Server
 from ..protocol.weights.chain import YOUNG_S, folder_of, is_weights, kept, needed_bytes
 from ..subjects import Subjects, encode_token, published_bucket, upload_bucket

@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from nats import errors as nats_errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.nuid import NUID
 
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import put, storage_errors
+from ..nats.library import NUID, Client, Msg
+from ..nats.library import errors as nats_errors
 from ..protocol.fleet.authority import check_unlimited
 from ..thread_calls import call_to_end
 from .catalog import (

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from nats.nuid import NUID
 
 from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, RollbusError
 from ...schemas.manifest import (
@@ -28,6 +27,7 @@ from ...schemas.manifest import (
 )
 from ..nats.connection import Connection
 from ..nats.jetstream import ApiError, storage_errors
+from ..nats.library import NUID
 from ..objects.catalog import delete_prefix, find_object
 from ..objects.layout import MAX_FILES, ObjectInfo, check_path, split_objects
 from ..objects.reader import open_reader

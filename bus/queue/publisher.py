@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from nats import errors as nats_errors
-from nats.aio.msg import Msg
 
 from ...schemas.errors import BusBroken, ErrorCode, LocalProtocolError, PermissionDenied
 from ...schemas.request import Lane
@@ -27,6 +25,8 @@ from ..auth.credentials import Role
 from ..auth.permissions import REQUESTERS
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import ApiError, ask
+from ..nats.library import Msg
+from ..nats.library import errors as nats_errors
 from ..protocol.queue.pull_plan import HeldBack
 from ..subjects import Subjects
 from .streams import LOOK_S, PROBE_HEADER, STREAM_LANES, stream_name

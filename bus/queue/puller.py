@@ -14,13 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-
 from ...schemas.errors import BusBroken, BusClosed
 from ...schemas.request import Lane
 from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
+from ..nats.library import Msg, Subscription
 from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
 from ..subjects import LANES, Subjects
 from .streams import PROBE_HEADER, QueueLimits, ensure_queue, stream_name

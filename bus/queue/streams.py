@@ -11,12 +11,12 @@ from datetime import datetime
 from typing import Any, Final
 
 import msgspec
-from nats.aio.client import Client
 
 from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied
 from ...schemas.request import Lane
 from ..nats.client import PatchedNatsClient
 from ..nats.jetstream import NO_CONSUMER, NO_STREAM, ApiError, ask, create_stream, find, nanoseconds, parse_stream
+from ..nats.library import Client
 from ..subjects import LANES, Subjects, encode_token
 
 RESUME_SHARE: Final = 4

@@ -136,10 +136,10 @@ def _names_in(node: ast.AST) -> Iterator[str]:
 
 
 def _imports_nats(tree: ast.Module) -> bool:
-    """Return True if a module can have an object of nats-py: it imports nats-py or the connection of rollbus."""
+    """Return True if a module can have an object of nats-py: it imports names of nats-py or the connection of rollbus."""
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    ours = ("connection", "nats_client")
-    return any(module.split(".")[0] == "nats" or module.split(".")[-1] in ours for module in modules)
+    ours = ("connection", "library")
+    return any(module.split(".")[-1] in ours for module in modules)
 
 
 def signature_of(name: str) -> str:

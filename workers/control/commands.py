@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
-from nats.aio.msg import Msg
 
 from ...bus.auth.credentials import Signed
 from ...bus.logs import RejectionCount
 from ...bus.nats.connection import Connection, subscribe
+from ...bus.nats.library import Msg
 from ...bus.protocol.fleet.authority import check_age, check_authority
 from ...bus.protocol.fleet.leases import FloodMeter
 from ...bus.subjects import Subjects

@@ -6,11 +6,8 @@ import logging
 import time
 from typing import Final
 
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
-from nats.errors import Error
-
 from ...bus.nats.connection import MAX_PENDING_BYTES, MAX_PENDING_MSGS, Connection, subscribe_permitted
+from ...bus.nats.library import Error, Msg, Subscription
 from ...bus.subjects import Subjects
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, PermissionDenied, RemoteProtocolError
 from ...schemas.messages import decode_presence

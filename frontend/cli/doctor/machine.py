@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from nats import errors as nats_errors
-
 from ....bus.nats.connection import Connection, connected
 from ....bus.nats.embedded import find_binary
+from ....bus.nats.library import errors as nats_errors
 from ....bus.nats.server import Server, parse_url, redact
 from ....bus.nats.transport import NatsTransport, Peer
 from ....schemas.errors import BusBroken, TlsFailed

@@ -19,14 +19,13 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from nats.aio.msg import Msg
-
 from ....bus.auth.credentials import TLS_VARIABLES, Credentials, Role, User, load_credentials
 from ....bus.auth.users import ensure_users
 from ....bus.client.presence import PresenceWatcher
 from ....bus.control.updates import provision
 from ....bus.nats.connection import connected, subscribe
 from ....bus.nats.embedded import EmbeddedServer
+from ....bus.nats.library import Msg
 from ....bus.nats.server import CREDENTIALS_VARIABLE, Server
 from ....bus.subjects import Subjects
 from ....schemas.options import ON_CPU, computes_on_cpu, pip_install

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
-from nats.aio.msg import Msg
 
 from .... import bus
 from ....bus import BusBroken, Client, FleetState, InvalidRequest, NoWorkers, QueueDepth
 from ....bus.nats.connection import connected, subscribe
+from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
 from ....bus.protocol.fleet.authority import open_transfers, recorded_stops, stop_of
 from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, slots_of
