@@ -131,7 +131,7 @@ def write_line(line: str) -> None:
         rest = rest[os.write(_STDERR, rest) :]
 
 
-def adopted(line: str, process: str) -> str:
+def adopt_line(line: str, process: str) -> str:
     """Return a log line of another process as a JSON object with the process name. Other text becomes a message."""
     try:
         value = json.loads(line)

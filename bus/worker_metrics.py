@@ -165,7 +165,7 @@ def _families(
     """Yield a family for each field of a table: the name without its prefix, and the description."""
     for field, (name, text) in table.items():
         values = [(labels, getattr(report, field)) for labels, report in reports]
-        yield Family(f"{prefix}{name}", kind, text, names, _known("_total" if kind == "counter" else "", values))
+        yield Family(f"{prefix}{name}", kind, text, names, _present("_total" if kind == "counter" else "", values))
 
 
 def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
@@ -176,7 +176,7 @@ def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield from _families("rollbus_worker_", "gauge", ENGINE_GAUGES, engines)
     ratios = [(labels, prefix_cache_hit_ratio(stats)) for labels, stats in engines]
     text = "Share of looked-up tokens that were in the engine's prefix cache, since the engine was warm"
-    yield Family("rollbus_worker_prefix_cache_hit_ratio", "gauge", text, names, _known("", ratios))
+    yield Family("rollbus_worker_prefix_cache_hit_ratio", "gauge", text, names, _present("", ratios))
     for name, (field, text) in WORKER_TIMES.items():
         times = [
             MetricSample(suffix, labels, getattr(counters, f"{field}{of}"))
@@ -196,7 +196,7 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield from _families("rollbus_weights_", "gauge", PUBLISHED_GAUGES, published)
     limits = [(labels, version.limit_bytes or None) for labels, version in published]
     text = "Maximum bytes of this store; absent if it has no limit of its own"
-    yield Family("rollbus_weights_store_limit_bytes", "gauge", text, names, _known("", limits))
+    yield Family("rollbus_weights_store_limit_bytes", "gauge", text, names, _present("", limits))
     stagings = [
         MetricSample("_total", {**labels, "outcome": outcome}, getattr(counters, field))
         for labels, counters in counted
@@ -231,7 +231,7 @@ def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield Family("vllm:cache_config_info", "gauge", text, (*VLLM_LABELS, CACHE_SIZE), sizes)
 
 
-def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[MetricSample]:
+def _present(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[MetricSample]:
     return [MetricSample(suffix, labels, value) for labels, value in values if value is not None]
 
 

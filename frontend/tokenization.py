@@ -132,7 +132,7 @@ class Tokenizer:
             if not token:
                 return b""
             text = self.wrapped.convert_tokens_to_string([ANCHOR, token])[self._anchor :]
-            found = self._bytes[token_id] = _spelled_bytes(token) if "\ufffd" in text else text.encode()
+            found = self._bytes[token_id] = _spell_bytes(token) if "\ufffd" in text else text.encode()
         return found
 
     def apply_chat_template(
@@ -213,7 +213,7 @@ def _load(folder: Path) -> Tokenizer:
     return Tokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
-def _spelled_bytes(token: str) -> bytes:
+def _spell_bytes(token: str) -> bytes:
     """Return the bytes of a token that is not whole characters. Decode them from the spelling in the vocabulary."""
     if len(token) == len("<0xFF>") and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])

@@ -240,7 +240,7 @@ def check_tracestate(field: str, value: object) -> str:
     return text
 
 
-def kept_tracestate(text: str) -> str | None:
+def trim_tracestate(text: str) -> str | None:
     """Return the first members of `text`, as many as fit; None if the text is malformed or has no members."""
     members = _split_members(text)
     if members is None:

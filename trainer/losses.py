@@ -51,7 +51,7 @@ def group_advantages(
         raise PackError(f"by is {by!r}; allowed: std, mean, leave_one_out")
     if not 0 <= eps < np.inf:
         raise PackError(f"eps is {eps}; allowed: finite numbers, 0 and above")
-    groups = _checked(rewards)
+    groups = _check_rewards(rewards)
     size = groups.shape[-1]
     advantages = groups - groups.mean(axis=-1, keepdims=True)
     if by == "leave_one_out":
@@ -78,11 +78,11 @@ def has_signal(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     Raises:
         PackError: a reward is not a finite number, or a group is empty.
     """
-    groups = _checked(rewards)
+    groups = _check_rewards(rewards)
     return np.asarray(groups.max(axis=-1) > groups.min(axis=-1))
 
 
-def _checked(rewards: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def _check_rewards(rewards: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Return the rewards in float64, so that rounding of a group's mean is smaller than differences of its rewards."""
     try:
         groups = np.asarray(rewards, np.float64)

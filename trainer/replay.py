@@ -366,7 +366,7 @@ class RouterPatch:
 
         def on_recompute() -> None:
             if self.number not in _open:
-                raise _ended(self.router.name)
+                raise _ended_error(self.router.name)
             self.pending.discard(call)
 
         if watch_checkpoints(grad, on_recompute):
@@ -378,16 +378,16 @@ _open: dict[int, RouterPatch] = {}
 """Routers in open blocks, by number."""
 
 
-def _ended(name: str) -> ReplayError:
+def _ended_error(name: str) -> ReplayError:
     return ReplayError(f"{name} is computed again after its replay block; call backward() inside the block")
 
 
 @torch.library.custom_op("rollbus::replayed_experts", mutates_args=(), **_TAGS)
-def _replayed_experts(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tensor, grad: bool) -> Tensor:
+def _replay_experts(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tensor, grad: bool) -> Tensor:
     """Return the expert ids i64[N, K] to use. The router chose `own` i64[N, K] with `weights` f[N, K]."""
     rerouting = _open.get(int(ticket))
     if rerouting is None:
-        raise _ended("a router")
+        raise _ended_error("a router")
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise ReplayError("a CUDA graph would repeat the rows that it is captured with; replay without CUDA graphs")
     rows = rerouting.rows
@@ -404,12 +404,12 @@ def _replayed_experts(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tens
     return torch.where(ids < 0, own, ids)
 
 
-@_replayed_experts.register_fake
+@_replay_experts.register_fake
 def _(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tensor, grad: bool) -> Tensor:
     return torch.empty_like(own)
 
 
-def _rerouted(base: type[nn.Module], router: Router) -> type[nn.Module]:
+def _reroute_class(base: type[nn.Module], router: Router) -> type[nn.Module]:
     if base in _rerouted_classes:
         return _rerouted_classes[base]
     formula = router.formula
@@ -422,7 +422,7 @@ def _rerouted(base: type[nn.Module], router: Router) -> type[nn.Module]:
             )
         logits, weights, own = output
         ticket, grad = getattr(self, _TICKET), torch.is_grad_enabled()
-        ids = _replayed_experts(own, logits.detach(), weights.detach(), ticket, grad)
+        ids = _replay_experts(own, logits.detach(), weights.detach(), ticket, grad)
         return logits, formula.weights(self, logits, ids).to(weights.dtype), ids
 
     def reduce(self: nn.Module, _: Any) -> tuple[Any, ...]:
@@ -447,7 +447,7 @@ def reroute(rerouting: RouterPatch) -> None:
     _open[rerouting.number] = rerouting
     # A tensor and not a number: torch.compile would compile each layer of each block for its own number.
     setattr(module, _TICKET, torch.tensor(rerouting.number, device="cpu"))
-    module.__class__ = _rerouted(type(module), rerouting.router)
+    module.__class__ = _reroute_class(type(module), rerouting.router)
 
 
 def restore(rerouting: RouterPatch) -> None:

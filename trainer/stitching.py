@@ -363,7 +363,7 @@ class RowStitcher:
         self._starts[first:after] = starts
         self._parts[first:after] = parts
 
-    def _held(self, start: int, end: int) -> list[Rows]:
+    def _select_rows(self, start: int, end: int) -> list[Rows]:
         """Return the present rows of positions `start` to `end - 1` as views."""
         views = []
         for index in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, end)):
@@ -393,7 +393,7 @@ class RowStitcher:
     def _check_agreement(self, where: str, start: int, rows: Rows) -> None:
         """Check that rows of the same position name the same experts. The order within a top-k has no meaning."""
         position = max(start, self.start)
-        for held in self._held(position, min(start + len(rows), self.end)):
+        for held in self._select_rows(position, min(start + len(rows), self.end)):
             new = rows[position - start :][: len(held)]
             if not np.array_equal(held, new):
                 differs = (np.sort(held, axis=2) != np.sort(new, axis=2)).any(axis=2)

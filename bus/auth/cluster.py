@@ -52,7 +52,7 @@ class Node:
     @property
     def url(self) -> str:
         """Host and port for clients, without a scheme."""
-        return f"{_bracketed(self.host)}:{self.port}"
+        return f"{_bracket(self.host)}:{self.port}"
 
     @property
     def file(self) -> str:
@@ -125,29 +125,29 @@ def write_cluster(folder: Path, nodes: Sequence[Node], config: ClusterConfig) ->
 def _text(node: Node, nodes: Sequence[Node], config: ClusterConfig, password: str) -> str:
     interface = node.host if _is_loopback(node.host) else "0.0.0.0"
     routes = [
-        f"nats-route://{_ROUTE_USER}:{password}@{_bracketed(other.host)}:{other.route_port}"
+        f"nats-route://{_ROUTE_USER}:{password}@{_bracket(other.host)}:{other.route_port}"
         for other in nodes
         if other != node
     ]
     cluster = [
-        f"name: {_quoted(config.name)}",
-        f"listen: {_quoted(f'{_bracketed(interface)}:{node.route_port}')}",
-        f"advertise: {_quoted(f'{_bracketed(node.host)}:{node.route_port}')}",
-        f"authorization {{ user: {_ROUTE_USER}, password: {_quoted(password)}, timeout: {_ROUTE_TIMEOUT_S} }}",
+        f"name: {_quote(config.name)}",
+        f"listen: {_quote(f'{_bracket(interface)}:{node.route_port}')}",
+        f"advertise: {_quote(f'{_bracket(node.host)}:{node.route_port}')}",
+        f"authorization {{ user: {_ROUTE_USER}, password: {_quote(password)}, timeout: {_ROUTE_TIMEOUT_S} }}",
         f"routes: {json.dumps(routes)}",
     ]
     if config.route_tls.cert:
         cluster.append(f"tls {{ {config.route_tls.as_config()}, verify: true, timeout: {_ROUTE_TIMEOUT_S} }}")
     jetstream = [
-        f"store_dir: {_quoted(str(config.store_dir / node.name))}",
+        f"store_dir: {_quote(str(config.store_dir / node.name))}",
         f"max_file_store: {config.max_file_store}",
         "max_memory_store: 1GB",
     ]
     lines = [
         "# Written once by `rollbus nats init`. Edit it as you need.",
-        f"server_name: {_quoted(node.name)}",
-        f"listen: {_quoted(f'{_bracketed(interface)}:{node.port}')}",
-        f"client_advertise: {_quoted(node.url)}",
+        f"server_name: {_quote(node.name)}",
+        f"listen: {_quote(f'{_bracket(interface)}:{node.port}')}",
+        f"client_advertise: {_quote(node.url)}",
         "max_payload: 8MB",
         "# A server in lame duck mode (`nats-server --signal ldm=PID`) first sends its clients to the others.",
         f"lame_duck_duration: {_LAME_DUCK}",
@@ -167,12 +167,12 @@ def _block(name: str, lines: Sequence[str]) -> list[str]:
     return [f"{name} {{", *(f"  {line}" for line in lines), "}"]
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     # The configuration language has no \u escapes.
     return json.dumps(text, ensure_ascii=False)
 
 
-def _bracketed(host: str) -> str:
+def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 

@@ -183,14 +183,14 @@ class Signatures:
         if len(header) > MAX_HEADER_CHARS or header.count(".") != 3:
             raise BadSignature(f"the header {SIGNED} on {subject} is malformed")
         certificate, at, signature = header.rsplit(".", 2)
-        by = self._certified(certificate)
+        by = self._decode_certificate(certificate)
         if not (at.isascii() and at.isdigit() and len(at) <= 15):
             raise BadSignature(f"the header {SIGNED} on {subject} is malformed")
         if not _is_signed(_decode(by.key), _decode(signature), _message(subject, int(at), data)):
             raise BadSignature(f"the message on {subject} is not the one that {by.role} {by.name} signed")
         return Signed(by, int(at))
 
-    def _certified(self, text: str) -> Certificate:
+    def _decode_certificate(self, text: str) -> Certificate:
         """Decode a certificate that a root key signed. Remember valid certificates."""
         known = self._good.get(text)
         if known is not None:

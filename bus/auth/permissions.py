@@ -159,7 +159,7 @@ def permissions(user: User) -> Permissions:
     """Return the permissions of `user`."""
     return Permissions(
         publish=tuple(subject for rule in rules() if user.role in rule.publish for subject in subjects_of(rule, user)),
-        subscribe=tuple(subject for rule in rules() for subject in heard_subjects(rule, user)),
+        subscribe=tuple(subject for rule in rules() for subject in subscribable_subjects(rule, user)),
     )
 
 
@@ -179,7 +179,7 @@ def subjects_of(rule: Rule, user: User) -> tuple[str, ...]:
     return _for_each_model(rule, user.fleet, user.models, names)
 
 
-def heard_subjects(rule: Rule, user: User) -> tuple[str, ...]:
+def subscribable_subjects(rule: Rule, user: User) -> tuple[str, ...]:
     """Return the rule's subjects that one user may subscribe to."""
     if user.role in rule.observe:
         return any_subjects(rule, user.fleet, user.models)
@@ -320,7 +320,7 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
             elif user.role in rule.publish:
                 imports += [_from(home, {"service": subject}) for subject in subjects_of(rule, user)]
             else:
-                imports += [_from(home, {"stream": subject}) for subject in heard_subjects(rule, user)]
+                imports += [_from(home, {"stream": subject}) for subject in subscribable_subjects(rule, user)]
     return imports
 
 

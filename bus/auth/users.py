@@ -175,8 +175,8 @@ def ensure_users(
         OSError: a file cannot be read or written.
     """
     wanted = tuple(dict.fromkeys(wanted))
-    with _locked(folder):
-        known = {(user.fleet, user.role, user.name): user for user in known_users(folder)}
+    with _lock(folder):
+        known = {(user.fleet, user.role, user.name): user for user in list_users(folder)}
         _check_names([*known, *wanted])
         entries = []
         for one in wanted:
@@ -193,7 +193,7 @@ def ensure_users(
     return tuple(entries)
 
 
-def known_users(folder: Path) -> tuple[User, ...]:
+def list_users(folder: Path) -> tuple[User, ...]:
     """Return the users of a folder; an empty tuple if it has none.
 
     Raises:
@@ -215,9 +215,9 @@ def certify(folder: Path, path: Path) -> User:
         BusBroken: the file is not a credentials file, or its user is not in this folder.
         OSError: the file cannot be read or written.
     """
-    with _locked(folder):
+    with _lock(folder):
         found = load_credentials(path).user
-        for user in known_users(folder):
+        for user in list_users(folder):
             if user.public_key == found.public_key:
                 _certify(path, user, ensure_roots(folder / user.fleet))
                 return user
@@ -232,8 +232,8 @@ def remove_user(folder: Path, unwanted: WantedUser) -> bool:
     Raises:
         BusBroken, OSError: as in `ensure_users`.
     """
-    with _locked(folder):
-        before = known_users(folder)
+    with _lock(folder):
+        before = list_users(folder)
         left = tuple(user for user in before if (user.fleet, user.role, user.name) != unwanted)
         _write(folder, left)
         credentials_path(folder, *unwanted).unlink(missing_ok=True)
@@ -270,7 +270,7 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Lock the folder against other programs; create the folder if it is missing."""
     check_writable("the directory", folder, _FOLDER_MODE)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -167,7 +167,7 @@ class Generation:
             raise _unfit(f"is by the model {rest.model!r}", f"the model of this part, {self.model!r}")
         parts = [part for part in (self, rest) if len(part.token_ids)] or [rest]
         first, last = parts[0], parts[-1]
-        arrays: dict[str, Any] = {name: _concatenated([getattr(part, name) for part in parts]) for name in _BY_TOKEN}
+        arrays: dict[str, Any] = {name: _concatenate([getattr(part, name) for part in parts]) for name in _BY_TOKEN}
         return replace(
             rest,
             request=self.request,
@@ -179,7 +179,7 @@ class Generation:
             prompt_len=self.prompt_len,
             start=self.start,
             siblings=self.siblings,
-            routed_experts=_joined_rows(self, rest),
+            routed_experts=_join_rows(self, rest),
             kv_version_spans=last.kv_version_spans,
             kv_lora_version_spans=last.kv_lora_version_spans,
             sampling_mask=TokenMasks.joined_of_all([part.sampling_mask for part in parts]),
@@ -192,12 +192,12 @@ class Generation:
         )
 
 
-def _concatenated(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
+def _concatenate(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
     known = [array for array in arrays if array is not None]
     return np.concatenate(known) if len(known) == len(arrays) else None
 
 
-def _joined_rows(first: Generation, rest: Generation) -> Rows | None:
+def _join_rows(first: Generation, rest: Generation) -> Rows | None:
     """Return the rows of the tokens of both parts. Leave out rows that arrived before their token."""
     kept = num_kept_rows(first)
     if rest.start != first.start + kept:

@@ -112,7 +112,7 @@ class ResultCheck:
                 continue
             use = _use_of(child)
             if use not in announced:
-                announced[use] = self._announced(engine, *use)
+                announced[use] = self._limits_of(engine, *use)
             if problem_of(chunk, announced[use]) is None:
                 continue
             problem = await self._problem(engine, child, chunk, has_read)
@@ -133,19 +133,19 @@ class ResultCheck:
         model, lora = _use_of(child)
 
         def problem(recorded: tuple[int, int]) -> str | None:
-            now = self._announced(engine, model, lora)
+            now = self._limits_of(engine, model, lora)
             # Tokens may arrive after the presence of a rollback or of an unloaded adapter.
             return problem_of(chunk, Announced(now.vocab_size, *map(max, now[1:], recorded, child.stream.versions)))
 
-        if model == self._last_model and problem(_recorded(self._last_state, engine[0], lora)) is None:
+        if model == self._last_model and problem(_recorded_versions(self._last_state, engine[0], lora)) is None:
             # A read for each frame would hold up the frames of all workers.
             return None
         if model in has_read or await self._read(model):
             has_read.add(model)
-            return problem(_recorded(self._last_state, engine[0], lora))
+            return problem(_recorded_versions(self._last_state, engine[0], lora))
         return problem(NOT_CHECKED)
 
-    def _announced(self, engine: Engine, model: str, lora: str) -> Announced:
+    def _limits_of(self, engine: Engine, model: str, lora: str) -> Announced:
         """Return what the worker announced. If that is not known: what any worker of the model announced."""
         own = self._table.get(engine[0])
         if own is None or own.incarnation != engine[1]:
@@ -180,7 +180,7 @@ def _use_of(child: ChildRequest) -> tuple[str, str]:
     return model, child.stream.asked.lora or model
 
 
-def _recorded(state: DesiredState | None, worker: str, lora: str) -> tuple[int, int]:
+def _recorded_versions(state: DesiredState | None, worker: str, lora: str) -> tuple[int, int]:
     """Return the recorded versions of the weights and of this adapter; 0: none."""
     if state is None:
         return 0, 0

@@ -148,7 +148,7 @@ class RequestPlacement:
             self._forget(child)
             leaders.queued.add(child)
             return (Placed(None, [child]),)
-        able, wanted, scope = self._wanted(child, self._loads(open_call.model))
+        able, wanted, scope = self._collect_candidates(child, self._loads(open_call.model))
         siblings = [other for other in open_call.children if self._is_due_with(other, child)]
         for other in siblings:
             self._forget(other)
@@ -207,7 +207,7 @@ class RequestPlacement:
 
     def _place_followers(self, children: Sequence[ChildRequest], worker: str, now: float) -> list[Placed]:
         model = children[0].open_call.model
-        able, wanted, scope = self._wanted(children[0], self._loads(model))
+        able, wanted, scope = self._collect_candidates(children[0], self._loads(model))
         placements: list[Placement] = []
         if not self._has_queued_leader(model):
             # No request of this client goes first.
@@ -236,7 +236,7 @@ class RequestPlacement:
         self.stats.placed[PlacementReason.QUEUED] += sum(not child.num_refusals for child in children)
         return [Placed(None, [child]) for child in children]
 
-    def _wanted(
+    def _collect_candidates(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]
     ) -> tuple[list[WorkerLoad], PlacementNeeds, PrefixScope]:
         """Return the workers that can serve a request, the input of its placement, and its scope."""
@@ -314,13 +314,13 @@ class RequestPlacement:
         """Return the prefill worker with the best cache for a request's prompt. None: any worker is equally good."""
         if not self._is_on:
             return None
-        able, wanted, _ = self._wanted(child, self._loads_of(child.open_call.model, workers))
+        able, wanted, _ = self._collect_candidates(child, self._loads_of(child.open_call.model, workers))
         return self._policies.of(child.open_call.model).place(wanted, able, time.monotonic()).worker
 
     def record_prefill(self, child: ChildRequest, worker: str) -> None:
         """Record that this prefill worker computes the prompt of a request."""
         if self._is_on:
-            _, wanted, scope = self._wanted(child, self._loads_of(child.open_call.model, [worker]))
+            _, wanted, scope = self._collect_candidates(child, self._loads_of(child.open_call.model, [worker]))
             now = time.monotonic()
             cached = self._policies.of(child.open_call.model).index.longest(wanted.pieces, now).get(worker, 0)
             reason = PlacementReason.PLACED_PREFIX if cached else PlacementReason.PLACED_GROUP
@@ -335,7 +335,7 @@ class RequestPlacement:
         held = self._held.get(child)
         was_placed = held is not None
         if held is None:
-            _, wanted, scope = self._wanted(child, self._loads(child.open_call.model))
+            _, wanted, scope = self._collect_candidates(child, self._loads(child.open_call.model))
             held = self._held[child] = _PlacedRequest(child.worker, wanted, scope, None)
         followers = self._end_lead(child)
         if followers:

@@ -215,7 +215,7 @@ class AckCollector:
             for message, rest in owed
         )
 
-    def _published(self, messages: Iterable[CommandMessage]) -> Iterator[tuple[str, AnyCommand]]:
+    def _list_messages(self, messages: Iterable[CommandMessage]) -> Iterator[tuple[str, AnyCommand]]:
         """Yield the subject and the command of each publication."""
         for message in messages:
             if not message.is_own_read:
@@ -225,7 +225,7 @@ class AckCollector:
                 yield self._subjects.read(self._controller, worker), replace(message.command, workers=(worker,))
 
     async def _publish(self, messages: Iterable[CommandMessage]) -> None:
-        for subject, command in self._published(messages):
+        for subject, command in self._list_messages(messages):
             try:
                 data = encode_json(command)
                 await publish_permitted(self._nats, subject, data, self._nats.signatures.headers(subject, data) or None)

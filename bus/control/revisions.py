@@ -128,7 +128,7 @@ class Revisions:
         if newest is None:
             return Found()
         if not self._signatures.are_demanded:
-            return _unsigned(model, newest)
+            return _accept_unsigned(model, newest)
         known = self._known.get(subject)
         if known is not None and (known.newest.sequence, known.newest.data) == (newest.sequence, newest.data):
             return known.found
@@ -153,7 +153,7 @@ class Revisions:
     async def newest(self, model: str) -> Found:
         """Return the newest state without a check of its author."""
         newest = await self._get({"last_by_subj": self.subject(model)})
-        return Found() if newest is None else _unsigned(model, newest)
+        return Found() if newest is None else _accept_unsigned(model, newest)
 
     async def recorded_at(self, model: str, epoch: int) -> datetime | None:
         """Return the time at which the server stored the command of `epoch`, or None if it is not in the history.
@@ -305,7 +305,7 @@ class Revisions:
         )
 
 
-def _unsigned(model: str, newest: _Revision) -> Found:
+def _accept_unsigned(model: str, newest: _Revision) -> Found:
     try:
         # A deleted state counts as empty. Its epoch is later than every epoch before it.
         empty = DesiredState(model=model, epoch=newest.sequence)

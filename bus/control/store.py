@@ -145,7 +145,7 @@ class DesiredStore(Revisions):
         for _ in range(MAX_TRIES):
             try:
                 found = self._usable(model, await self.find(model))
-                before = _named(found.state or await self._first(model, found))
+                before = _with_bucket_id(found.state or await self._first(model, found))
                 for written, over in unanswered:
                     if desired.contains(before, written, over):
                         return written
@@ -159,7 +159,7 @@ class DesiredStore(Revisions):
                 await retries.note_refusal(found.sequence)
             except Unanswered as error:
                 await retries.wait(error)
-        raise _contended(model)
+        raise _contention_error(model)
 
     async def begin(self, model: str) -> None:
         """Write an empty first state, which makes the model known, unless a state is stored.
@@ -170,7 +170,7 @@ class DesiredStore(Revisions):
         found = await self.find(model)
         if not found.sequence:
             # If another writer is first, the model is known too.
-            await self._write(model, _named(await self._first(model, found)), found)
+            await self._write(model, _with_bucket_id(await self._first(model, found)), found)
 
     async def forget(self, model: str) -> None:
         """Delete the desired state of `model` with its history. The model is then unknown."""
@@ -204,12 +204,12 @@ class DesiredStore(Revisions):
                 elif not before.registers and not before.workers:
                     return is_sent
                 is_sent = True
-                if await self._write(model, desired.cleared(_named(before)), found):
+                if await self._write(model, desired.cleared(_with_bucket_id(before)), found):
                     return True
                 await retries.note_refusal(found.sequence)
             except Unanswered as error:
                 await retries.wait(error)
-        raise _contended(model)
+        raise _contention_error(model)
 
     async def sign(self, model: str) -> DesiredState | None:
         """Sign the stored desired state of `model` without a check of its author. Return None if nothing is recorded.
@@ -225,7 +225,7 @@ class DesiredStore(Revisions):
             found = self._usable(model, await self.newest(model))
             if found.state is None or await self._write(model, found.state, found):
                 return found.state
-        raise _contended(model)
+        raise _contention_error(model)
 
     async def models(self) -> tuple[str, ...]:
         """Return the models of the fleet that have a stored state, also without recorded commands, sorted.
@@ -324,12 +324,12 @@ class DesiredStore(Revisions):
             await create_stream(self._nats, _stream_config())
 
 
-def _named(state: DesiredState) -> DesiredState:
+def _with_bucket_id(state: DesiredState) -> DesiredState:
     """Return the state with a bucket id. Add a new id if it has none: it is the first, or older than bucket ids."""
     return state if state.bucket else replace(state, bucket=uuid.uuid4().hex)
 
 
-def _contended(model: str) -> BusBroken:
+def _contention_error(model: str) -> BusBroken:
     return BusBroken(f"the desired state of {model!r} was not written: other writers were first in {MAX_TRIES} tries")
 
 

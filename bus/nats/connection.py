@@ -136,7 +136,7 @@ class Connection(PatchedNatsClient):
             self._is_opening = False
             if not self._is_open:
                 await self.shut(0.0)
-        logger.info("nats.connected name=%s url=%s", self._name, self._shown_url())
+        logger.info("nats.connected name=%s url=%s", self._name, self._display_url())
 
     async def shut(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send published messages and close. Received messages that no handler has read are dropped. Safe to repeat.
@@ -199,20 +199,20 @@ class Connection(PatchedNatsClient):
         elif self._is_opening and (failure := self._failed.add(self._address_now(), error)) is not None:
             raise failure from None  # nats-py propagates it, which ends `connect`
 
-    def _shown_url(self) -> str:
+    def _display_url(self) -> str:
         """Return the URL of the current server, without user and password."""
         return f"{self._urls[0].partition(':')[0]}://{self._address_now()}"
 
     async def _on_nats_disconnect(self) -> None:
         if self._is_open:
             self.counted.disconnects += 1
-            logger.warning("nats.disconnected name=%s url=%s", self._name, self._shown_url())
+            logger.warning("nats.disconnected name=%s url=%s", self._name, self._display_url())
 
     async def _on_nats_reconnect(self) -> None:
         if not self._is_open:
             return
         self._logged.clear()
-        logger.info("nats.reconnected name=%s url=%s", self._name, self._shown_url())
+        logger.info("nats.reconnected name=%s url=%s", self._name, self._display_url())
         try:
             if self._on_reconnect is not None:
                 await self._on_reconnect()
@@ -222,7 +222,7 @@ class Connection(PatchedNatsClient):
 
     async def _on_nats_close(self) -> None:
         if self._is_open:
-            self.lost = BusBroken(f"the NATS server at {self._shown_url()} closed {self._name}: {self.last_error}")
+            self.lost = BusBroken(f"the NATS server at {self._display_url()} closed {self._name}: {self.last_error}")
             logger.error("nats.connection_lost name=%s error=%s", self._name, self.lost)
             self._on_error(self.lost)
 
@@ -318,7 +318,7 @@ async def subscribe(
         return await nats.subscribe(
             subject,
             queue=queue,
-            cb=_unstreamed(nats, handler) if subject.startswith(f"{PREFIX}.") else handler,
+            cb=_skip_streamed(nats, handler) if subject.startswith(f"{PREFIX}.") else handler,
             pending_msgs_limit=max_pending_msgs,
             pending_bytes_limit=max_pending_bytes,
         )
@@ -351,7 +351,7 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
         logger.warning("nats.drain_failed subject=%s error=%s", subscription.subject, error)
 
 
-def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
+def _skip_streamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
     async def handle(message: Msg) -> None:
         if not message.reply.startswith("$JS.ACK."):
             await handler(message)

@@ -70,7 +70,7 @@ def read_header(fd: int) -> dict[str, StoredTensor]:
     if len(header) < length:
         raise BadSafetensors("became shorter while it was read")
     data_begin = _LENGTH_BYTES + length
-    return _located(_decode(header), data_begin, file_bytes - data_begin)
+    return _locate_tensors(_decode(header), data_begin, file_bytes - data_begin)
 
 
 def _read_exactly(fd: int, size: int) -> bytes:
@@ -94,7 +94,7 @@ def _decode(header: bytes) -> Mapping[str, _Entry]:
         raise BadSafetensors(f"is no safetensors file: its header does not decode: {error}") from error
 
 
-def _located(entries: Mapping[str, _Entry], data_begin: int, data_bytes: int) -> dict[str, StoredTensor]:
+def _locate_tensors(entries: Mapping[str, _Entry], data_begin: int, data_bytes: int) -> dict[str, StoredTensor]:
     """Locate the tensors, which must be contiguous from the header's end to the end of the file."""
     located = {}
     end = 0

@@ -97,10 +97,10 @@ class Cleaning:
         roots = recorded | set(record.noted)
         # Folders of a chain that the record has lost.
         unlinked = roots & self._ages.keys() - {link.objects for link in record.links}
-        needed = {other for objects in unlinked if is_weights(objects) for other in await self._named_by(objects)}
+        needed = {other for objects in unlinked if is_weights(objects) for other in await self._directories_of(objects)}
         return kept(record.links, roots | needed, self._ages, young_s=self.young_s)
 
-    async def _named_by(self, objects: str) -> set[str]:
+    async def _directories_of(self, objects: str) -> set[str]:
         """Return the folders that a version's manifest names. Return none if no worker can load the version."""
         try:
             async with open_reader(self.nats, objects) as reader:
@@ -130,7 +130,7 @@ class Cleaning:
         nuids = {subject.removeprefix(prefix) for subject in await list_subjects(self.nats, self.bucket, f"{prefix}>")}
         unnamed = {nuid for nuid in nuids if part_tag(nuid) not in self._tags}
         if any(part_tag(nuid) is None for nuid in unnamed):
-            unnamed -= await self._named_by_others()
+            unnamed -= await self._chunks_of_others()
         deleted = 0
         for nuid in sorted(unnamed):
             young_s = self.young_s if part_tag(nuid) is None else tagged_young_s
@@ -142,7 +142,7 @@ class Cleaning:
             logger.info("versions.leftovers_deleted bucket=%s objects=%s", self.bucket, deleted)
         return deleted
 
-    async def _named_by_others(self) -> set[str]:
+    async def _chunks_of_others(self) -> set[str]:
         """Return the ids of object chunks that objects of other uploads name."""
         named = set()
         for name in self._others:
@@ -198,7 +198,7 @@ class Uploads:
             BusBroken: JetStream or the connection failed.
         """
         prefix = f"{_home(model, command)}/{command.version}-{uuid.uuid4().hex[:8]}"
-        async with self._connected() as nats:
+        async with self._connect() as nats:
             # A publisher's bucket also has the chain record, for which room must remain.
             needed = needed_bytes if self._is_publisher else None
             return await put_folder(nats, self._bucket(model), prefix, folder, needed_bytes=needed)
@@ -206,7 +206,7 @@ class Uploads:
     async def delete(self, objects: str) -> None:
         """Delete one upload. Log failures."""
         try:
-            async with self._connected() as nats:
+            async with self._connect() as nats:
                 await delete_prefix(nats, objects)
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
@@ -222,7 +222,7 @@ class Uploads:
         bucket, home = self._bucket(model), f"{encode_token(model)}/"
         youngest: dict[str, datetime] = {}
         try:
-            async with self._connected() as nats:
+            async with self._connect() as nats:
                 for info in await list_objects(nats, bucket, home.removesuffix("/")):
                     own = OWN_UPLOAD.match(info.name.removeprefix(home))
                     if own is not None:
@@ -247,7 +247,7 @@ class Uploads:
         home = f"{_home(model, command)}/"
         bucket, times = self._bucket(model), dict[str, str]()
         try:
-            async with self._connected() as nats:
+            async with self._connect() as nats:
                 for info in await list_objects(nats, bucket, home.removesuffix("/")):
                     name = info.name.removeprefix(home).partition("/")[0]
                     times[name] = max(info.mtime, times.get(name, ""))
@@ -268,7 +268,7 @@ class Uploads:
             if objects not in keep:
                 await self.delete(objects)
 
-    def _connected(self) -> AbstractAsyncContextManager[Connection]:
+    def _connect(self) -> AbstractAsyncContextManager[Connection]:
         return connected(self._server, name=f"rollbus uploads {self._fleet}")
 
 

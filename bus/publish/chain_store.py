@@ -68,7 +68,7 @@ class ChainKey:
         try:
             return await bucket_state(self._nats, self.bucket)
         except ApiError as error:
-            raise self._refused("read", error) from error
+            raise self._rejection("read", error) from error
 
     async def read(self) -> StoredChain:
         """Return the record. A record that does not decode, or lacks a required signature, counts as empty.
@@ -79,7 +79,7 @@ class ChainKey:
         try:
             found = await find_object(self._nats, self.bucket, CHAIN_OBJECT, is_signed=True)
         except ApiError as error:
-            raise self._refused("read", error) from error
+            raise self._rejection("read", error) from error
         if found is None:
             return StoredChain(ChainRecord(model=self._model), 0, math.inf)
         try:
@@ -115,9 +115,9 @@ class ChainKey:
                 return None
             if error.code == NO_STREAM:
                 raise Unanswered(f"no server stores the chain record of {self._model!r}") from error
-            raise self._refused("written", error) from error
+            raise self._rejection("written", error) from error
 
-    def _refused(self, what: str, error: ApiError) -> ControlError:
+    def _rejection(self, what: str, error: ApiError) -> ControlError:
         if error.code == NO_STREAM:
             return ControlError(
                 ControlCode.STORAGE,

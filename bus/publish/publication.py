@@ -154,7 +154,7 @@ class Publication:
             if len(data) > MAX_MANIFEST_BYTES:
                 raise LocalProtocolError(f"a manifest of {len(data)} bytes; allowed: {MAX_MANIFEST_BYTES}")
             # Before the first description is stored, check that the lease holds and the manifest continues the chain.
-            await self._home.change(lambda record: _checked(record, manifest))
+            await self._home.change(lambda record: _check(record, manifest))
             await self._put(f"{self._prefix}/{MANIFEST}", [data])
             await store_folder(self._home.nats, await self._open_sender(), self.objects, self._infos)
         try:
@@ -270,7 +270,7 @@ class Publication:
                 missing = [rank for rank in range(1, num_ranks) if rank not in found]
                 shown = ", ".join(f"{rank}{'' if rank in silences else ' (did not join)'}" for rank in missing)
                 self._reason = f"of {num_ranks} ranks, these stored no list within {timeout_s:g} s: {shown}"
-                raise self._unpublished(ControlCode.TIMEOUT) from None
+                raise self._discard(ControlCode.TIMEOUT) from None
         return tuple(given for _, given in sorted(found.items()))
 
     async def _collect_from(self, rank: int, found: dict[int, RankList], silences: dict[int, chain.Silence]) -> None:
@@ -279,11 +279,11 @@ class Publication:
             failure = await find_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}")
             if failure is not None:
                 self._reason = f"rank {rank} failed: {failure}"
-                raise self._unpublished(ControlCode.BAD_SOURCE)
+                raise self._discard(ControlCode.BAD_SOURCE)
             if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
                 if silence := await silence_of(self._home.nats, self._bucket, self._list_prefix, rank, silences):
                     self._reason = silence
-                    raise self._unpublished(ControlCode.TIMEOUT)
+                    raise self._discard(ControlCode.TIMEOUT)
                 return
         async with open_reader(self._home.nats, f"{self._bucket}/{folder}") as reader:
             given = decode_rank_list(await reader.read(LIST, MAX_MANIFEST_BYTES))
@@ -302,7 +302,7 @@ class Publication:
             )
         found[rank] = given
 
-    def _unpublished(self, code: ControlCode) -> ControlError:
+    def _discard(self, code: ControlCode) -> ControlError:
         self._reason = self._reason[:MAX_REASON_CHARS]
         return ControlError(code, f"version {self.version} is not published: {self._reason}")
 
@@ -390,7 +390,7 @@ class Publication:
             )
 
 
-def _checked(record: ChainRecord, manifest: Manifest) -> ChainRecord:
+def _check(record: ChainRecord, manifest: Manifest) -> ChainRecord:
     """Return the record unchanged if the manifest continues its chain."""
     chain.committed(record, manifest)
     return record

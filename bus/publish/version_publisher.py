@@ -211,7 +211,7 @@ class VersionPublisher:
                 return await self._give(feed, options, started)
             published = await self._store_weights(feed, options, started)
             try:
-                return await self._loaded(published, options, started)
+                return await self._load(published, options, started)
             except CommandIncomplete as error:
                 failures = (ack.error for ack in error.ledger.failed.values())
                 # An object of the chain is damaged. The next delta must not build on it.
@@ -230,7 +230,7 @@ class VersionPublisher:
             publication = self._versions.begin(command.version, command.name)
             draft = Draft(whole, Snapshot(), None, file=ADAPTER_FILE)
             job = _Job(publication, whole, draft, files=files, adapter=command.name, started=started)
-            return await self._loaded(await self._store(feed, job), options, started)
+            return await self._load(await self._store(feed, job), options, started)
 
     @contextlib.asynccontextmanager
     async def _turn(self, feed: TensorFeed) -> AsyncIterator[None]:
@@ -255,7 +255,7 @@ class VersionPublisher:
             hint = "update=False stores the adapter; an admin can then load it with load_lora"
             raise ControlError(error.code, f"{error.message}. {hint}") from error
 
-    async def _loaded(
+    async def _load(
         self, published: PublishedWeights, options: PublishOptions[Load], started: float
     ) -> PublishedWeights:
         """Make the fleet load what was published, if `options` ask for it. Return the result with the outcome."""
@@ -357,7 +357,7 @@ class VersionPublisher:
         links, what = await self._plan(options, feed.given_bytes)
         publication = self._versions.begin(options.command.version, has_delta=what.delta, has_anchor=what.anchor)
         timeout_s = options.ranks_timeout_s if self._num_ranks > 1 else None
-        async with self._drafted(what, feed) as draft:
+        async with self._draft(what, feed) as draft:
             job = _Job(publication, what, draft, links, self._files, ranks_timeout_s=timeout_s, started=started)
             published = await self._store(feed, job)
             await call_to_end(draft.commit, published.digest)
@@ -383,7 +383,7 @@ class VersionPublisher:
                 )
             what = Contents(anchor=opened.has_anchor, delta=opened.has_delta)
             async with publication.alive(self._rank):
-                draft = await stack.enter_async_context(self._drafted(what, feed))
+                draft = await stack.enter_async_context(self._draft(what, feed))
                 job = _Job(publication, what, draft, started=started)
                 await self._store_tensors(feed, job)
             await publication.give(self._rank, job.entries)
@@ -393,7 +393,7 @@ class VersionPublisher:
         return job.result(link.digest, feed.compare_s)
 
     @contextlib.asynccontextmanager
-    async def _drafted(self, contents: Contents, feed: TensorFeed) -> AsyncIterator[Draft]:
+    async def _draft(self, contents: Contents, feed: TensorFeed) -> AsyncIterator[Draft]:
         """Create a draft. If the block fails, roll the draft back, so that the snapshot is as before."""
         draft = Draft(contents, self._snapshot, self._kinds, rank=self._rank, num_ranks=self._num_ranks)
         async with contextlib.AsyncExitStack() as unless_committed:

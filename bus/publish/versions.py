@@ -265,14 +265,14 @@ class VersionStore:
             await asyncio.sleep(POLL_S)
         self._stored = stored
         try:
-            await self._change(self._taken, is_leasing=True)
+            await self._change(self._version_taken, is_leasing=True)
         except ControlError as error:
             if error.code is not ControlCode.STORAGE:
                 raise
             # A killed upload may have filled the bucket. Its leftovers can be deleted under any holder of the lease.
             if not await self._delete_leftovers(key, chain.PRESSED_S):
                 raise
-            await self._change(self._taken, is_leasing=True)
+            await self._change(self._version_taken, is_leasing=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_acquired model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
         try:
@@ -292,7 +292,7 @@ class VersionStore:
             cleaning = await begin_cleaning(self._opened().nats, key.bucket)
             return await cleaning.delete_parts(tagged_young_s=young_s)
 
-    def _taken(self, record: ChainRecord) -> ChainRecord:
+    def _version_taken(self, record: ChainRecord) -> ChainRecord:
         if record.holder == self._holder:  # an unanswered write was stored
             return record
         return chain.lease_taken(record, self._holder, self._age_s)

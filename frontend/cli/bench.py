@@ -396,7 +396,7 @@ class Report:
         if not failures:
             return None
         first = next(total.first_failure for total in totals if total.first_failure)
-        return f"failed requests: {_counted(failures)}; the first: {first}"
+        return f"failed requests: {_format_counts(failures)}; the first: {first}"
 
     def show(self) -> None:
         """Print the result as text and a table."""
@@ -429,7 +429,7 @@ class Report:
             ),
             ["attempts after the first", *(str(total.retries) for total in totals)],
             ["gaps in frames", *(str(total.gaps) for total in totals)],
-            ["failed requests", *(_counted(total.failures) or "0" for total in totals)],
+            ["failed requests", *(_format_counts(total.failures) or "0" for total in totals)],
             ["weight versions", *(", ".join(map(str, sorted(total.weight_versions))) for total in totals)],
         ]
 
@@ -471,7 +471,7 @@ class Report:
         return sorted({f"{engine.engine} {engine.engine_version}" for engine in engines_of(self.workers)})
 
 
-def _counted(failures: Counter[str]) -> str:
+def _format_counts(failures: Counter[str]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in failures.most_common())
 
 

@@ -130,10 +130,10 @@ class _Table:
 
     def layout(self) -> TableLines:
         """Return the lines."""
-        head = self._joined([self._titles[i] for i in self._widths])
+        head = self._join([self._titles[i] for i in self._widths])
         return TableLines(head, [[*self._lines(row)] for row in self._rows])
 
-    def _joined(self, cells: Sequence[str]) -> str:
+    def _join(self, cells: Sequence[str]) -> str:
         """Return cells in their columns, numbers on the right."""
         line = []
         for (i, size), cell in zip(self._widths.items(), cells, strict=True):
@@ -152,7 +152,7 @@ class _Table:
         is_first = not any(row[i] for i in inside)
         for number in range(0 if is_first else max(map(len, inside.values()))):
             cells = [inside[i][number] if number < len(inside.get(i, ())) else "" for i in self._widths]
-            yield self._joined(cells)
+            yield self._join(cells)
         for text in self._below(row, sorted(below)):
             for number, line in enumerate(wrapped(text, self._width - 2 * GAP)):
                 yield " " * (0 if is_first else 2 * GAP if number else GAP) + line

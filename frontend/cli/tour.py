@@ -330,15 +330,15 @@ class Tour:
             prompt_token_ids=token_ids[: self.engine.max_model_len - 1], sampling=bus.SamplingParams(max_tokens=1)
         )
         await self.rb.complete(request)
-        cached = await self._cached_tokens(request)
+        cached = await self._count_cached(request)
         self._write(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} tokens are in the cache")
         self._write_result(await self.rb.fleet.flush_cache())
-        left = await self._cached_tokens(request)
+        left = await self._count_cached(request)
         self._write(f"      sent after the flush: {left} tokens are in the cache")
         require(left == 0, "the flushed cache is not empty")
         self.report["flush"] = {"cached_before": cached, "cached_after": left}
 
-    async def _cached_tokens(self, request: GenerateRequest) -> int:
+    async def _count_cached(self, request: GenerateRequest) -> int:
         return (await self.rb.complete(request)).cached_tokens or 0
 
     async def _kill_worker(self) -> None:

@@ -93,7 +93,7 @@ class _OriginCheck:
             is_page = (scope["method"], scope["path"]) == ("GET", "/")
             check_origin(Headers(scope=scope), self._service.settings.allowed_hosts, allows_links=is_page)
         except HttpError as error:
-            answer = _refused(self._service, error)
+            answer = _reject(self._service, error)
         await answer(scope, receive, send)
 
 
@@ -151,10 +151,10 @@ async def _no_route(request: Request, exc: Exception) -> Response:
         allowed = ", ".join(sorted((exc.headers or {}).get("Allow", "").split(", ")))
         code, message = "wrong_method", f"{request.method} is not allowed for the path {path}; allowed: {allowed}"
     error = HttpError(exc.status_code, message, code=code, headers=exc.headers)
-    return _refused(request.app.state.service, error)
+    return _reject(request.app.state.service, error)
 
 
-def _refused(service: Service, error: HttpError) -> Response:
+def _reject(service: Service, error: HttpError) -> Response:
     """Count and answer a request that matches no route."""
     with service.metrics.request("any", NO_ROUTE) as seen:
         seen.status = error.status

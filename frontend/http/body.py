@@ -93,7 +93,7 @@ class LaxReader:
         if kind in SCALARS:
             return SCALARS[kind](value)
         if origin is Annotated:
-            return self._annotated(value, kind)
+            return self._read_annotated(value, kind)
         if origin in (Union, UnionType):
             return self._one_of(value, args)
         if origin is Literal:
@@ -108,7 +108,7 @@ class LaxReader:
             return {name: self.read(each, kinds[name]) if name in kinds else each for name, each in value.items()}
         return value
 
-    def _annotated(self, value: Any, kind: Any) -> Any:
+    def _read_annotated(self, value: Any, kind: Any) -> Any:
         bare, *metas = get_args(kind)
         if STRICT in metas or (NO_TEXT in metas and isinstance(value, str)):
             return value

@@ -80,13 +80,13 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """
     with first_error():
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_disconnected(receive))
+            watching = tasks.create_task(_wait_for_disconnect(receive))
             result = await work
             watching.cancel()
     return result
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientDisconnect

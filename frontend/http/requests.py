@@ -22,7 +22,7 @@ from ...bus.client.client import runtime_of
 from ...bus.tracing import names
 from ...bus.tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
 from ...schemas import limits
-from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, kept_tracestate, list_names
+from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, list_names, trim_tracestate
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request_fields import check_model_limits
@@ -64,7 +64,7 @@ def given_trace(headers: Headers, *, is_trusted: bool) -> GivenTrace | None:
     if TRACEPARENT_PATTERN.fullmatch(known) is None:
         return None
     state = ",".join(headers.getlist("tracestate"))
-    return GivenTrace(known if is_trusted else f"00{found['ids']}-00", kept_tracestate(state))
+    return GivenTrace(known if is_trusted else f"00{found['ids']}-00", trim_tracestate(state))
 
 
 GROUP_ID_HEADER = "X-Group-ID"
@@ -116,7 +116,7 @@ async def find_target(
     """
     # An empty name is a missing name, as in vLLM.
     model = name or service.settings.default_model or await _only_model(service)
-    target = _announced(service, model)
+    target = _find_announced(service, model)
     if target is None:
         timeout_s = _timeout_s(service, request, timeout_s)
         target = await until_disconnect(request.receive, _wait_for_target(service, request, model, timeout_s))
@@ -125,7 +125,7 @@ async def find_target(
     return target
 
 
-def _announced(service: Service, model: str) -> RequestTarget | None:
+def _find_announced(service: Service, model: str) -> RequestTarget | None:
     """Return the model or adapter of that name that workers announce; None if no started worker does.
 
     Raises:
@@ -148,7 +148,7 @@ def _announced(service: Service, model: str) -> RequestTarget | None:
 async def _wait_for_target(service: Service, request: Request, model: str, timeout_s: float) -> RequestTarget:
     # The ack of another service may be newer than presence, so the record decides before anything is refused.
     refusal, bases = await _not_served(service, model)
-    if (target := _announced(service, model)) is not None:
+    if (target := _find_announced(service, model)) is not None:
         return target
     runtime, seconds = runtime_of(service.rb), min(service.settings.max_wait_s, timeout_s)
     watcher = runtime.watcher
@@ -168,7 +168,7 @@ async def _wait_for_target(service: Service, request: Request, model: str, timeo
         raise HttpError(status, message, code=code)
     # Counts in the timeout and in `max_wait_s` of what follows.
     request.state.waited_s = time.monotonic() - begun
-    target = _announced(service, model)
+    target = _find_announced(service, model)
     if target is None:
         refusal, _ = await _not_served(service, model)
         raise refusal

@@ -180,14 +180,14 @@ class AnswerText:
         for kept, token_id in enumerate(token_ids, 1):
             self.tokens += 1
             if not (unread and kept == len(token_ids)):
-                texts.append(self._stopped(self._detokenizer.add([token_id])))
+                texts.append(self._cut_at_stop(self._detokenizer.add([token_id])))
             if self._stops.stop is not None:
                 return TextDelta("".join(texts), kept, self._stops.stop)
         if final:
             texts += [self._stops.add(self._detokenizer.flush(), may_stop=False), self._stops.flush()]
         return TextDelta("".join(texts), len(token_ids))
 
-    def _stopped(self, text: str) -> str:
+    def _cut_at_stop(self, text: str) -> str:
         return self._stops.add(text, may_stop=self.tokens > self._min_tokens)
 
 

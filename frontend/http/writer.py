@@ -89,7 +89,7 @@ class AnswerWriter:
             skip_special_tokens=self.options.skip_special_tokens,
         )
 
-    def _echoed(self, choice: AnswerChoice, update: Update, *, is_first: bool = True) -> Update:
+    def _echo(self, choice: AnswerChoice, update: Update, *, is_first: bool = True) -> Update:
         at = choice.index // self.requests[0].sampling.n
         return update if self.echo is None else self.echo.update(at, update, is_first=is_first)
 
@@ -97,7 +97,7 @@ class AnswerWriter:
         reading = self.reading if self.options.text else None
         return [None if reading is None else reading.reader(choice.request) for choice in choices]
 
-    def _shown(
+    def _write_parts(
         self,
         choice: AnswerChoice,
         update: Update,
@@ -124,13 +124,13 @@ class AnswerWriter:
         Raises:
             HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
         """
-        whole = [self._echoed(choice, choice.pop_update()) for choice in choices]
+        whole = [self._echo(choice, choice.pop_update()) for choice in choices]
         readers = self._readers(choices)
         parts = [
             None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
             for reader, update in zip(readers, whole, strict=True)
         ]
-        shown = [self._shown(*each) for each in zip(choices, whole, readers, parts, strict=True)]
+        shown = [self._write_parts(*each) for each in zip(choices, whole, readers, parts, strict=True)]
         n = self.requests[0].sampling.n
         # If a prompt has several answers, the first answer has the logprobs of the prompt.
         of_prompts = [
@@ -212,7 +212,7 @@ class AnswerWriter:
                     if len(part.tokens.ids):
                         self.clock.token()
                     is_first = not has_begun[choice.index]
-                    update = self._echoed(choice, part, is_first=is_first)
+                    update = self._echo(choice, part, is_first=is_first)
                     opening = self.shape.opening(choice.index) if is_first else None
                     if opening is not None:
                         yield self._event(msgspec.json.encode(opening), choices, choice, prompt=not any(has_begun))
@@ -232,7 +232,7 @@ class AnswerWriter:
                         continue
                     silent_since = None
                     more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
-                    text = self._shown(choice, update, reader, parts, delta=True)
+                    text = self._write_parts(choice, update, reader, parts, delta=True)
                     shown = b"".join(
                         self._choice_json(choice, update, {**text, **more}, rows=update.tokens.rows, delta=True)
                     )
@@ -321,14 +321,14 @@ async def respond(
     except RequestAborted as error:
         with_usage = not stream or (body.stream_options is not None and bool(body.stream_options.include_usage))
         head = shape.head(error.request_id, body.model or error.model, None, int(time.time()), is_event=stream)
-        documents = _aborted(shape, head, num_choices, stream=stream, with_usage=with_usage)
+        documents = _write_aborted(shape, head, num_choices, stream=stream, with_usage=with_usage)
         first, *others = map(msgspec.json.encode, documents)
         headers = id_headers(error.request_id)
         return EventStream(first, _each(others), headers) if stream else JsonPieces([first], headers)
     return await (writer.stream(service, request) if stream else writer.answer(service, request))
 
 
-def _aborted(
+def _write_aborted(
     shape: AnswerShape, head: dict[str, Any], num_choices: int, *, stream: bool, with_usage: bool
 ) -> list[dict[str, Any]]:
     """Return the answer to a request that was aborted before it was open, or the events of its stream: no tokens."""

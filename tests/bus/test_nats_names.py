@@ -136,7 +136,7 @@ def _names_in(node: ast.AST) -> Iterator[str]:
 
 
 def _imports_nats(tree: ast.Module) -> bool:
-    """Return True if a module can have an object of nats-py: it imports names of nats-py or the connection of rollbus."""
+    """Return True if a module can have an object of nats-py: it imports such names or the connection."""
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = ("connection", "library")
     return any(module.split(".")[-1] in ours for module in modules)

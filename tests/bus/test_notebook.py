@@ -27,7 +27,7 @@ from rollbus import (
     SamplingParams,
 )
 from rollbus.bus.client.generation import join_samples
-from rollbus.bus.logs import JsonFormatter, RejectionCount, adopted
+from rollbus.bus.logs import JsonFormatter, RejectionCount, adopt_line
 from rollbus.bus.subjects import Subjects, decode_token, encode_token
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import BusClosed, ControlCode, InvalidRequest
@@ -307,7 +307,7 @@ def test_users_and_passwords_of_urls_are_left_out() -> None:
     except ValueError:
         lines = [line_of("an.event url=%s error=%s", url, ValueError(url), exc_info=sys.exc_info()), line_of(url)]
 
-    shown = json.dumps(lines) + adopted(f"cannot reach {url}", "w0")
+    shown = json.dumps(lines) + adopt_line(f"cannot reach {url}", "w0")
     assert shown.count("nats://***@host:4222") == 5
     assert "geheim" not in shown
 
@@ -317,13 +317,13 @@ def test_a_line_of_another_process_has_the_name_of_its_process() -> None:
 
     Other output becomes a message.
     """
-    assert json.loads(adopted('{"event": "a.b", "fields": {"n": 1}}', "w0")) == {
+    assert json.loads(adopt_line('{"event": "a.b", "fields": {"n": 1}}', "w0")) == {
         "event": "a.b",
         "fields": {"n": 1},
         "process": "w0",
     }
     for text in ("Segmentation fault", "[1]", "7", ""):
-        line = json.loads(adopted(text, "w0"))
+        line = json.loads(adopt_line(text, "w0"))
         assert (line["event"], line["fields"], line["process"]) == ("message", {"message": text}, "w0")
 
 

@@ -289,7 +289,7 @@ def test_only_processes_that_start_in_the_block_and_its_thread_are_forked(moe: R
         return str(utils.get_mp_context().get_start_method())
 
     elsewhere: list[str] = []
-    with processes.forked_cores():
+    with processes.fork_cores():
         thread = threading.Thread(target=lambda: elsewhere.append(method()))
         thread.start()
         thread.join()

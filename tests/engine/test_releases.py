@@ -51,7 +51,7 @@ def config_of(*, aux: bool | None, old: bool | None = None, num_experts: int = 1
 
 def test_the_stand_in_of_the_executor_passes_vllms_subclass_check() -> None:
     """The stand-in passes vLLM's check for a subclass, and its instances have the original class."""
-    owned = processes.owned_executor(Executor, None)
+    owned = processes.own_executor(Executor, None)
 
     assert issubclass(owned, Executor)
     assert type(owned("config")) is Executor
@@ -59,22 +59,22 @@ def test_the_stand_in_of_the_executor_passes_vllms_subclass_check() -> None:
 
 
 def test_a_process_that_unpickles_the_executor_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that unpickles the executor is adopted, with its owner's pid, before it has the class."""
-    adopted: list[Any] = []
+    """A process that unpickles the executor is adopt_line, with its owner's pid, before it has the class."""
+    adopt_line: list[Any] = []
     before = multiprocessing.active_children()
 
     def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
-        adopted.append((owner_pid, cores))
+        adopt_line.append((owner_pid, cores))
         return executor_class
 
     adopt.__qualname__ = "adopt"
     adopt.__module__ = processes.__name__
     monkeypatch.setattr(processes, "adopt", adopt)
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(processes.owned_executor(Executor, Cores(2, (0, 1))))
+    ForkingPickler(buffer).dump(processes.own_executor(Executor, Cores(2, (0, 1))))
 
     assert ForkingPickler.loads(buffer.getvalue()) is Executor
-    assert adopted == [(os.getpid(), Cores(2, (0, 1)))]
+    assert adopt_line == [(os.getpid(), Cores(2, (0, 1)))]
     assert multiprocessing.active_children() == before
 
 
@@ -114,15 +114,15 @@ def test_routing_is_off_with_a_warning_if_the_release_cannot_return_routing(
     """
     monkeypatch.setattr(launch, "cpu_refusal", lambda: REASON)
 
-    assert launch._chosen_routing({}, has_experts=True) is False
+    assert launch._choose_routing({}, has_experts=True) is False
     assert [record.getMessage() for record in caplog.records] == [f"engine.routed_experts_disabled reason={REASON}"]
-    assert launch._chosen_routing({}, has_experts=False) is False
+    assert launch._choose_routing({}, has_experts=False) is False
     assert len(caplog.records) == 1
     with pytest.raises(EngineDead, match=f"'enable_return_routed_experts' is true, but {REASON}; allowed here: false"):
-        launch._chosen_routing({"enable_return_routed_experts": True}, has_experts=True)
+        launch._choose_routing({"enable_return_routed_experts": True}, has_experts=True)
     monkeypatch.setattr(launch, "cpu_refusal", lambda: None)
-    assert launch._chosen_routing({}, has_experts=True) is True
-    assert launch._chosen_routing({"enable_return_routed_experts": False}, has_experts=True) is False
+    assert launch._choose_routing({}, has_experts=True) is True
+    assert launch._choose_routing({"enable_return_routed_experts": False}, has_experts=True) is False
 
 
 def test_an_error_of_vllm_about_routing_names_the_argument_that_helps() -> None:

@@ -26,7 +26,7 @@ from rollbus.workers.engines.vllm.feed import CoreFeed
 from rollbus.workers.engines.vllm.launch import set_environment
 from rollbus.workers.engines.vllm.loads import LoadSerials
 from rollbus.workers.engines.vllm.outputs import OpenRequests
-from rollbus.workers.engines.vllm.processes import owned_executor
+from rollbus.workers.engines.vllm.processes import own_executor
 from tests.engine.hand_rows import HAND_ROWS, PROMPT_LEN, START, TOKENS
 
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
@@ -142,7 +142,7 @@ def executor_is_accepted() -> bool:
     from vllm.v1.engine import utils
     from vllm.v1.executor import UniProcExecutor
 
-    owned = owned_executor(UniProcExecutor)
+    owned = own_executor(UniProcExecutor)
     with utils._configure_uniproc_startup_threads(owned, 1):
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump(owned)

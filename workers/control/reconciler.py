@@ -314,7 +314,7 @@ class Reconciler:
         error = None if source is None else self.stager.error_of(source)
         self._stop_serving()
         if error is not None:
-            self._add_outcome(due.register, HandledRegister(epoch, self._failed(due, error)))
+            self._add_outcome(due.register, HandledRegister(epoch, self._fail(due, error)))
             return
         logger.info("command.started command=%s epoch=%s", command.command, epoch)
 
@@ -385,17 +385,17 @@ class Reconciler:
         except ControlError as exc:
             if isinstance(exc, UnknownFailure) and due.register == WEIGHTS:
                 self.registers.weights.mark_invalid(exc.message[:MAX_ERROR_CHARS])
-            return self._failed(due, exc)
+            return self._fail(due, exc)
         except TimeoutError:
             if due.recorded is not None and self._recorded_epoch(due.register) != due.recorded.epoch:
                 return self.outcome_of(due.register, due.recorded.epoch) or RegisterOutcome(status=AckStatus.STALE)
-            return self._failed(due, ControlError(ControlCode.TIMEOUT, f"it was not done within {timeout_s:g} s"))
+            return self._fail(due, ControlError(ControlCode.TIMEOUT, f"it was not done within {timeout_s:g} s"))
         finally:
             self._waiting = None
         verified = self.registers.weights.verified if due.register == WEIGHTS else None
         return RegisterOutcome(canary=canary, verified=verified, frames=self._in_flight.links.outbound.frame_counts())
 
-    def _failed(self, due: PendingRegister, error: ControlError) -> RegisterOutcome:
+    def _fail(self, due: PendingRegister, error: ControlError) -> RegisterOutcome:
         logger.error("command.apply_failed register=%s error=%s", due.register, error)
         return failure(error)
 

@@ -275,7 +275,7 @@ def adapter_content(folder: Path) -> tuple[Mapping[str, Tensor], frozenset[str]]
     )
 
 
-def published_content(manifest: Manifest) -> str:
+def digest_of_published(manifest: Manifest) -> str:
     """Return the digest of a published version, equal to that of its folder. It reads no content."""
     files = {} if manifest.adapter is None else {ADAPTER_CONFIG: manifest.files.get(ADAPTER_CONFIG, "")}
     return tensors_digest(((entry.name, entry.dtype, entry.shape, entry.sha256) for entry in manifest.tensors), files)

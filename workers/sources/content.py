@@ -46,7 +46,7 @@ MAX_THREADS: Final = 8
 read at ten times that speed. The threads have the lowest priority."""
 
 
-def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
+def resolve_allowed(path: str, roots: Sequence[Path]) -> Path:
     """Return the real path of the folder `path`, with symlinks and `..` resolved. Blocks.
 
     Args:
@@ -271,7 +271,7 @@ class ContentHasher:
         found = await asyncio.to_thread(self._find_kept, by_file, notes)
         missing = by_file.keys() - found.keys()
         if missing:
-            async with self._locked(progress):
+            async with self._lock(progress):
                 # Another process of this machine may have hashed the files while this one waited for the lock.
                 found |= await asyncio.to_thread(self._find_kept, {path: by_file[path] for path in missing}, notes)
                 missing = by_file.keys() - found.keys()
@@ -304,7 +304,7 @@ class ContentHasher:
         return found
 
     @contextlib.asynccontextmanager
-    async def _locked(self, progress: Progress) -> AsyncIterator[None]:
+    async def _lock(self, progress: Progress) -> AsyncIterator[None]:
         """Hold the lock of this machine, so that each file is hashed once. Go on without it if its owner stalls."""
         path = self._folder / f".{boot_id()}.lock"
         fd = watch = None

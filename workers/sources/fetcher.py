@@ -33,7 +33,7 @@ from ...schemas.manifest import (
     delta_name,
 )
 from ...schemas.weights import PublishedVersion
-from .checkpoint import check_tensors, published_content, read_checkpoint
+from .checkpoint import check_tensors, digest_of_published, read_checkpoint
 from .content import Tensor, bad_source
 from .store import FolderStore, Hold, PartialFolder, files_stamp
 from .tensor_files import Change, build_jobs, check_no_others, copy_others, prepare_files, verify_file, verify_jobs
@@ -119,7 +119,7 @@ class Fetcher:
                 manifest = await read_manifest(folder, objects)
                 if manifest is not None:
                     await asyncio.to_thread(checks.manifest, manifest)
-                    content = await asyncio.to_thread(published_content, manifest)
+                    content = await asyncio.to_thread(digest_of_published, manifest)
                     published = describe(manifest, await folder.bucket_state())
                 hold = await self._find_or_build(folder, manifest, checks, progress)
         except OSError as error:

@@ -32,7 +32,7 @@ from .checkpoint import (
     read_config,
     start_content,
 )
-from .content import ContentHasher, Tensor, allowed_folder, bad_source
+from .content import ContentHasher, Tensor, bad_source, resolve_allowed
 from .fetcher import Checks, Fetcher, check_manifest
 from .store import FolderStore, Hold, store_root
 from .threads import Progress, Report
@@ -417,7 +417,7 @@ async def _try_to_clean(store: FolderStore) -> None:
 
 def _read_allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapter: bool) -> FolderContent:
     """Validate the location and the content of a folder. Blocks."""
-    folder = allowed_folder(path, roots)
+    folder = resolve_allowed(path, roots)
     try:
         return folder_content(folder, checks.folder, is_adapter=is_adapter)
     except OSError as error:

@@ -218,7 +218,7 @@ class RecordedStop(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of the recording; None if the release of its author does not say."""
 
 
-def recorded_stops(states: Mapping[str, DesiredState]) -> list[RecordedStop]:
+def list_stops(states: Mapping[str, DesiredState]) -> list[RecordedStop]:
     """Return the stops of all models, first those for all workers of a model, then those for single workers."""
     found = []
     for model, state in sorted(states.items()):

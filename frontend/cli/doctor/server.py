@@ -178,7 +178,7 @@ async def examine_bus(url: str, creds: str | None, fleet: str | None) -> AsyncIt
                 checks.append(examine_streams(nats, fleet))
             if credentials is None or credentials.role in CLIENT_ROLES:
                 checks.append(_fleet(nats, fleet, PROBE if credentials is None else credentials.name))
-            checks.append(examine_published(nats, fleet, await _published_models(nats, fleet, credentials)))
+            checks.append(examine_published(nats, fleet, await _list_published(nats, fleet, credentials)))
             for check in checks:
                 async for finding in check:
                     yield finding
@@ -186,7 +186,7 @@ async def examine_bus(url: str, creds: str | None, fleet: str | None) -> AsyncIt
         yield fail("server", str(error), "run this again: the server was reachable a moment ago")
 
 
-async def _published_models(nats: Connection, fleet: str, credentials: Credentials | None) -> tuple[str, ...]:
+async def _list_published(nats: Connection, fleet: str, credentials: Credentials | None) -> tuple[str, ...]:
     """Return the models whose published weights this user may read."""
     if credentials is None or credentials.role is Role.ADMIN:
         try:

@@ -162,13 +162,13 @@ def _result_options(args: argparse.Namespace) -> dict[str, object]:
 
 def _default_fields(args: argparse.Namespace) -> tuple[dict[str, object], dict[str, object]]:
     """Return the fields of the request and of its sampling from the options."""
-    fields = _given(args, ("model", "timeout_s"))
+    fields = _collect_given(args, ("model", "timeout_s"))
     if args.routed_experts == "none":
         fields["return_routed_experts"] = False
-    return fields, _given(args, SAMPLING_OPTIONS)
+    return fields, _collect_given(args, SAMPLING_OPTIONS)
 
 
-def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]:
+def _collect_given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 

@@ -175,7 +175,7 @@ class RowsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = path.with_name(path.name + ".partial")
-        self._saved = _saved_names(path)
+        self._saved = _read_names(path)
         self._folder.mkdir(exist_ok=True)
         self.num_bytes = 0
         """Bytes of the arrays that were added."""
@@ -224,7 +224,7 @@ class RowsFile:
         draft.replace(self.path)
 
 
-def _saved_names(path: Path) -> frozenset[str]:
+def _read_names(path: Path) -> frozenset[str]:
     if not path.exists():
         return frozenset()
     try:
@@ -456,11 +456,11 @@ def _sample(
             sample[name] = values.tolist()
     if generation.sampling_mask is not None:
         sample["sampling_mask"] = [ids.tolist() for ids in generation.sampling_mask.split()]
-    sample["routed_experts"] = _routed_experts(prompt, generation, rows)
+    sample["routed_experts"] = _encode_experts(prompt, generation, rows)
     return sample
 
 
-def _routed_experts(prompt: PromptLine, generation: Generation, rows: RowsFile | None) -> dict[str, object] | None:
+def _encode_experts(prompt: PromptLine, generation: Generation, rows: RowsFile | None) -> dict[str, object] | None:
     if generation.routed_experts is None:
         return None
     array = np.ascontiguousarray(generation.routed_experts)

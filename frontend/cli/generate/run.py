@@ -51,7 +51,7 @@ class FirstRun(msgspec.Struct, frozen=True):
     def changes(self, options: Mapping[str, object]) -> str:
         """Return the options that differ now, or an empty string."""
         names = [name for name in options if options[name] != self.options.get(name)]
-        return ", ".join(f"{_shown(name, options[name])}, first run {_value(self.options.get(name))}" for name in names)
+        return ", ".join(f"{_show(name, options[name])}, first run {_value(self.options.get(name))}" for name in names)
 
 
 def read_first_run(output: Path) -> FirstRun | None:
@@ -81,7 +81,7 @@ def _path(output: Path) -> Path:
     return output.with_name(output.name + ".run.json")
 
 
-def _shown(name: str, value: object) -> str:
+def _show(name: str, value: object) -> str:
     return f"no {name}" if value is None else f"{name} {value}"
 
 
@@ -352,7 +352,7 @@ class GenerateRun:
                 if index in finished:
                     check_unchanged(self.input, prompt, finished, self.changes)
                     continue
-                request = prompt.request(self._tokenizer, self._unused_id(prompt))
+                request = prompt.request(self._tokenizer, self._choose_id(prompt))
             except InvalidRequest as exc:
                 self._add_error(prompt, exc)
                 continue
@@ -362,7 +362,7 @@ class GenerateRun:
             self._in_flight[request.request_id] = prompt
             yield request
 
-    def _unused_id(self, prompt: PromptLine) -> str:
+    def _choose_id(self, prompt: PromptLine) -> str:
         """Return the id of the row, or another one if a request in flight has it or the wire cannot carry it."""
         try:
             request_id = check_given_id("request_id", prompt.request_id)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ....bus.logs import TEXT, TextFormatter, adopted, is_json, write_line
+from ....bus.logs import TEXT, TextFormatter, adopt_line, is_json, write_line
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..console import note
 from .processes import STOP_S
@@ -117,7 +117,7 @@ class FleetObserver:
         if not self._shows_logs:
             return
         if is_json():
-            write_line(adopted(line, worker))
+            write_line(adopt_line(line, worker))
         else:
             note(f"[{worker}] {line}")
 

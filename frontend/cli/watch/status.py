@@ -21,7 +21,7 @@ from ....bus import BusBroken, Client, FleetState, InvalidRequest, NoWorkers, Qu
 from ....bus.nats.connection import connected, subscribe
 from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
-from ....bus.protocol.fleet.authority import open_transfers, recorded_stops, stop_of
+from ....bus.protocol.fleet.authority import list_stops, open_transfers, stop_of
 from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, slots_of
 from ....bus.subjects import ALL_PRESENCES, Subjects
 from ....bus.worker_metrics import prefix_cache_hit_ratio
@@ -183,7 +183,7 @@ def stop_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
             stop.by or NONE,
             NONE if stop.since is None else f"{datetime.fromtimestamp(stop.since).astimezone():%Y-%m-%d %H:%M:%S}",
         ]
-        for stop in recorded_stops(desired)
+        for stop in list_stops(desired)
     ]
 
 
@@ -209,7 +209,7 @@ def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
     for register, recorded in sorted(registers.items()):
         match recorded.command:
             case UpdateWeights() as update:
-                version, source = f"{update.version}{_unpinned(update)}", str(update.source)
+                version, source = f"{update.version}{_format_pin(update)}", str(update.source)
             case FinishWeightUpdate() as finish:
                 version, source = str(finish.version), "the transfer engine"
             case Pause() | Drain() | Sleep():
@@ -217,14 +217,14 @@ def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
             case Resume():
                 states.append("resumed")
             case LoadLora() as load:
-                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version}{_unpinned(load)})")
+                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version}{_format_pin(load)})")
             case _:
                 # Wake, flush and unload have no cell.
                 pass
     return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
 
 
-def _unpinned(command: UpdateWeights | LoadLora) -> str:
+def _format_pin(command: UpdateWeights | LoadLora) -> str:
     return ", unpinned" if command.digest is None else ""
 
 

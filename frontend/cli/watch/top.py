@@ -286,11 +286,11 @@ def _commands_of(desired: DesiredState, workers: Sequence[WorkerPresence]) -> It
     for epoch in sorted(commands, reverse=True)[:MAX_COMMANDS]:
         meant = [worker for worker in workers if epoch not in named or worker.worker in named[epoch]]
         done = sum(worker.epoch >= epoch for worker in meant)
-        whom = "all" if epoch not in named else _named(named[epoch])
+        whom = "all" if epoch not in named else _name_workers(named[epoch])
         yield [_describe(commands[epoch]), desired.model, str(epoch), whom, f"{done:,} of {len(meant):,}"]
 
 
-def _named(workers: Sequence[str]) -> str:
+def _name_workers(workers: Sequence[str]) -> str:
     return workers[0] if len(workers) == 1 else f"{len(workers):,} workers"
 
 

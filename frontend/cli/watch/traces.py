@@ -91,7 +91,7 @@ def phase_rows(trace: RequestTrace) -> Iterator[list[str]]:
         phases = phases_of(timeline)
         seconds = map(_seconds, (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s))
         rate = _rate(_find(timeline, "ended"), phases)
-        yield [_label(trace, timeline), timeline.worker, *seconds, _paused(phases), rate]
+        yield [_label(trace, timeline), timeline.worker, *seconds, _format_pause(phases), rate]
 
 
 def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
@@ -157,7 +157,7 @@ def _details(event: TimelineEvent) -> str:
     return ", ".join(parts)
 
 
-def _paused(phases: Phases) -> str:
+def _format_pause(phases: Phases) -> str:
     if any(pause.seconds is None for pause in phases.pauses):
         return "now"
     return _seconds(sum(pause.seconds or 0.0 for pause in phases.pauses)) if phases.pauses else ""

@@ -10,7 +10,7 @@ from typing import Final
 
 from .... import bus
 from ....bus import FleetState, RequestList
-from ....bus.protocol.fleet.authority import open_transfers, recorded_stops
+from ....bus.protocol.fleet.authority import list_stops, open_transfers
 from ....bus.protocol.fleet.desired import why_behind
 from ....bus.protocol.fleet.presence import slots_of
 from ....schemas.control import DesiredState
@@ -77,7 +77,7 @@ def find_causes(state: FleetState, running: RequestList | None, now: float) -> l
 
 
 def _stops(state: FleetState, now: float) -> Iterator[Cause]:
-    for stop in recorded_stops(state.desired):
+    for stop in list_stops(state.desired):
         undo = "rollbus wake" if stop.what == "asleep" else "rollbus resume"
         where = f"--model {shlex.quote(stop.model)}" if stop.worker is None else f"--worker {stop.worker}"
         name = stop.model if stop.worker is None else stop.worker

@@ -352,10 +352,10 @@ async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
     if names is None and not call.style.is_vllm:
         raise invalid("request_ids", "is missing", "at least one id; /abort_requests without ids aborts all requests")
     own = {} if fields.workers else await call.service.abort_open(fields.model, names)
-    return await call.answer(_aborted(call, names, own), "abort", lambda ledger: _num_aborted(ledger, own))
+    return await call.answer(_abort_requests(call, names, own), "abort", lambda ledger: _num_aborted(ledger, own))
 
 
-async def _aborted(
+async def _abort_requests(
     call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None, own: Mapping[str, str]
 ) -> bus.CommandResult:
     """Abort the workers' requests, after this service has aborted its `own`."""

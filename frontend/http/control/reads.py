@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from .... import bus
 from ....bus import RequestList
-from ....bus.protocol.fleet.authority import open_transfers, recorded_stops, unpinned
+from ....bus.protocol.fleet.authority import list_stops, open_transfers, unpinned
 from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
 from ....bus.protocol.fleet.desired import effective, served_version, version_label
 from ....schemas.acks import Ack
@@ -102,7 +102,7 @@ async def rl_health(service: Service, request: Request) -> Response:
         for transfer, workers in open_transfers(state.workers).values()
     ]
     models = {worker.model for worker in state.workers}
-    stops = recorded_stops({model: desired for model, desired in state.desired.items() if model in models})
+    stops = list_stops({model: desired for model, desired in state.desired.items() if model in models})
     answer = {
         "status": "ok" if is_well else "unhealthy",
         "workers": counts,
@@ -422,13 +422,13 @@ async def begin_transfer(
     with first_error():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(begin(each)) for each in ranks]
-    ledger = _merged([task.result() for task in running])
+    ledger = _merge([task.result() for task in running])
     if not ledger.is_complete:
         raise bus.CommandIncomplete(ledger)
     return ledger
 
 
-def _merged(ledgers: list[bus.CommandResult]) -> bus.CommandResult:
+def _merge(ledgers: list[bus.CommandResult]) -> bus.CommandResult:
     """Merge the results of commands that each went to one worker."""
 
     def of_all(name: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 from ....bus import QueueDepth
 from ....bus.client.config import Durations
 from ....bus.client.fleet_state import FleetWatch, HeardWorker
-from ....bus.protocol.fleet.authority import RecordedStop, open_transfers, recorded_stops
+from ....bus.protocol.fleet.authority import RecordedStop, list_stops, open_transfers
 from ....bus.protocol.fleet.desired import WEIGHTS, why_behind
 from ....bus.protocol.fleet.presence import slots_of
 from ....bus.protocol.telemetry.command_book import CommandLine, DayEvent, DayLog, WorkerDay, command_event
@@ -358,15 +358,15 @@ def worker_points(
 def _point(rates: Rates, queue_wait_s: float, waiting: int, in_flight: int) -> Point:
     return Point(
         tokens_per_s=rates.tokens_per_s,
-        first_token_s=_known(rates.first_token_s),
-        between_tokens_s=_known(rates.between_tokens_s),
+        first_token_s=_or_nan(rates.first_token_s),
+        between_tokens_s=_or_nan(rates.between_tokens_s),
         queue_wait_s=queue_wait_s,
         waiting=waiting,
         in_flight=in_flight,
     )
 
 
-def _known(value: float | None) -> float:
+def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
@@ -397,11 +397,11 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         in_flight=worker.in_flight,
         slots=slots_of(worker),
         waiting=waiting_at(worker),
-        kv_use=_rounded(kv_use),
+        kv_use=_round(kv_use),
         tokens_per_s=round(known.tokens_per_s, 1),
-        first_token_s=_rounded(known.first_token_s),
-        between_tokens_s=_rounded(known.between_tokens_s, 6),
-        prefix_hit=_rounded(known.prefix_hit),
+        first_token_s=_round(known.first_token_s),
+        between_tokens_s=_round(known.between_tokens_s, 6),
+        prefix_hit=_round(known.prefix_hit),
         role=None if capabilities is None else capabilities.role,
         last_error=None if worker.last_error is None else worker.last_error[:MAX_ERROR_CHARS],
         staging=_staging_cell(worker),
@@ -413,7 +413,7 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
     )
 
 
-def _rounded(value: float | None, digits: int = 4) -> float | None:
+def _round(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else round(value, digits)
 
 
@@ -465,7 +465,7 @@ def model_lines(workers: Iterable[WorkerPresence], desired: Mapping[str, Desired
             weight_version=version,
             label=label,
             behind=tuple(behind),
-            stops=tuple(recorded_stops({model: state})),
+            stops=tuple(list_stops({model: state})),
             transfers=tuple(_transfer_line(*found) for found in open_transfers(its_workers).values()),
         )
 

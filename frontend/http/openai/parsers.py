@@ -295,7 +295,7 @@ class AnswerReader:
 
     async def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
         """Return the parts of a whole answer."""
-        return self._shown(await self._parsed(text, len(text), lambda: self._parser.whole(text, token_ids)))
+        return self._select_parts(await self._parse(text, len(text), lambda: self._parser.whole(text, token_ids)))
 
     async def add(self, text: str, token_ids: list[int], *, final: bool) -> AnswerParts:
         """Return the additions from new text; empty parts if the text is held back, or too short to call the parser."""
@@ -303,7 +303,7 @@ class AnswerReader:
             self._whole_text.append(text)
             self._whole_ids += token_ids
             if final:
-                return self._shown(await self._last())
+                return self._select_parts(await self._last())
         if self._is_holding:
             return AnswerParts()
         self._texts.append(text)
@@ -314,10 +314,10 @@ class AnswerReader:
         text, self._texts = "".join(self._texts), []
         ids, self._ids = self._ids, []
         self._num_given += num_new
-        found = await self._parsed(
+        found = await self._parse(
             text, self._num_given, lambda: self._parser.add(text, ids, prompt=self._prompt, final=final)
         )
-        return self._shown(self._certain(found) if self._may_call else found)
+        return self._select_parts(self._certain(found) if self._may_call else found)
 
     def _certain(self, found: AnswerParts) -> AnswerParts:
         """Return the new text that the whole answer has too, and hold the rest back."""
@@ -338,7 +338,7 @@ class AnswerReader:
     async def _last(self) -> AnswerParts:
         """Return the parts of the whole answer without those that were streamed."""
         text, ids = "".join(self._whole_text), self._whole_ids
-        found = await self._parsed(text, len(text), lambda: self._make().whole(text, ids))
+        found = await self._parse(text, len(text), lambda: self._make().whole(text, ids))
         content, reasoning = self._streamed.content or "", self._streamed.reasoning or ""
         if self._has_failed and reasoning:
             return AnswerParts((self._blanks.content or "") + text[self._num_streamed :])
@@ -357,7 +357,7 @@ class AnswerReader:
         is_called = self._has_calls if choice == "auto" else choice == "required" and of_engine == "stop"
         return "tool_calls" if is_called else of_engine
 
-    async def _parsed(self, text: str, size: int, parse: Callable[[], AnswerParts]) -> AnswerParts:
+    async def _parse(self, text: str, size: int, parse: Callable[[], AnswerParts]) -> AnswerParts:
         if self._has_failed or size > MAX_TEXT:
             self._has_failed = True
             return AnswerParts(content=text)
@@ -372,7 +372,7 @@ class AnswerReader:
             self._has_failed = True
             return AnswerParts(content=text)
 
-    def _shown(self, parts: AnswerParts) -> AnswerParts:
+    def _select_parts(self, parts: AnswerParts) -> AnswerParts:
         if parts.calls and self._one_call:
             parts = replace(parts, calls=tuple(call for call in parts.calls if call.index == 0))
         if not self._show_reasoning:

@@ -84,7 +84,7 @@ def one_of(body: CommonBody, *names: str) -> Any:
     return first[1]
 
 
-def _given_tokens(body: CommonBody) -> BodyPrompt | None:
+def _read_tokens(body: CommonBody) -> BodyPrompt | None:
     names = given_values(body, *TOKENS)
     return BodyPrompt(one_of(body, *TOKENS), next(iter(names))) if names else None
 
@@ -96,7 +96,7 @@ async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
         HttpError: 400 if the body has neither, or the chat is invalid; 501 if the model has no template.
         InvalidRequest: a field of the body is invalid.
     """
-    given = _given_tokens(body)
+    given = _read_tokens(body)
     if given is not None:
         # The token ids already include the tools, if there are any.
         return given
@@ -119,7 +119,7 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
     Raises:
         HttpError: 400, the prompt is missing or has a wrong format.
     """
-    given = _given_tokens(body)
+    given = _read_tokens(body)
     if given is not None:
         return [given]
     if not body.prompt:
@@ -152,7 +152,7 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
 
 def count_prompts(body: CompletionBody) -> int:
     """Return the number of prompts of a completion whose prompts are not checked yet."""
-    if _given_tokens(body) is not None or not isinstance(body.prompt, list):
+    if _read_tokens(body) is not None or not isinstance(body.prompt, list):
         return 1
     return 1 if any(isinstance(item, int) for item in body.prompt) else min(len(body.prompt), MAX_PROMPTS)
 

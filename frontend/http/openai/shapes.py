@@ -225,10 +225,10 @@ def nvext_json(
         engine["completion_weight_versions"] = tokens.weight_versions.tolist()
     rows = whole_rows(request, target, tokens) if extra & {"engine_data", "routed_experts"} else None
     in_engine = engine is not None and "routed_experts" not in extra
-    return _joined(fields, engine, rows, request.routed_experts_prompt_start, in_engine=in_engine)
+    return _join(fields, engine, rows, request.routed_experts_prompt_start, in_engine=in_engine)
 
 
-def _joined(
+def _join(
     fields: dict[str, Any], engine: dict[str, Any] | None, rows: Rows | None, start: int, *, in_engine: bool
 ) -> Iterator[bytes]:
     if rows is None:

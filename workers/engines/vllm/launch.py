@@ -27,7 +27,7 @@ from .extension import extension_name
 from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_refusal
 from .names import check_names
-from .processes import begin_preload, compute_in_core, forked_cores, kill, owned_executor
+from .processes import begin_preload, compute_in_core, fork_cores, kill, own_executor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -172,9 +172,9 @@ class Launch:
             config.scheduler_config.max_num_seqs += OWN_SLOTS
             self._check_not_cancelled()
         cores = compute_in_core(args, config)
-        executor = owned_executor(Executor.get_class(config), cores)
+        executor = own_executor(Executor.get_class(config), cores)
         self._other_children = frozenset(multiprocessing.active_children())
-        with forked_cores():
+        with fork_cores():
             self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
 
     def cancel(self) -> None:
@@ -275,7 +275,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     model_config = AsyncEngineArgs(**chosen).create_model_config()
     has_experts = bool(model_config.get_num_experts())
     # Set the flag before the final arguments are created: vLLM 0.31 and later copy it at that time.
-    chosen[ARGUMENT] = _chosen_routing(given, has_experts=has_experts)
+    chosen[ARGUMENT] = _choose_routing(given, has_experts=has_experts)
     chosen[GRAMMARS] = _grammar_config(given.get(GRAMMARS))
     args = AsyncEngineArgs(**chosen)
     if has_experts and args.data_parallel_size > 1:
@@ -316,7 +316,7 @@ def engine_config(args: "AsyncEngineArgs") -> "VllmConfig":
         raise EngineDead(refusal) from exc
 
 
-def _chosen_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
+def _choose_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
     refusal = cpu_refusal()
     chosen = given.get(ARGUMENT)
     if chosen is None:

@@ -242,9 +242,9 @@ class OpenRequests:
         try:
             step = self._step(request, output)
         except _UnusableOutput as exc:
-            step = _failed(request, str(exc))
+            step = _fail_request(request, str(exc))
             if isinstance(exc, _NotANumber) and (fault := no_token_left(request.sampling)) is not None:
-                step = _failed(request, fault.message, fault.code)
+                step = _fail_request(request, fault.message, fault.code)
             self.has_seen_nan |= isinstance(exc, _NotANumber)
             if output.finish_reason is None:
                 broken.append(output.engine_id)
@@ -263,7 +263,7 @@ class OpenRequests:
             if np.isnan(logprobs).any():
                 return None
         if has_rows:
-            rows = self._batched_rows([output.routed_experts for _, output in found])
+            rows = self._batch_rows([output.routed_experts for _, output in found])
             if rows is None:
                 return None
             starts = np.array([request.start + request.num_rows for request, _ in found], np.int64)
@@ -278,7 +278,7 @@ class OpenRequests:
             routed_experts_starts=starts,
         )
 
-    def _batched_rows(self, parts: Sequence[npt.NDArray[Any] | None]) -> Rows | None:
+    def _batch_rows(self, parts: Sequence[npt.NDArray[Any] | None]) -> Rows | None:
         """Return one row per part; None if a part has another shape. Earlier rows already match the earlier tokens."""
         routing = self._routing
         found = [part for part in parts if part is not None]
@@ -295,8 +295,8 @@ class OpenRequests:
     def _step(self, request: _Open, output: StepOutput) -> RequestStep:
         if output.finish_reason is FinishReason.ERROR:
             if request.kv is not None and not request.kv.is_prefill and not request.has_begun:
-                return _failed(request, KV_NOT_LOADED, ErrorCode.KV_TRANSFER_FAILED)
-            return _failed(request, output.error)
+                return _fail_request(request, KV_NOT_LOADED, ErrorCode.KV_TRANSFER_FAILED)
+            return _fail_request(request, output.error)
         token_ids = np.array(output.token_ids, np.int32)
         logprobs, top = _logprobs(request.sampling.logprobs, output.logprobs, len(token_ids))
         mask = self._mask(output) if request.returns_masks and len(token_ids) else None
@@ -364,7 +364,7 @@ class OpenRequests:
         return rows
 
 
-def _failed(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR) -> RequestStep:
+def _fail_request(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR) -> RequestStep:
     return RequestStep(
         key=request.key,
         token_ids=np.empty(0, np.int32),

@@ -98,7 +98,7 @@ def to_vllm(
         # vLLM fills this field from the text in `bad_words`. It is set directly, because there is no text here.
         fields["_bad_words_token_ids"] = [list(word) for word in sampling.bad_words_token_ids]
     for name, value in (sampling.extra or {}).items():
-        fields[name] = _converted(VllmSamplingParams, name, value)
+        fields[name] = _convert(VllmSamplingParams, name, value)
     _check_extra_args(fields.get("extra_args"))
     if kv is not None:
         fields["extra_args"] = {**(fields.get("extra_args") or {}), EXTRA_ARG: kv}
@@ -174,7 +174,7 @@ def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
             )
 
 
-def _converted(params_class: type, name: str, value: object) -> Any:
+def _convert(params_class: type, name: str, value: object) -> Any:
     """Convert a JSON value to the type of vLLM's field `name`."""
     types = {field.name: field.type for field in msgspec.structs.fields(params_class)}
     try:

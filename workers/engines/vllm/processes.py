@@ -106,7 +106,7 @@ def compute_in_core(args: "AsyncEngineArgs", config: "VllmConfig") -> Cores | No
     return Cores(num_threads, () if is_auto else tuple(chosen[0]))
 
 
-def owned_executor(executor_class: type, cores: Cores | None = None) -> type:
+def own_executor(executor_class: type, cores: Cores | None = None) -> type:
     """Create a class that replaces vLLM's executor class and calls `adopt` in the engine core's process.
 
     vLLM has no hook that runs in the engine core before it loads the model. An engine core also does not notice when
@@ -198,7 +198,7 @@ def begin_preload() -> None:
 
 
 @contextlib.contextmanager
-def forked_cores() -> Iterator[None]:
+def fork_cores() -> Iterator[None]:
     """Fork the engine cores that vLLM starts in this block and thread from the fork server.
 
     This has no effect if this release of vLLM selects the start method in another way.

@@ -79,7 +79,7 @@ class KvBlocks:
             with foreign_code():
                 file = self._folder.file(job.kv_id, self._shard)
                 try:
-                    found = self._loaded(file, job)
+                    found = self._load_blocks(file, job)
                 finally:
                     self._folder.drop_file(job.kv_id, self._shard)
                 for name, cache in self._caches.items():
@@ -90,7 +90,7 @@ class KvBlocks:
             return False
         return True
 
-    def _loaded(self, file: Path, job: BlockTransfer) -> dict[str, torch.Tensor]:
+    def _load_blocks(self, file: Path, job: BlockTransfer) -> dict[str, torch.Tensor]:
         """Return the content of all blocks by layer. An error in the file thus leaves the whole cache unchanged."""
         with safe_open(file, "pt") as stored:
             if set(stored.keys()) != set(self._caches):
