@@ -10,8 +10,8 @@ import sys
 import hypothesis
 import pytest
 
-from tests.support.patience import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
 from tests.support.processes import RUN, OwnCache
+from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
 
 pytest_plugins = ["tests.support.fixtures"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import BENCHES
-from tests.support.patience import SOON_S
 from tests.support.processes import ROOT
+from tests.support.waits import SOON_S
 
 SMALL = {
     "accounts": "--loads 2x4 --frames 10 --rounds 1",

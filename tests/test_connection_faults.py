@@ -16,8 +16,8 @@ from rollbus.bus.nats.connection import Connection, open_connection, publish, su
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken
 from tests.support.nats_server import count_tasks, event_callback, opened, require_binary, until_lost
-from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
+from tests.support.waits import SOON_S
 
 MEGABYTE = bytes(1024 * 1024)
 

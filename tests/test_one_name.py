@@ -15,8 +15,8 @@ import pytest
 import rollbus
 import rollbus.bus
 from rollbus.bus.tracing import names as attribute_names
-from tests.support.one_name import FOLDERS, ROOT, misnamed
-from tests.support.patience import SOON_S
+from tests.support.processes import FOLDERS, ROOT, misnamed
+from tests.support.waits import SOON_S
 
 SOURCE = ROOT / "src"
 IMPORTED = re.compile(r"^import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$", re.MULTILINE)

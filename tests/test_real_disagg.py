@@ -17,10 +17,9 @@ import rollbus
 from rollbus import FleetState, GenerateRequest, Generation
 from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import check_generation, until_state
-from tests.support.patience import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S
 from tests.support.real_fleet import ENGINE_ARGS, STOP_TIMEOUT_S, WEIGHT_VERSION, ForkedWorker, greedy
 from tests.support.requests import assert_same
-from tests.support.waits import Shared, until_true
+from tests.support.waits import ENGINE_STARTS_S, SOON_S, UNHURRIED_LEASE_S, Shared, until_true
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("unhurried")]
 

@@ -10,7 +10,7 @@ import pytest
 import rollbus
 from rollbus import Generation
 from rollbus.bus.protocol.telemetry.experts import VersionLoad, imbalance
-from tests.support.expert_counts import asked_until, planes_of
+from tests.support.fleet import asked_until, planes_of
 from tests.support.real_fleet import WEIGHT_VERSION, RealWorkers, greedy
 
 pytestmark = pytest.mark.vllm

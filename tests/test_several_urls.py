@@ -12,9 +12,8 @@ from rollbus.bus.nats.server import Server, parse_urls, redact
 from rollbus.schemas.errors import BusBroken, TlsFailed
 from tests.support.nats_cluster import nats_cluster
 from tests.support.nats_server import opened, require_binary
-from tests.support.patience import SOON_S
 from tests.support.tls_server import FakeServer, TlsServer
-from tests.support.waits import on_both_loops, run_on, until_true
+from tests.support.waits import SOON_S, on_both_loops, run_on, until_true
 
 DEAD = "nats://127.0.0.1:1"
 

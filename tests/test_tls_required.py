@@ -20,10 +20,9 @@ from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.nats.server import Server
 from rollbus.schemas.errors import BusBroken, TlsFailed
 from tests.support.nats_server import require_binary
-from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.tls_server import FakeServer, PlainServer, TlsServer, certificate, configure_tls
-from tests.support.waits import on_both_loops, run_on, until_true
+from tests.support.waits import SOON_S, on_both_loops, run_on, until_true
 
 pytestmark = pytest.mark.slow
 

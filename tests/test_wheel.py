@@ -21,8 +21,8 @@ import pytest
 
 from rollbus.bus.nats.embedded import find_binary
 from rollbus.frontend.cli.local.fleet import TINY_MOE
-from tests.support.one_name import FOLDERS, ROOT
-from tests.support.patience import SOON_S
+from tests.support.processes import FOLDERS, ROOT
+from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow
 

@@ -27,9 +27,8 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control.commands import OWN_READS_PER_S
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy
-from tests.support.patience import SOON_S
-from tests.support.presences import capabilities, presence
-from tests.support.waits import until_true
+from tests.support.fleet import capabilities, presence
+from tests.support.waits import SOON_S, until_true
 
 pytestmark = pytest.mark.slow
 

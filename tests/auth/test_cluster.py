@@ -13,12 +13,11 @@ from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.server import Server
 from rollbus.schemas.errors import BusBroken, InvalidRequest
 from tests.auth.support import run_here
-from tests.support.configured_servers import check_config, configured_servers, free_nodes
 from tests.support.fleet import synthetic_worker
-from tests.support.patience import SOON_S
+from tests.support.nats_server import check_config, configured_servers, free_nodes
 from tests.support.requests import greedy
 from tests.support.tls_server import certificate
-from tests.support.waits import until
+from tests.support.waits import SOON_S, until
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, PUBLISHED, Guarded, guarded
 from tests.cli.support import run_rollbus
 from tests.control.support import ask as greedy
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow
 

@@ -45,11 +45,9 @@ from rollbus.schemas.weights import WeightSource
 from rollbus.workers.worker import Worker
 from tests.auth.support import FLEET, MODEL, Guarded, guarded
 from tests.control.support import ask as greedy
-from tests.support.fetching import fetch_folder
 from tests.support.fleet import until_worker
-from tests.support.objects import files_in, write_folder
-from tests.support.patience import SOON_S
-from tests.support.waits import until_true
+from tests.support.objects import fetch_folder, files_in, write_folder
+from tests.support.waits import SOON_S, until_true
 
 pytestmark = pytest.mark.slow
 

@@ -37,10 +37,9 @@ from tests.control.support import ask
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.support.fleet import until_worker
 from tests.support.objects import files_in, stored_messages
-from tests.support.patience import SOON_S
 from tests.support.requests import incomplete
-from tests.support.version_chain import SHAPES, Versions, folder_content, random_weights
-from tests.support.versions import parts_in, publish
+from tests.support.versions import SHAPES, Versions, folder_content, parts_in, publish, random_weights
+from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow
 

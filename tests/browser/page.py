@@ -16,7 +16,7 @@ from selenium.webdriver import ActionChains, Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 T = TypeVar("T")
 Theme = Literal["light", "dark"]

@@ -10,8 +10,7 @@ from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 from rollbus.schemas.weights import Staging
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import write_checkpoint
-from tests.support.fleet import synthetic_worker
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence, synthetic_worker
 from tests.support.requests import endless
 
 MODEL = "Qwen/Qwen3-30B-A3B"

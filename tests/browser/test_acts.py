@@ -21,9 +21,8 @@ from tests.browser.page import PHONE, Page, Size, each, opened
 from tests.browser.small_fleet import under_load
 from tests.browser.test_fleet import check_leaves_no_trace, give
 from tests.http.support import Http, http_before
-from tests.support.configured_servers import free_nodes
 from tests.support.fleet import all_serve, synthetic_worker, until_state
-from tests.support.nats_server import require_binary
+from tests.support.nats_server import free_nodes, require_binary
 from tests.support.requests import endless, short, start_stream
 
 ADMIN = "admin-token-2846"

@@ -15,8 +15,8 @@ from tests.browser.announcer import announced
 from tests.browser.conftest import View
 from tests.browser.page import PHONE, Page, nameless, opened, roles
 from tests.http.support import http_before
+from tests.support.fleet import capabilities, presence
 from tests.support.hand_control import APPLIED, controlled, unless
-from tests.support.presences import capabilities, presence
 
 MANY = 1000
 MAX_ROWS = 100

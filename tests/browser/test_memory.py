@@ -17,8 +17,7 @@ from tests.browser.expert_view import counts_of, until_counts
 from tests.browser.page import DESKTOP, PHONE, Size, each, opened
 from tests.control.support import folders
 from tests.http.support import http_before
-from tests.support.fleet import synthetic_worker
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence, synthetic_worker
 from tests.support.requests import sized
 
 EVENTS = each("[data-testid=event]", "one.innerText.replace(/\\s+/g, ' ')")

@@ -12,8 +12,8 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.hand_worker import chunk, hand_worker, request
-from tests.support.patience import SOON_S
 from tests.support.requests import all_of, sized
+from tests.support.waits import SOON_S
 
 ENDLESS = 1_000_000
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)

@@ -8,7 +8,7 @@ pytest.importorskip("pybase64", reason="comes with vLLM")
 import rollbus
 from bench.routing_ways import CLOCK, WAYS, Case, RoutedEngine, bus_request, clock_us, digest, make_rows, running_worker
 from rollbus.bus.nats.embedded import EmbeddedServer
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 CASES = [Case(700, 48, 8, 128), Case(700, 5, 2, 384)]
 

@@ -11,9 +11,8 @@ from rollbus.bus.client.runtime import LEASE_S
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import check_generation
-from tests.support.load import Load
 from tests.support.processes import worker_process
-from tests.support.requests import sized
+from tests.support.requests import Load, sized
 
 ENGINE_ARGS = {"num_layers": 16, "top_k": 8, "max_num_seqs": 64}
 STEP_S = 0.006

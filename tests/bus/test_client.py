@@ -23,9 +23,8 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, synthetic_worker, until_idle
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
-from tests.support.patience import SOON_S
 from tests.support.requests import all_of, greedy, sized
-from tests.support.waits import until
+from tests.support.waits import SOON_S, until
 
 
 async def test_complete_gives_the_whole_result(one_worker: StartServed) -> None:

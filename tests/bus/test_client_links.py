@@ -29,10 +29,9 @@ from rollbus.schemas.limits import MAX_WEIGHT_VERSION
 from rollbus.schemas.messages import RequestKey, encode_json
 from rollbus.schemas.presence import ClientState, LoraInfo
 from rollbus.schemas.weights import WeightSource
-from tests.support.fleet import StartServed
+from tests.support.fleet import StartServed, capabilities, presence
 from tests.support.hand_worker import MODEL, HandWorker, chunk, hand_worker, request, worker_by_hand
 from tests.support.nats_server import opened
-from tests.support.presences import capabilities, presence
 from tests.support.requests import error_of
 from tests.support.waits import until_true
 

@@ -26,13 +26,12 @@ from rollbus.schemas.errors import BusBroken, ControlCode, InvalidRequest, NoWor
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import Canary
-from tests.support.fleet import until_state, until_worker
+from tests.support.fleet import presence, until_state, until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed
 from tests.support.invariants import observing
 from tests.support.nats_server import change_config, require_binary
-from tests.support.patience import SOON_S
-from tests.support.presences import presence
 from tests.support.requests import incomplete
+from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow
 

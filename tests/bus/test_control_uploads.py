@@ -31,9 +31,8 @@ from tests.support.hand_client import MODEL, hand_client
 from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, unless
 from tests.support.invariants import observing
 from tests.support.nats_server import opened
-from tests.support.patience import SOON_S
 from tests.support.requests import incomplete
-from tests.support.waits import until
+from tests.support.waits import SOON_S, until
 
 
 def _folder(path: Path, text: str) -> Path:

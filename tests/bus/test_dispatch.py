@@ -27,9 +27,8 @@ from tests.support.hand_worker import (
     session_worker,
     worker_by_hand,
 )
-from tests.support.patience import SOON_S
 from tests.support.requests import all_of, error_of
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 
 async def answer(worker: HandWorker, number: int, taken: Taken, token: int = 7) -> None:

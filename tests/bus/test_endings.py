@@ -12,8 +12,8 @@ from rollbus import BusBroken, ErrorCode, RequestFailed, RequestRejected, Reques
 from rollbus.bus.client.links import ClientLinks
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, synthetic_worker, until_idle
-from tests.support.patience import SOON_S
 from tests.support.requests import all_of, error_of, sized
+from tests.support.waits import SOON_S
 
 
 @pytest.mark.proves("P37")

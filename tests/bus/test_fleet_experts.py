@@ -11,8 +11,7 @@ from rollbus.schemas.errors import InvalidRequest
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.control.support import ask, folders, serving
 from tests.support.disagg import disaggregated, in_two_legs, long
-from tests.support.expert_counts import asked_until, counted, planes_of
-from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.fleet import StartServed, asked_until, counted, planes_of, synthetic_worker
 from tests.support.hand_control import controlled
 from tests.support.requests import greedy, short, sized, start_stream
 

@@ -16,9 +16,8 @@ from rollbus.schemas.messages import RequestKey
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.hand_worker import HandWorker, Taken, chunk, hand_worker
-from tests.support.patience import SOON_S
 from tests.support.requests import all_of, greedy
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 ENDLESS = 1_000_000

@@ -16,8 +16,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from rollbus.workers.worker import Worker
 from tests.support.fleet import StartServed, check_generation
-from tests.support.patience import UNHURRIED_LEASE_S
-from tests.support.waits import until_true
+from tests.support.waits import UNHURRIED_LEASE_S, until_true
 
 TOP_K = 40
 MASKING = SyntheticConfig(sampling_mask=True, step_s=0.001)

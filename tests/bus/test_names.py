@@ -27,7 +27,7 @@ from rollbus.schemas.request import wire_id
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.requests import admission
 from tests.control.support import write_checkpoint
-from tests.support.fleet import StartServed, synthetic_worker, until_worker
+from tests.support.fleet import StartServed, presence, synthetic_worker, until_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import (
     MODEL,
@@ -40,10 +40,8 @@ from tests.support.hand_worker import (
     worker_by_hand,
 )
 from tests.support.invariants import observing
-from tests.support.patience import SOON_S
-from tests.support.presences import presence
 from tests.support.requests import endless, error_of, greedy, short, start_stream
-from tests.support.waits import until, until_true
+from tests.support.waits import SOON_S, until, until_true
 
 
 def asked(**fields: object) -> GenerateRequest:

@@ -32,8 +32,7 @@ from rollbus.bus.subjects import Subjects, decode_token, encode_token
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import BusClosed, ControlCode, InvalidRequest
 from tests.bus.test_sync import in_thread
-from tests.support.fleet import StartServed
-from tests.support.presences import presence
+from tests.support.fleet import StartServed, presence
 from tests.support.processes import becomes_true
 from tests.support.requests import endless, greedy
 

@@ -18,9 +18,17 @@ from rollbus.bus.objects.reader import BURST_S, FolderReader, ObjectReader, Toke
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources import store as folder_store
-from tests.support.fetching import complete, fetch_folder, partial
 from tests.support.nats_server import opened
-from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
+from tests.support.objects import (
+    BUCKET_BYTES,
+    complete,
+    fetch_folder,
+    files_in,
+    fresh_bucket,
+    partial,
+    stored_messages,
+    write_folder,
+)
 
 MEGABYTE = 1024 * 1024
 

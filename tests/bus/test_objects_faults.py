@@ -23,9 +23,18 @@ from rollbus.bus.objects.catalog import ensure_bucket, list_objects
 from rollbus.bus.objects.reader import NewFile
 from rollbus.bus.objects.writer import put_folder
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
-from tests.support.fetching import complete, fetch_folder, open_files, partial
 from tests.support.nats_server import NatsNoise, count_tasks, opened, require_binary
-from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket, stored_messages, write_folder
+from tests.support.objects import (
+    BUCKET_BYTES,
+    complete,
+    fetch_folder,
+    files_in,
+    fresh_bucket,
+    open_files,
+    partial,
+    stored_messages,
+    write_folder,
+)
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 
 pytestmark = pytest.mark.slow
@@ -172,7 +181,7 @@ async def test_a_fetch_or_put_that_is_cancelled_at_any_moment_leaves_nothing(nat
 async def test_a_killed_fetch_leaves_no_folder_that_counts_as_complete(tmp_path: Path) -> None:
     """A killed fetch leaves a hidden and unlocked folder, and the next fetch completes."""
     program = (
-        "import asyncio, sys; from pathlib import Path; from tests.support.fetching import fetch_folder\n"
+        "import asyncio, sys; from pathlib import Path; from tests.support.objects import fetch_folder\n"
         "asyncio.run(fetch_folder(sys.argv[1], 'bucket/p', Path(sys.argv[2])))"
     )
     event = asyncio.Event()

@@ -18,8 +18,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.fleet import check_generation, client_state, is_placing, synthetic_worker
 from tests.support.hand_worker import HandWorker, Taken, chunk, failure, worker_by_hand
-from tests.support.patience import SOON_S
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 PROMPT = tuple(range(600))
 """Two blocks and a part of a third block."""

@@ -14,8 +14,8 @@ from rollbus.bus.queue.streams import QueueDepth, QueueLimits, ensure_queue, que
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import BusBroken, InvalidRequest
 from rollbus.schemas.request import Lane
+from tests.bus.queues import MODEL, publishing, pulling
 from tests.support.nats_server import change_config, require_binary
-from tests.support.queues import MODEL, publishing, pulling
 from tests.support.waits import until
 
 AWKWARD = ["Qwen/Qwen3-0.6B", "a=b", "é *>~ .", "~resume", "x" * 256, "é" * 256]

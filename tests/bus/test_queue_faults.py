@@ -7,8 +7,8 @@ import pytest
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import LANES, Subjects
+from tests.bus.queues import MODEL, Publishing, Pulling, publishing, pulling
 from tests.support.nats_server import opened, require_binary
-from tests.support.queues import MODEL, Publishing, Pulling, publishing, pulling
 from tests.support.tcp_proxy import Direction, tcp_proxy
 from tests.support.waits import until
 

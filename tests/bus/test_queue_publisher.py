@@ -15,8 +15,8 @@ from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths, s
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError
 from rollbus.schemas.request import Lane
+from tests.bus.queues import MODEL, Publishing, publishing, pulling
 from tests.support.nats_server import change_config, require_binary
-from tests.support.queues import MODEL, Publishing, publishing, pulling
 from tests.support.tcp_proxy import Direction, tcp_proxy
 from tests.support.waits import until, until_true
 

@@ -11,8 +11,8 @@ from rollbus.bus.queue.puller import QueuePuller
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths, stream_name
 from rollbus.bus.subjects import LANES, Subjects
 from rollbus.schemas.errors import BusBroken, BusClosed
+from tests.bus.queues import MODEL, Publishing, publishing, pulling
 from tests.support.nats_server import count_tasks, opened
-from tests.support.queues import MODEL, Publishing, publishing, pulling
 from tests.support.waits import until, until_true
 
 QUICK = QueueLimits(ack_wait_s=0.5)

@@ -8,9 +8,9 @@ import pytest
 import rollbus
 from rollbus.bus.queue.streams import RESUME_SHARE, QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import LANES, Subjects
+from tests.bus.queues import MODEL, publishing, pulling
 from tests.control.support import ask as greedy
 from tests.support.fleet import synthetic_worker
-from tests.support.queues import MODEL, publishing, pulling
 from tests.support.waits import until
 
 SHARE = 5

@@ -16,12 +16,10 @@ from rollbus.schemas.control import Pause, Resume
 from rollbus.schemas.errors import RequestTimeout
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import OpenTransfer
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import presence, synthetic_worker
 from tests.support.hand_worker import MODEL, HandWorker, worker_by_hand
-from tests.support.patience import SOON_S
-from tests.support.presences import presence
 from tests.support.requests import short
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from rollbus.schemas.messages import decode_client_presence
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import StartServed, check_generation, until_idle
 from tests.support.nats_server import opened
-from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
 from tests.support.requests import endless, greedy, short, sized
+from tests.support.waits import SOON_S
 
 REQUESTS = [greedy(index, 1 + index % 7, request_id=f"r{index}") for index in range(40)]
 
@@ -407,11 +407,11 @@ async def test_leaving_the_groups_ends_a_step_of_another_thread(
 
 
 async def run(program: str, url: str, fleet: str) -> list[Any]:
-    """Run a program of `tests/support/sync_program.py` and return its output by line.
+    """Run a program of `tests/bus/sync_program.py` and return its output by line.
 
     The program must exit with 0 in time, without stderr output.
     """
-    command = sys.executable, "-m", "tests.support.sync_program", program, url, fleet
+    command = sys.executable, "-m", "tests.bus.sync_program", program, url, fleet
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(SOON_S):

@@ -14,8 +14,8 @@ import rollbus
 from rollbus.bus.client.thread import LoopThread
 from rollbus.schemas.errors import BusBroken, BusClosed
 from tests.support.fleet import synthetic_worker
-from tests.support.patience import SOON_S
 from tests.support.requests import greedy
+from tests.support.waits import SOON_S
 
 
 @contextlib.asynccontextmanager

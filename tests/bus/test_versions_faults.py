@@ -21,8 +21,8 @@ from rollbus.bus.publish.chain_store import ChainKey, read_chain
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
 from rollbus.schemas.manifest import MANIFEST, MAX_MANIFEST_BYTES, ChainRecord, Holder, decode_manifest
 from tests.support.nats_server import opened, require_binary
-from tests.support.patience import SOON_S
 from tests.support.versions import fresh_store, manifest_of, opened_store, parts_in, publish, versions_bucket
+from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from rollbus.bus.publish.versions import VersionStore
 from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import Link, Manifest, RankList, TensorEntry, content_digest
 from tests.support.nats_server import opened
-from tests.support.patience import SOON_S
 from tests.support.versions import opened_store, parts_in, publish, versions_bucket
+from tests.support.waits import SOON_S
 
 ZERO = "0" * 64
 

@@ -17,12 +17,10 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, NoWorkers, RequestTimeout
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerState
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import presence, synthetic_worker
 from tests.support.hand_worker import chunk, failure, hand_worker, request
-from tests.support.patience import SOON_S, busy_timeout
-from tests.support.presences import presence
 from tests.support.requests import greedy
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, busy_timeout, until_true
 
 COUNT = 50
 Announce = Callable[..., Awaitable[None]]

@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from rollbus.bus.nats.embedded import EmbeddedServer
-from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import TcpProxy
+from tests.support.waits import SOON_S
 
 StartWorker = Callable[[int], AbstractAsyncContextManager[Process]]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rollbus import bus
 from rollbus.schemas.errors import BusBroken, NoWorkers
 from tests.support.forks import Fork, fork
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

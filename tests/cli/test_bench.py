@@ -22,9 +22,8 @@ from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import ENV, command, run_rollbus
-from tests.support.fleet import is_idle, served
+from tests.support.fleet import capabilities, is_idle, presence, served
 from tests.support.invariants import observing
-from tests.support.presences import capabilities, presence
 from tests.support.waits import until_true
 
 SMALL = BenchOptions(input_tokens=7, output_tokens=5)

@@ -25,9 +25,8 @@ from rollbus.frontend.cli.local.processes import (
     run_workers,
 )
 from rollbus.schemas.errors import EXIT_DUPLICATE_WORKER
-from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true, is_alive, python_program
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 SERVE = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 FAIL = "import os, sys; print(os.getpid(), flush=True); sys.exit(3)"

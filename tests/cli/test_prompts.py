@@ -30,7 +30,7 @@ from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import ENV, command, rollbus
 from tests.http.support import make_byte_level, save
-from tests.support.presences import presence
+from tests.support.fleet import presence
 
 
 class Letters:

@@ -15,9 +15,8 @@ import pytest
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.local.http import bind_address
 from tests.cli.support import ENV, command, descendants_of, rollbus, running_up
-from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
-from tests.support.waits import Shared
+from tests.support.waits import SOON_S, Shared
 
 pytestmark = pytest.mark.slow
 

@@ -60,7 +60,7 @@ from rollbus.schemas.weights import PublishedVersion, Staging, WeightSource
 from tests.cli.support import ROOT
 from tests.cli.test_ledger import MIXED
 from tests.cli.test_trace import LIFE, timeline
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence
 
 AS_TEXT = argparse.Namespace(json=False)
 

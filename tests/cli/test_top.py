@@ -18,9 +18,8 @@ from rollbus.frontend.cli.exits import ExitCode
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.presence import WorkerCounters
 from tests.cli.support import Terminal, on_terminal, run_rollbus, run_together
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import presence, synthetic_worker
 from tests.support.nats_server import require_binary
-from tests.support.presences import presence
 from tests.support.processes import becomes_true
 
 pytestmark = pytest.mark.slow

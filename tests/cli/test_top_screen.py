@@ -30,7 +30,7 @@ from rollbus.frontend.cli.watch.top import (
 from rollbus.schemas.control import DesiredState, Drain, LoadLora, Pause, Recorded, UpdateWeights
 from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.weights import Staging, WeightSource
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence
 
 AT = time.mktime((2026, 11, 24, 14, 3, 22, 0, 0, -1))
 DEFAULT = TopOptions()

@@ -23,8 +23,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.cli.support import run_rollbus, run_together
-from tests.support.expert_counts import asked_until, planes_of
-from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.fleet import StartServed, asked_until, planes_of, synthetic_worker
 from tests.support.hand_control import controlled
 from tests.support.hand_worker import chunk, worker_by_hand
 from tests.support.requests import endless, short, sized, start_stream

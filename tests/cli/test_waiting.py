@@ -18,9 +18,8 @@ from rollbus.frontend.cli.local.processes import RestartRule
 from rollbus.schemas.errors import NoWorkers
 from rollbus.schemas.presence import WorkerState
 from tests.cli.support import processes_with, running_up
-from tests.support.patience import HANGS_AFTER_S, SOON_S, busy_timeout
 from tests.support.requests import greedy
-from tests.support.waits import until_true
+from tests.support.waits import HANGS_AFTER_S, SOON_S, busy_timeout, until_true
 
 pytestmark = pytest.mark.slow
 

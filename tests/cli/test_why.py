@@ -17,8 +17,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import OpenTransfer
 from tests.cli.support import run_rollbus, run_together
 from tests.cli.test_requests import SLOW, running
-from tests.support.fleet import synthetic_worker
-from tests.support.presences import presence
+from tests.support.fleet import presence, synthetic_worker
 from tests.support.requests import endless, start_stream
 from tests.support.waits import until
 

@@ -12,7 +12,7 @@ import yaml
 
 from rollbus.frontend.cli.app import build_parser
 from tests.docs.blocks import read_blocks
-from tests.support.one_name import FOLDERS, ROOT
+from tests.support.processes import FOLDERS, ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SCRIPTS = ROOT / "deploy/docker"

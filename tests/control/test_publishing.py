@@ -21,7 +21,7 @@ from rollbus.bus.subjects import published_bucket
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.manifest import ChainRecord
 from tests.control.support import MODEL, SHAPE, TENSORS, ask, serving_here, start_here, write_adapter, write_checkpoint
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

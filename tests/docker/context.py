@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.one_name import ROOT
+from tests.support.processes import ROOT
 
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
 

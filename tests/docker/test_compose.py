@@ -13,8 +13,8 @@ import yaml
 from rollbus import __version__
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.probe import ProbeServer, listen
+from tests.support.fleet import presence
 from tests.support.nats_server import IMAGE
-from tests.support.presences import presence
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

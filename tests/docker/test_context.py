@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tests.docker.context import context_files, copies, copy_stage, is_ignored
-from tests.support.one_name import FOLDERS, ROOT
+from tests.support.processes import FOLDERS, ROOT
 
 OLDEST_PYTHON = "3.11.0"
 LEFT_OUT = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import SOON_S
 from tests.support.processes import ROOT
+from tests.support.waits import SOON_S
 
 WORKER = 'echo "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER ${ROLLBUS_CREDS##*/}"; exec cat'
 """A stand-in for `rollbus` that prints its settings and runs until its input ends."""

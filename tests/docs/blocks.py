@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.one_name import ROOT
+from tests.support.processes import ROOT
 
 RUN = ("sh", "python")
 NOT_RUN = ("text", "json", "yaml", "toml", "ini", "promql")

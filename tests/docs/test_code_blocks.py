@@ -14,9 +14,8 @@ import pytest
 from rollbus.bus.nats.embedded import find_binary
 from tests.cli.support import running_up, serves
 from tests.docs.blocks import make_checkout, page_script, pages, read_blocks
-from tests.support.one_name import ROOT
-from tests.support.patience import patient
-from tests.support.waits import Shared
+from tests.support.processes import ROOT
+from tests.support.waits import Shared, patient
 
 PAGE_TIMEOUT_S = patient(90.0)
 """Timeout of all blocks of one page, which usually take some seconds."""

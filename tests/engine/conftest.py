@@ -43,7 +43,7 @@ RELOADED = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 4,
     "weight_transfer_config": {"backend": "from-file"},
-    "worker_extension_cls": "tests.support.transfer_engine.UserExtension",
+    "worker_extension_cls": "tests.engine.transfer_engine.UserExtension",
     **SMALL_CACHE,
 }
 PREEMPTED = 3

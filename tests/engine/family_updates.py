@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.tiny_families import FAMILIES, HALF, make_family
 from tests.support.checkpoints import make_tiny_lora
-from tests.support.tiny_families import FAMILIES, HALF, make_family
 
 PROMPT = np.random.default_rng(5).integers(3, 500, 40).tolist()
 NUM_TOKENS = 8

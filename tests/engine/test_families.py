@@ -13,7 +13,7 @@ import pytest
 
 from rollbus.schemas.errors import ControlCode
 from tests.engine.family_updates import FAULTS
-from tests.support.tiny_families import FAMILIES, HALF
+from tests.engine.tiny_families import FAMILIES, HALF
 
 pytestmark = pytest.mark.vllm
 

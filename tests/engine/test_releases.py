@@ -26,7 +26,7 @@ from rollbus.workers.engines.vllm.params import extra_names
 from rollbus.workers.engines.vllm.processes import Cores
 from rollbus.workers.engines.vllm.reload import Reload, compare_parameters
 from tests.engine.vllm_contract.contract import CONTRACT
-from tests.support.presences import capabilities
+from tests.support.fleet import capabilities
 
 REASON = "vLLM 0.32.0 returns no routed experts on a CPU"
 

@@ -17,8 +17,8 @@ from rollbus.schemas.errors import EngineDead
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.engine.support import prompt
-from tests.support.patience import SOON_S
 from tests.support.vllm_engine import RunningEngine
+from tests.support.waits import SOON_S
 
 pytestmark = pytest.mark.vllm
 

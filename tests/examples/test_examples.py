@@ -19,10 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rollbus
 from tests.cli.support import running_up, serves
-from tests.support.one_name import FOLDERS, ROOT
-from tests.support.patience import patient
-from tests.support.processes import becomes_true
-from tests.support.waits import Shared
+from tests.support.processes import FOLDERS, ROOT, becomes_true
+from tests.support.waits import Shared, patient
 
 pytestmark = pytest.mark.vllm
 

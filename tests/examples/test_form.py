@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.one_name import FOLDERS, ROOT
+from tests.support.processes import FOLDERS, ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

@@ -32,12 +32,10 @@ from tests.cli.support import run_rollbus
 from tests.control.support import write_checkpoint
 from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.invariants import Observer, check_results, observing
-from tests.support.load import Load
 from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.nats_server import require_binary
-from tests.support.patience import HANGS_AFTER_S
-from tests.support.requests import error_of, greedy, short
-from tests.support.waits import until_true
+from tests.support.requests import Load, error_of, greedy, short
+from tests.support.waits import HANGS_AFTER_S, until_true
 
 pytestmark = pytest.mark.slow
 

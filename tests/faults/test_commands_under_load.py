@@ -15,8 +15,7 @@ from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import check_results, observing
-from tests.support.load import Load
-from tests.support.requests import greedy
+from tests.support.requests import Load, greedy
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 

@@ -26,9 +26,8 @@ from tests.chaos.workload import VOCAB_SIZE
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disagg import Disaggregated, disaggregated, long, until_paired
 from tests.support.fleet import until_known
-from tests.support.load import Load
 from tests.support.processes import worker_process
-from tests.support.requests import outcome
+from tests.support.requests import Load, outcome
 from tests.support.waits import until_true
 
 ALONE = SyntheticConfig()

@@ -23,9 +23,9 @@ from tests.control.support import ask
 from tests.support.disagg import SHAPES, check_legs, filtered
 from tests.support.fleet import StartServed, synthetic_worker, until_state
 from tests.support.invariants import observing
-from tests.support.load import Load
 from tests.support.nats_server import NatsNoise
 from tests.support.processes import LASTING, worker_process
+from tests.support.requests import Load
 from tests.support.waits import until_true
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=4, vocab_size=VOCAB_SIZE)

@@ -28,10 +28,9 @@ from tests.support.disagg import SHAPES, check_legs, role_of, shaped, until_pair
 from tests.support.fleet import served, synthetic_worker
 from tests.support.hand_worker import chunk, request, worker_by_hand
 from tests.support.invariants import Observer, observing
-from tests.support.load import Load
 from tests.support.nats_server import require_binary
 from tests.support.processes import worker_process
-from tests.support.requests import greedy
+from tests.support.requests import Load, greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until, until_true
 
@@ -169,10 +168,10 @@ CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=NUM_SLOTS, max_model_len=10_
 
 @contextlib.asynccontextmanager
 async def client_program(url: str, fleet: str, num_requests: int, max_tokens: int) -> AsyncIterator[Process]:
-    """Run `tests.support.client_program`, and yield it when its first chunk has arrived."""
+    """Run `tests.faults.client_program`, and yield it when its first chunk has arrived."""
     arguments = (url, fleet, str(num_requests), str(max_tokens))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.client_program", *arguments, stdout=PIPE
+        sys.executable, "-m", "tests.faults.client_program", *arguments, stdout=PIPE
     )
     try:
         assert await process.stdout.readline() == b"started\n"

@@ -14,10 +14,9 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import undisturbed
 from tests.control.support import write_checkpoint
 from tests.support.fleet import StartServed, check_generation
-from tests.support.patience import SOON_S
 from tests.support.processes import LASTING, worker_process
 from tests.support.requests import all_of, greedy
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 8}

@@ -20,12 +20,10 @@ from tests.chaos.workload import VOCAB_SIZE, undisturbed
 from tests.support.disagg import SHAPES, check_legs, role_of, role_worker, until_paired
 from tests.support.fleet import until_worker
 from tests.support.invariants import check_stream, observing
-from tests.support.load import Load
-from tests.support.patience import SOON_S
 from tests.support.processes import LASTING, worker_process
-from tests.support.requests import greedy
+from tests.support.requests import Load, greedy
 from tests.support.tcp_proxy import Direction, tcp_proxy
-from tests.support.waits import until, until_true
+from tests.support.waits import SOON_S, until, until_true
 
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}

@@ -17,8 +17,7 @@ from tests.support.disagg import SHAPES, Shaped, check_legs, in_two_legs, role_o
 from tests.support.fleet import is_idle, synthetic_worker, until_known
 from tests.support.hand_client import hand_client
 from tests.support.invariants import observing
-from tests.support.load import Load
-from tests.support.requests import greedy
+from tests.support.requests import Load, greedy
 from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
 from tests.support.waits import until_true
 

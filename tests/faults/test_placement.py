@@ -18,8 +18,8 @@ from tests.chaos.workload import VOCAB_SIZE
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing
-from tests.support.load import Load
 from tests.support.processes import LASTING, worker_process
+from tests.support.requests import Load
 
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE, "prefix_cache": True}
 CONFIG = SyntheticConfig.from_args(ENGINE_ARGS)

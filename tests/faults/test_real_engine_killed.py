@@ -17,10 +17,9 @@ from rollbus.schemas.errors import ErrorCode, RequestFailed
 from rollbus.schemas.messages import decode_presence
 from tests.support.fleet import check_generation
 from tests.support.nats_server import opened
-from tests.support.patience import SOON_S
 from tests.support.real_fleet import RealWorkers
 from tests.support.requests import assert_same
-from tests.support.waits import until
+from tests.support.waits import SOON_S, until
 
 pytestmark = pytest.mark.vllm
 

@@ -12,8 +12,8 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.chaos.workload import VOCAB_SIZE
 from tests.support.disagg import SHAPES, check_legs, shaped, until_paired
 from tests.support.invariants import observing
-from tests.support.load import Load
 from tests.support.nats_server import require_binary
+from tests.support.requests import Load
 
 pytestmark = pytest.mark.slow
 

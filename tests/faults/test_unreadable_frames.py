@@ -17,9 +17,8 @@ from tests.support.disagg import filtered
 from tests.support.fleet import StartServed
 from tests.support.hand_worker import HandWorker, chunk, hand_worker, request, worker_by_hand
 from tests.support.invariants import observing
-from tests.support.load import Load
 from tests.support.nats_server import NatsNoise, opened
-from tests.support.requests import error_of
+from tests.support.requests import Load, error_of
 from tests.support.waits import until_true
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)

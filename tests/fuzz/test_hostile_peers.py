@@ -20,9 +20,8 @@ from tests.golden.test_golden import golden_bytes
 from tests.support.fleet import StartServed
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 from tests.support.invariants import observing
-from tests.support.load import Load
 from tests.support.nats_server import opened
-from tests.support.requests import error_of
+from tests.support.requests import Load, error_of
 from tests.support.waits import until
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)

@@ -20,7 +20,7 @@ from rollbus.bus.subjects import Subjects
 from rollbus.schemas.errors import ErrorCode, RemoteProtocolError, RequestError
 from rollbus.schemas.messages import LinkMessage, RequestKey, decode_link_message, encode
 from tests.fuzz.mutations import harmed
-from tests.support.presences import presence
+from tests.support.fleet import presence
 from tests.workers.links_support import NOW, Ear, make_links, step
 
 FEW = 5

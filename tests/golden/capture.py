@@ -14,7 +14,7 @@ from rollbus.schemas.messages import RequestMessage, decode_frame, encode
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.golden.generate import ROOT, Captured, generate
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 CLIENT = "golden"
 

@@ -39,7 +39,7 @@ from tests.golden.vectors import VECTORS, Message
 from tests.schemas.strategies import plain
 from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
-from tests.support.load import Load
+from tests.support.requests import Load
 
 ADDED = {"from": "the future", "list": [1, {"a": None}]}
 """The value that a later release adds at each possible place."""

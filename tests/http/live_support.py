@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tests.http.support import Http
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 PATH = "/v1/rl/events"
 

@@ -30,8 +30,8 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.control.support import write_adapter, write_checkpoint
 from tests.support.fleet import synthetic_worker, until_state
-from tests.support.patience import HANGS_AFTER_S
 from tests.support.requests import greedy, start_stream
+from tests.support.waits import HANGS_AFTER_S
 
 
 @dataclass

@@ -29,8 +29,7 @@ from rollbus.frontend.http.docs import document
 from rollbus.frontend.http.status import parallel_config
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Control, Http, Serve, client_of, make_byte_level, save
-from tests.support.patience import SOON_S
-from tests.support.waits import until
+from tests.support.waits import SOON_S, until
 
 
 async def test_versions_load_and_settings(serve: Serve) -> None:

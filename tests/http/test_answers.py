@@ -23,8 +23,7 @@ from rollbus.frontend.http.tokens import ENCODED_BYTES, Tokens, routed_experts_j
 from rollbus.frontend.http.writer import AnswerWriter
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, COMPLETIONS, Http, Talk, by_bus, byte_level, rows_of
-from tests.support.fleet import until_idle
-from tests.support.presences import presence
+from tests.support.fleet import presence, until_idle
 
 MODEL = SyntheticConfig().capabilities
 TARGET = RequestTarget(worker=presence(capabilities=MODEL), capabilities=MODEL, lora=None)

@@ -25,7 +25,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.cli.support import ROOT
 from tests.http.support import Http, Serve, Talk, http_before, make_byte_level, noted_requests, save
-from tests.support.gated_engine import running
+from tests.support.hand_worker import running
 
 USER = {"role": "user", "content": "the"}
 BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {

@@ -22,8 +22,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Http, Serve, client_of, in_flight, make_byte_level, save
 from tests.http.test_metrics import parse
 from tests.support.fleet import StartServed, is_idle, until_idle
-from tests.support.patience import SOON_S
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 PATH = "/inference/v1/generate"
 TOKENS = Settings(token="data", admin_token="admin")

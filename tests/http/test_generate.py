@@ -20,7 +20,7 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.engines.synthetic.model import SyntheticModel
 from tests.http.support import Http, Serve, by_bus, noted_requests, rows_of
 from tests.support.checkpoints import write_adapter
-from tests.support.gated_engine import running
+from tests.support.hand_worker import running
 from tests.support.waits import until_true
 
 PATH = "/inference/v1/generate"

@@ -26,7 +26,7 @@ from rollbus.schemas.decoding import nearest
 from rollbus.schemas.limits import DEFAULT_TIMEOUT_S
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, COMPLETIONS, CONFIG, Serve, Talk, byte_level, make_byte_level, noted_requests, save
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 VLLMValidationError = pytest.importorskip("vllm.exceptions").VLLMValidationError
 SAMPLING_FIELDS = pytest.importorskip("vllm.sampling_params").SamplingParams.__struct_fields__

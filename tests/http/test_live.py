@@ -23,11 +23,10 @@ from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.schemas.presence import WorkerCounters
 from tests.http.live_support import PATH, watching
 from tests.http.support import Serve, http_before
-from tests.support.fleet import synthetic_worker
-from tests.support.patience import SOON_S
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence, synthetic_worker
 from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
+from tests.support.waits import SOON_S
 
 TOKENS = Settings(token="data", admin_token="admin")
 

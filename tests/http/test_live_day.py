@@ -12,9 +12,8 @@ from rollbus.frontend.http.live.events import FleetDay
 from rollbus.schemas.control import AnyCommand, DesiredState, FlushCache, Pause, Resume
 from tests.http.live_support import watching
 from tests.http.support import Serve
-from tests.support.fleet import synthetic_worker
+from tests.support.fleet import presence, synthetic_worker
 from tests.support.nats_server import opened
-from tests.support.presences import presence
 
 MODEL = "synthetic"
 RECORDED = HISTORY + 6

@@ -12,8 +12,8 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.live_support import watching
 from tests.http.support import Serve, http_before
 from tests.support.fleet import synthetic_worker
-from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
+from tests.support.waits import SOON_S
 
 PATH = "/v1/rl/history"
 BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}

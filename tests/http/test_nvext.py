@@ -16,7 +16,7 @@ from rollbus.frontend.http.requests import RequestTarget, given_trace
 from rollbus.frontend.http.text import text_of
 from rollbus.frontend.http.tokens import Scores, Tokens
 from tests.http.support import CHAT, COMPLETIONS, CONFIG, Http, Talk, by_bus, byte_level, noted_requests, rows_of
-from tests.support.presences import presence
+from tests.support.fleet import presence
 
 PROMPT = [5, 6, 7, 8, 9]
 PLACEHOLDER = [{"role": "user", "content": "(token-in mode)"}]

@@ -42,8 +42,7 @@ from tests.http.support import (
     save,
 )
 from tests.support.fleet import until_idle
-from tests.support.patience import SOON_S
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 
 pytestmark = pytest.mark.slow
 TEXTS = ("the théâtre 🙂", f"{SPECIAL}the {ROLE}\n\n the{ADDED}x", " the  the", "\x00\u200b", "")

@@ -25,11 +25,9 @@ from tests.http.metrics_doc import NoClient
 from tests.http.support import Http, Serve, http_before
 from tests.http.test_edge import GENERATING, becomes
 from tests.http.test_names import BODY, error_of
-from tests.support.fleet import synthetic_worker
-from tests.support.gated_engine import GatedEngine, running
-from tests.support.patience import SOON_S, busy_timeout, patient
-from tests.support.presences import capabilities
-from tests.support.waits import until, until_true
+from tests.support.fleet import capabilities, synthetic_worker
+from tests.support.hand_worker import GatedEngine, running
+from tests.support.waits import SOON_S, busy_timeout, patient, until, until_true
 
 PATH = "/inference/v1/generate"
 ROOM = 1 + MIN_AHEAD

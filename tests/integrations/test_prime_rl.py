@@ -30,9 +30,9 @@ import rollbus
 from tests.http.support import Http, http_before, rows_of
 from tests.support.checkpoints import make_tiny_lora
 from tests.support.fleet import until_state
-from tests.support.patience import patient
 from tests.support.real_fleet import RealWorkers, greedy, prompt
 from tests.support.requests import TOLERANCE
+from tests.support.waits import patient
 
 pytestmark = pytest.mark.vllm
 

@@ -15,10 +15,9 @@ import pytest
 
 from tests.cli.support import running_up, serves
 from tests.integrations.support import PYTHON, ROOT, needs_trainers, run_program, started, until_line
-from tests.support.one_name import FOLDERS
-from tests.support.patience import ENGINE_STARTS_S, patient
+from tests.support.processes import FOLDERS
 from tests.support.real_fleet import RealWorkers
-from tests.support.waits import Shared
+from tests.support.waits import ENGINE_STARTS_S, Shared, patient
 
 pytestmark = [pytest.mark.vllm, needs_trainers]
 

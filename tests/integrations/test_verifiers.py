@@ -16,8 +16,8 @@ from tests.http.support import Http, http_before
 from tests.integrations.environments import CALL, CALL_END, token_id
 from tests.integrations.support import ROOT, needs_trainers, run_program, started
 from tests.support.fleet import until_state
-from tests.support.patience import ENGINE_HANGS_AFTER_S, busy_timeout
 from tests.support.real_fleet import RealWorkers
+from tests.support.waits import ENGINE_HANGS_AFTER_S, busy_timeout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.routing, needs_trainers]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import HANGS_AFTER_S
+from tests.support.waits import HANGS_AFTER_S
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: Debian's package prometheus has it"

@@ -12,7 +12,7 @@ from rollbus.frontend.http.metrics import FleetCollector
 from rollbus.schemas.errors import RollbusError
 from tests.http.metrics_doc import NoClient
 from tests.observe.promtool import needs_promtool, promtool_check_metrics
-from tests.support.presences import presence
+from tests.support.fleet import presence
 
 NAMES = (
     'm"} 1', "m\\", "\\n", '\\"', 'm",worker="other', "#", "# TYPE m counter", "{}", " ", "<script>", "é\u2028x",

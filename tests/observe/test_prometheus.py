@@ -19,7 +19,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import http_before, http_service
 from tests.observe.exposed import worked_metrics
 from tests.observe.shipped import ALERTS, PROMETHEUS, queries, rules
-from tests.support.patience import HANGS_AFTER_S, SOON_S
+from tests.support.waits import HANGS_AFTER_S, SOON_S
 
 PERIOD_S = 0.2
 """Seconds between two queries to Prometheus."""

@@ -22,20 +22,20 @@ from rollbus.schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, Pa
 from rollbus.schemas.errors import ControlCode, InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import Canary, UpdateTiming, WeightSource
-from tests.support import presences
-from tests.support.presences import capabilities
+from tests.support import fleet
+from tests.support.fleet import capabilities
 
 ID = "command-1"
 
 
 def presence(worker: str, incarnation: str = "1") -> WorkerPresence:
     """Return the presence of a serving worker."""
-    return presences.presence(worker=worker, incarnation=incarnation)
+    return fleet.presence(worker=worker, incarnation=incarnation)
 
 
 def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object) -> Ack:
     """Return an ack of the command."""
-    return presences.ack(id=ID, worker=worker, status=status, incarnation=incarnation, **fields)
+    return fleet.ack(id=ID, worker=worker, status=status, incarnation=incarnation, **fields)
 
 
 def tracker_of(*workers: str) -> AckTracker:

@@ -46,7 +46,7 @@ from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_desired, encode_json
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.weights import WeightSource
-from tests.support.presences import ack, presence
+from tests.support.fleet import ack, presence
 
 EMPTY = DesiredState(model="m")
 ONE = WeightSource(path="/ckpt/1")

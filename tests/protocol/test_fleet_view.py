@@ -16,7 +16,7 @@ from rollbus.bus.protocol.fleet.presence import (
 )
 from rollbus.schemas.errors import InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerPresence, WorkerState
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence
 
 HERE = presence(worker="a", lease_s=5.0)
 

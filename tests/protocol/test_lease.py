@@ -35,7 +35,7 @@ from rollbus.schemas.options import DEFAULT_IDLE_S
 from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
 from rollbus.schemas.weights import OpenTransfer
 from tests.golden.vectors import VECTORS
-from tests.support.presences import presence
+from tests.support.fleet import presence
 from tests.support.requests import sized
 
 

@@ -9,8 +9,8 @@ from rollbus.schemas.acks import Ack
 from rollbus.schemas.control import DesiredState, LoadLora, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.weights import WeightSource
-from tests.support import presences
-from tests.support.presences import capabilities, presence
+from tests.support import fleet
+from tests.support.fleet import capabilities, presence
 
 A, B = "a" * 64, "b" * 64
 UPDATE = UpdateWeights(id="u", source=WeightSource(path="/ckpt/latest"), version=2)
@@ -18,7 +18,7 @@ UPDATE = UpdateWeights(id="u", source=WeightSource(path="/ckpt/latest"), version
 
 def ack(worker: str, digest: str | None = A, path: str | None = "/ckpt/2") -> Ack:
     """Return the ack of a check."""
-    return presences.ack(command="check_weights", worker=worker, digest=digest, path=path)
+    return fleet.ack(command="check_weights", worker=worker, digest=digest, path=path)
 
 
 def staged(*acks: Ack) -> dict[str, Ack]:

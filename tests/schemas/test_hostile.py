@@ -32,7 +32,7 @@ from rollbus.schemas.messages import (
 )
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest, request_id_of
-from tests.support.presences import presence
+from tests.support.fleet import presence
 
 pack = msgspec.msgpack.encode
 PROMPT = b"\x01\x00\x00\x00"

@@ -29,7 +29,7 @@ from rollbus.schemas.request import GenerateRequest, check_given_id, expand_chil
 from rollbus.schemas.request_fields import check_model_limits, check_sampling, request_from_json
 from rollbus.schemas.sampling import SamplingParams
 from tests.schemas import strategies as wire
-from tests.support.presences import capabilities
+from tests.support.fleet import capabilities
 
 
 @pytest.mark.proves("P40")

@@ -68,7 +68,7 @@ def patient_pings() -> Iterator[None]:
     """
     from rollbus.bus.client import presence
     from rollbus.workers.control import content
-    from tests.support.patience import patient
+    from tests.support.waits import patient
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(presence, "PING_WAIT_S", patient(presence.PING_WAIT_S))
@@ -86,7 +86,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from rollbus.bus.client import runtime
     from rollbus.bus.protocol.attempt import machine
-    from tests.support.patience import SOON_S, UNHURRIED_LEASE_S
+    from tests.support.waits import SOON_S, UNHURRIED_LEASE_S
 
     monkeypatch.setattr(runtime, "LEASE_S", UNHURRIED_LEASE_S)
     monkeypatch.setattr(machine, "HAND_OVER_S", SOON_S)

@@ -2,26 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 import rollbus
-from rollbus import FleetState
+from rollbus import ExpertAnswers, FleetState, GenerateRequest, Generation
 from rollbus.bus.client.client import runtime_of
-from rollbus.bus.client.generation import Generation
-from rollbus.schemas.presence import WorkerPresence, WorkerState
-from rollbus.schemas.request import GenerateRequest
-from rollbus.schemas.rows import expected_rows
+from rollbus.bus.protocol.telemetry.experts import ExpertWindow
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.presence import Capabilities, WorkerPresence, WorkerState
+from rollbus.schemas.rows import Rows, expected_rows
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
-from tests.support.patience import UNHURRIED_LEASE_S
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, UNHURRIED_LEASE_S, until_true
 
 
 @contextlib.asynccontextmanager
@@ -172,3 +172,85 @@ def is_placing(rb: rollbus.Client) -> bool:
     """Return True if the client knows of a request that it placed or that follows another one."""
     state = client_state(rb)
     return bool(state["placed"] or state["followers"])
+
+
+# Presence and acks of workers, for tests without real workers.
+
+
+def presence(**fields: Any) -> WorkerPresence:
+    """Return the presence of an idle worker in the state `serving`; `fields` replace its values."""
+    idle: dict[str, Any] = {
+        "worker": "w",
+        "incarnation": "1",
+        "model": "m",
+        "state": WorkerState.SERVING,
+        "weight_version": 0,
+        "in_flight": 0,
+        "free_slots": 1,
+        "uptime_s": 1.0,
+        "lease_s": 10.0,
+    }
+    return WorkerPresence(**{**idle, **fields})
+
+
+def ack(**fields: Any) -> Ack:
+    """Return the ack of a worker that has applied a command; `fields` replace its values."""
+    applied: dict[str, Any] = {
+        "id": "c",
+        "command": "pause",
+        "worker": "w",
+        "incarnation": "1",
+        "model": "m",
+        "status": AckStatus.APPLIED,
+    }
+    return Ack(**{**applied, **fields})
+
+
+def capabilities(**fields: Any) -> Capabilities:
+    """Return the capabilities of a small dense model; `fields` replace their values."""
+    small: dict[str, Any] = {
+        "engine": "e",
+        "engine_version": "1",
+        "max_model_len": 64,
+        "vocab_size": 100,
+        "max_num_seqs": 4,
+        "max_logprobs": 5,
+        "dtype": "float32",
+    }
+    return Capabilities(**{**small, **fields})
+
+
+# The expert counts that workers should report, computed from the rows of a client, and a wait for these reports.
+
+ASK_AGAIN_S = 0.3
+"""Seconds between two reads; workers answer 20 reads per second."""
+
+
+def counted(rows: Iterable[Rows], num_experts: int) -> npt.NDArray[np.int64]:
+    """Return how often each expert occurs in each layer."""
+    whole = np.concatenate(list(rows))
+    return np.array([np.bincount(whole[:, i].ravel(), minlength=num_experts) for i in range(whole.shape[1])])
+
+
+def planes_of(results: Iterable[Generation], num_experts: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the expert counts of uncached prompt tokens and of generated tokens; each `start` must be 0."""
+    prompts, generated = [], []
+    for result in results:
+        assert result.start == 0
+        prompts.append(result.routed_experts[result.cached_tokens or 0 : result.prompt_len])
+        generated.append(result.routed_experts[result.prompt_len :])
+    return {"prompt": counted(prompts, num_experts), "generated": counted(generated, num_experts)}
+
+
+async def asked_until(rb: rollbus.Client, is_met: Callable[[ExpertWindow], object], **question: Any) -> ExpertAnswers:
+    """Read all counts until the answer meets the condition: a read covers only intervals that have ended."""
+    answers: ExpertAnswers | None = None
+    try:
+        async with asyncio.timeout(SOON_S):
+            while True:
+                answers = await rb.fleet.experts(**{"last_s": None, **question})
+                if answers.window is not None and is_met(answers.window):
+                    return answers
+                await asyncio.sleep(ASK_AGAIN_S)
+    except TimeoutError:
+        raise AssertionError(f"the workers' answers stay {answers}") from None

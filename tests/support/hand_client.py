@@ -31,7 +31,7 @@ from rollbus.schemas.messages import (
 from rollbus.schemas.presence import ClientPresence, ClientState, WorkerPresence, WorkerState
 from rollbus.schemas.request import GenerateRequest, Lane
 from tests.support.nats_server import opened
-from tests.support.patience import UNHURRIED_LEASE_S
+from tests.support.waits import UNHURRIED_LEASE_S
 
 MODEL = "synthetic"
 WINDOW_BYTES = 8 * 1024 * 1024

@@ -19,9 +19,9 @@ from rollbus.schemas.control import Abort, AnyCommand, DesiredState
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.messages import Frame, decode_ack, decode_command, decode_frame, encode_json
 from rollbus.schemas.presence import WorkerState
+from tests.support.fleet import capabilities, presence
 from tests.support.nats_server import opened
-from tests.support.patience import SOON_S
-from tests.support.presences import capabilities, presence
+from tests.support.waits import SOON_S
 
 Reply = Callable[[AnyCommand], Sequence[dict[str, Any]]]
 """Returns the fields of the acks to a command, in order."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.nats.connection import Connection, open_connection, publish, subscribe
 from rollbus.bus.protocol.queue.placement import rendezvous
+from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.bus.queue.streams import ensure_queue
 from rollbus.bus.subjects import Subjects
@@ -21,6 +22,7 @@ from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.messages import (
     Frame,
+    KvTransfer,
     LinkMessage,
     RequestKey,
     RequestMessage,
@@ -34,8 +36,12 @@ from rollbus.schemas.messages import (
 from rollbus.schemas.presence import ClientPresence, EngineStats, WorkerState
 from rollbus.schemas.request import request_id_of
 from rollbus.schemas.weights import OpenTransfer
-from tests.support.patience import SOON_S
-from tests.support.presences import capabilities, presence
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.worker import Worker
+from tests.support.fleet import capabilities, presence
+from tests.support.waits import SOON_S, UNHURRIED_LEASE_S
 
 MODEL = "m"
 
@@ -278,3 +284,57 @@ def request(max_tokens: int = 3, **fields: object) -> GenerateRequest:
     """Return a greedy request without logprobs."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=None)
     return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+# An engine that waits at gates until the test opens them, and a worker with this engine.
+
+
+class GatedEngine(SyntheticEngine):
+    """Waits at a gate before it starts, steps, adds a request or closes; `reached` shows which gate it waits at."""
+
+    def __init__(self, *closed: str, config: SyntheticConfig | None = None) -> None:
+        super().__init__(config)
+        self.gates = {name: asyncio.Event() for name in ("start", "steps", "add", "close")}
+        self.reached = {name: asyncio.Event() for name in self.gates}
+        for name in self.gates.keys() - set(closed):
+            self.gates[name].set()
+
+    async def _pass(self, name: str) -> None:
+        self.reached[name].set()
+        await self.gates[name].wait()
+
+    async def start(self) -> None:
+        """Wait at the gate, then start."""
+        await self._pass("start")
+        await super().start()
+
+    async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
+        """Wait at the gate, then yield all steps."""
+        await self._pass("steps")
+        async for steps in super().steps():
+            yield steps
+
+    async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
+        """Wait at the gate, then add the request."""
+        await self._pass("add")
+        await super().add(key, request, kv)
+
+    async def close(self) -> None:
+        """Wait at the gate, then close."""
+        await self._pass("close")
+        await super().close()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    nats_url: str, fleet: str, engine: SyntheticEngine, **fields: object
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    """Run a worker `w` on `engine`; cancel it at the end of the block if it still runs."""
+    fields = {"worker_id": "w", "model": "synthetic", "lease_s": UNHURRIED_LEASE_S, "listen_s": 0.0, **fields}
+    worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, **fields), engine)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(worker.run(), name="worker")
+        try:
+            yield worker, task
+        finally:
+            task.cancel()

@@ -29,9 +29,8 @@ from rollbus.bus.nats.embedded import EmbeddedServer, server_config
 from rollbus.bus.nats.jetstream import NO_PEERS, ApiError, Unanswered, ask
 from rollbus.schemas.errors import BusBroken
 from tests.support.nats_server import opened
-from tests.support.patience import patient
 from tests.support.tcp_proxy import TcpProxy
-from tests.support.waits import until, until_true
+from tests.support.waits import patient, until, until_true
 
 NAMES = ("n0", "n1", "n2")
 """The server names, in order."""

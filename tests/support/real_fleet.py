@@ -22,8 +22,8 @@ from rollbus.schemas.errors import NoWorkers
 from rollbus.workers.__main__ import main
 from rollbus.workers.engines.vllm.launch import set_environment
 from rollbus.workers.engines.vllm.processes import begin_preload
-from tests.support.patience import ENGINE_STARTS_S, SOON_S, patient
 from tests.support.processes import RUN
+from tests.support.waits import ENGINE_STARTS_S, SOON_S, patient
 
 ENGINE_ARGS = {
     "dtype": "float32",

@@ -24,8 +24,8 @@ from rollbus.schemas.rows import Rows
 from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.vllm.engine import VllmEngine
 from rollbus.workers.engines.vllm.launch import cpu_refusal, set_environment
-from tests.support.patience import HANGS_AFTER_S, SOON_S, patient
 from tests.support.requests import TOLERANCE
+from tests.support.waits import HANGS_AFTER_S, SOON_S, patient
 
 QUESTION = GenerateRequest(
     prompt_token_ids=[11, 12, 13],

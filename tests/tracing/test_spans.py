@@ -22,8 +22,8 @@ from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
 from rollbus.workers.__main__ import main
 from rollbus.workers.request_spans import RequestSpans
-from tests.support.otlp import Collector, collector
 from tests.support.waits import until_true
+from tests.tracing.otlp import Collector, collector
 
 PARENT = SpanContext(0xA, 0xB, is_sampled=True, tracestate="v=1")
 UNSAMPLED = SpanContext(0xA, 0xB, is_sampled=False)

@@ -25,10 +25,9 @@ from rollbus.workers.request_spans import RequestSpans
 from rollbus.workers.worker import Worker
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
-from tests.support.otlp import Collector, collector
-from tests.support.patience import UNHURRIED_LEASE_S
 from tests.support.processes import LASTING, worker_process
-from tests.support.waits import until_true
+from tests.support.waits import UNHURRIED_LEASE_S, until_true
+from tests.tracing.otlp import Collector, collector
 
 CALLER = "b7ad6b7169203331"
 TRACE = "0af7651916cd43dd8448eb211c80319c"

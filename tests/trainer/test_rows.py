@@ -16,7 +16,7 @@ from rollbus.schemas.rows import Rows
 from rollbus.trainer import CheckpointMismatch, StitchError, stitch_rows
 from rollbus.trainer.checkpoint import checkpoint_tensors
 from rollbus.trainer.stitching import Overlap, RowStitcher
-from tests.support.tiny_families import FAMILIES, make_family
+from tests.engine.tiny_families import FAMILIES, make_family
 from tests.trainer.models import rows_of
 
 

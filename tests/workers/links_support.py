@@ -20,7 +20,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.requests.links import WorkerLinks
 from rollbus.workers.requests.table import RequestOrigin
-from tests.support import presences
+from tests.support import fleet
 
 MAX_PAYLOAD = 8 * 1024 * 1024
 ROUTING = RoutedExpertsInfo(num_layers=4, top_k=8, num_experts=64, dtype="u1")
@@ -33,7 +33,7 @@ LATE = NOW + 7.0
 def capabilities(*, routing: bool = True) -> Capabilities:
     """Return the capabilities of an engine whose rows have `ROW_BYTES`."""
     limits = {"max_model_len": 1_000_000, "vocab_size": 1000, "max_num_seqs": 8, "max_logprobs": 20}
-    return presences.capabilities(routed_experts=ROUTING if routing else None, **limits)
+    return fleet.capabilities(routed_experts=ROUTING if routing else None, **limits)
 
 
 def make_links(**fields: object) -> WorkerLinks:

@@ -7,8 +7,8 @@ import pytest
 from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode, ErrorCode
 from rollbus.schemas.presence import WorkerState
-from tests.support.patience import SOON_S
 from tests.support.requests import endless, short
+from tests.support.waits import SOON_S
 from tests.workers.support import StartControlled
 
 

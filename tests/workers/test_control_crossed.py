@@ -16,9 +16,9 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.requests.publisher import OutboundPublisher
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
-from tests.support.gated_engine import running
 from tests.support.hand_client import hand_client
 from tests.support.hand_control import hand_controller
+from tests.support.hand_worker import running
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import SLOW, StartControlled

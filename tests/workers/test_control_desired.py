@@ -14,9 +14,9 @@ from rollbus.schemas.control import AnyCommand, DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ErrorCode
 from rollbus.schemas.presence import WorkerState
 from tests.support.fleet import is_idle, synthetic_worker
-from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
 from tests.support.hand_control import hand_controller
+from tests.support.hand_worker import GatedEngine, running
 from tests.support.requests import endless, short
 from tests.support.waits import until_true
 from tests.workers.support import SLOW, StartControlled, controlled_worker

@@ -13,9 +13,8 @@ from rollbus.workers.control import desired as desired_reader
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
 from tests.support.hand_control import HandController, hand_controller
-from tests.support.patience import SOON_S
 from tests.support.requests import short
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 from tests.workers.support import SLOW, StartControlled, StartHeard, controlled_worker
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from rollbus.schemas.control import DesiredState, FlushCache, Pause
 from rollbus.schemas.errors import BusBroken
 from rollbus.workers.control import desired as module
 from rollbus.workers.control.desired import DesiredReader
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 MODEL = "m"
 

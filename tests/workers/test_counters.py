@@ -29,7 +29,7 @@ from rollbus.workers.requests.steps import ExpertCounter, WorkerLinkStats
 from rollbus.workers.requests.table import Instructions
 from rollbus.workers.worker import WorkerStats
 from tests.support.fleet import synthetic_worker
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 from tests.workers.links_support import (
     LATE,
     MAX_PAYLOAD,

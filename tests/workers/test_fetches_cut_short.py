@@ -16,7 +16,7 @@ from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import ignore, write_checkpoint, write_sharded
 from tests.support.nats_server import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
-from tests.support.version_chain import Versions, folder_content, random_weights
+from tests.support.versions import Versions, folder_content, random_weights
 
 OnFetch = Callable[[str, Path], Awaitable[None]]
 

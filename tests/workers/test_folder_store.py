@@ -17,7 +17,7 @@ from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources import store as folder_store
 from rollbus.workers.sources import store as locks
 from rollbus.workers.sources.store import FolderStore, Hold, PartialFolder, files_stamp
-from tests.support.patience import SOON_S
+from tests.support.waits import SOON_S
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -32,9 +32,8 @@ from rollbus.workers.requests.admission import (
 from rollbus.workers.worker import Worker
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
-from tests.support.patience import SOON_S
 from tests.support.requests import endless, short
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 from tests.workers.support import StartHeard
 
 ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)

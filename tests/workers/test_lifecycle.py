@@ -14,7 +14,7 @@ from rollbus.schemas.messages import decode_presence
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.lifecycle import WorkerLifecycle, log_name
-from tests.support.presences import presence
+from tests.support.fleet import presence
 
 LEASE_S = 6.0
 

@@ -32,9 +32,9 @@ from tests.support.disagg import long
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import HandClient, hand_client
 from tests.support.nats_server import opened
-from tests.support.patience import SOON_S
 from tests.support.processes import worker_process
 from tests.support.requests import endless, greedy, short
+from tests.support.waits import SOON_S
 from tests.workers.links_support import MAX_PAYLOAD, NOW, capabilities, make_links, queued, request_of, step
 from tests.workers.support import StartHeard
 

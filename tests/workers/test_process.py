@@ -32,12 +32,11 @@ from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, ProbeServer, listen
 from rollbus.workers.sources.threads import Job, run_quietly
 from rollbus.workers.worker import Worker
-from tests.support.fleet import until_worker
+from tests.support.fleet import presence, until_worker
 from tests.support.nats_server import require_binary
-from tests.support.patience import HANGS_AFTER_S, SOON_S
-from tests.support.presences import presence
 from tests.support.processes import worker_process
 from tests.support.tcp_proxy import tcp_proxy
+from tests.support.waits import HANGS_AFTER_S, SOON_S
 
 pytestmark = pytest.mark.slow
 

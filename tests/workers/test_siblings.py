@@ -15,11 +15,10 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.engine import EngineRunner
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
-from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import HandClient, hand_client
-from tests.support.patience import SOON_S
+from tests.support.hand_worker import GatedEngine, running
 from tests.support.requests import endless, short
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 from tests.workers.support import StartHeard
 
 pytestmark = pytest.mark.slow

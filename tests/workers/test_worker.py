@@ -12,12 +12,11 @@ from rollbus.schemas.errors import EngineDead, ErrorCode, RequestRejected
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.support.fleet import check_generation, is_idle, served, synthetic_worker
-from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
+from tests.support.hand_worker import GatedEngine, running
 from tests.support.nats_server import count_tasks
-from tests.support.patience import SOON_S
 from tests.support.requests import endless, greedy, short
-from tests.support.waits import until_true
+from tests.support.waits import SOON_S, until_true
 from tests.workers.support import SLOW, StartHeard, heard_worker
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,9 @@ from rollbus.bus.client import record_writer as writer
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.bus.record.test_rows import assert_equal, generation
 from tests.support.fleet import StartServed
-from tests.support.patience import SOON_S
 from tests.support.processes import becomes_true
 from tests.support.requests import all_of, greedy
+from tests.support.waits import SOON_S
 
 SAMPLED = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, n=2)
 KILLED = """

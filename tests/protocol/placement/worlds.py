@@ -8,7 +8,7 @@ import numpy.typing as npt
 from rollbus.bus.protocol.queue.load import PIECE_TOKENS, PrefixScope, WorkerLoad, piece_hashes
 from rollbus.bus.protocol.queue.placement import PlacementNeeds, PlacementPolicy
 from rollbus.schemas.presence import WorkerPresence
-from tests.support import presences
+from tests.support import fleet as presences
 
 SCOPE = PrefixScope()
 

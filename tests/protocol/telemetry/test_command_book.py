@@ -20,13 +20,13 @@ from rollbus.schemas.control import DesiredState, Pause, Resume, UpdateWeights
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerPresence
 from rollbus.schemas.weights import Staging, WeightSource
-from tests.support import presences
-from tests.support.presences import presence
+from tests.support import fleet
+from tests.support.fleet import presence
 
 
 def ack(worker: str, status: AckStatus, command_id: str = "c", **fields: object) -> Ack:
     """Return a worker's command ack."""
-    return presences.ack(id=command_id, command="update_weights", worker=worker, status=status, **fields)
+    return fleet.ack(id=command_id, command="update_weights", worker=worker, status=status, **fields)
 
 
 UPDATE = UpdateWeights(id="c", version=3, source=WeightSource(path="/x"), epoch=7)

@@ -24,7 +24,7 @@ from rollbus.schemas.errors import ControlCode, InvalidRequest, RemoteProtocolEr
 from rollbus.schemas.limits import MAX_EXPERT_VERSIONS
 from rollbus.schemas.presence import RoutedExpertsInfo, WorkerPresence
 from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, TokenTally
-from tests.support.presences import capabilities, presence
+from tests.support.fleet import capabilities, presence
 
 tables = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
     lambda shape: st.lists(st.integers(0, 1000), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]).map(

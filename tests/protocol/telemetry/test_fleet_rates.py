@@ -21,7 +21,7 @@ from rollbus.bus.protocol.telemetry.rates import (
 )
 from rollbus.schemas import limits
 from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence
-from tests.support.presences import presence
+from tests.support.fleet import presence
 
 ANY_COUNT = st.integers(0, limits.MAX_COUNT) | st.integers(0, 1_000)
 ANY_SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)

@@ -14,7 +14,7 @@ from rollbus.bus.protocol.telemetry.requests import (
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
-from tests.support import presences
+from tests.support import fleet
 
 
 def ack(worker: str, *timelines: RequestTimeline, left_out: int = 0, error: str | None = None) -> Ack:
@@ -22,7 +22,7 @@ def ack(worker: str, *timelines: RequestTimeline, left_out: int = 0, error: str 
     fields = {"worker": worker, "incarnation": f"{worker}-1", "timelines": timelines, "timelines_left_out": left_out}
     if error is not None:
         fields |= {"status": AckStatus.FAILED, "error": AckError(code=ControlCode.NOT_SERVING, message=error)}
-    return presences.ack(command="read_request", **fields)
+    return fleet.ack(command="read_request", **fields)
 
 
 def timeline(*events: tuple[float, str], attempt: int = 0, child: int = 0, client: str = "alice") -> RequestTimeline:

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tests.support.one_name import misnamed
+from tests.support.processes import misnamed
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A trainer in its own process, which tests kill or stop.
 
-The command is `python -m tests.support.client_program URL FLEET N MAX`. The program reads an endless response stream
+The command is `python -m tests.faults.client_program URL FLEET N MAX`. The program reads an endless response stream
 and prints `started` after its first chunk. It then sends N greedy requests of MAX tokens each at once. For each result
 it prints one line of JSON: prompt, attempts, workers, tokens.
 """
@@ -14,8 +14,8 @@ from unittest.mock import patch
 import rollbus
 from rollbus.bus.client import dispatch, runtime
 from rollbus.bus.protocol.attempt import machine
-from tests.support.patience import SOON_S
 from tests.support.requests import greedy
+from tests.support.waits import SOON_S
 
 TIMES = (
     # Shorter than the defaults: tests wait until the lease has expired and until orphans have left the queue.

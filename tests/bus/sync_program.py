@@ -1,4 +1,4 @@
-"""A trainer without asyncio in its own process: `python -m tests.support.sync_program NAME URL FLEET`.
+"""A trainer without asyncio in its own process: `python -m tests.bus.sync_program NAME URL FLEET`.
 
 NAME selects one of the functions. The program prints one line of JSON when the function is done, then exits normally.
 """
