@@ -48,7 +48,7 @@ from bench.placement_sim import EngineShape, QueueOnly, Simulation
 from bench.placement_traces import GROUP, TRACES, Shape, Tokens, Trace, block_keys, least_computed, make_trace
 from bench.placement_ways import SLOW, WAYS
 from bench.processes import START_S, Way, own_process, worker_process
-from bench.report import Report, program
+from bench.report import TINY_MOE, Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import percentile, spreads
 from rollbus.schemas.options import arg
@@ -127,7 +127,6 @@ async def play_on_dynamo(python: Path, trace: Trace, mode: str, num_workers: int
     }
 
 
-MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 BUSY: Final = 0.75
 """Share of the slots that a trainer fills. Without free slots, there is no choice between workers."""
 SIMULATED: Final[Mapping[str, Callable[[], QueueOnly]]] = {
@@ -141,7 +140,6 @@ SIMULATED_TRACES: Final = tuple(name for name in TRACES if name not in {"race", 
 """Traces without faults and with one client."""
 COMPARED: Final = ("tokens_per_s", "p99_s")
 """Figures without a column. Other columns are ratios of these figures."""
-RECORDED_WAYS: Final = ("queue", "static", "ours")
 RECORDED_SIMULATED: Final = ("groups", "flood", "tails", "nothing", "slow-nothing", "mixed")
 LARGE: Final = 32
 """Simulated fleets above this number of workers play each trace once, because some traces take minutes."""
@@ -193,7 +191,7 @@ FLEETS: Final = {
     ),
     "vllm": Fleet(
         name="vllm",
-        model_args=("--model", str(MODEL)),
+        model_args=("--model", str(TINY_MOE)),
         engine_args={
             "dtype": "bfloat16",
             "enforce_eager": True,
@@ -401,7 +399,7 @@ if __name__ == "__main__":
             list(SIMULATED),
             "ways; must include queue (default: %(default)s)",
             nargs="+",
-            default=RECORDED_WAYS,
+            default=WAYS,
         ),
         arg("--simulated", None, "simulated workers (default: %(default)s)", type=int, nargs="+", default=[64]),
         arg("--workers", None, "workers with synthetic engines (default: %(default)s)", type=int, default=4),

@@ -20,11 +20,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from bench.processes import Way, own_process
-from bench.report import Load, Report, parse_loads, program
+from bench.report import TINY_MOE, Load, Report, parse_loads, program
 from bench.ways import (
     PROMPT_TOKENS,
     Result,
@@ -114,7 +113,6 @@ async def way(name: str, model: str) -> None:
     await serve(WAYS[name](model))
 
 
-MODEL = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 PEERS = {"times_http": "vllm-http", "times_in_process": "vllm-delta"}
 SETTLE_S = 0.3
 
@@ -122,7 +120,7 @@ SETTLE_S = 0.3
 @asynccontextmanager
 async def on_real_engines(names: Sequence[str]) -> AsyncIterator[list[Way]]:
     """Start these ways, each with an engine."""
-    model = make_tiny_moe(MODEL)
+    model = make_tiny_moe(TINY_MOE)
     async with AsyncExitStack() as stack:
         # Start the engines one after the other. Engines that start at the same time count the same free memory.
         yield [await stack.enter_async_context(own_process(name, "real_engine:way", name, model)) for name in names]

@@ -26,6 +26,8 @@ from rollbus.schemas.options import Option, add_options
 K = TypeVar("K")
 ROUNDS = 5
 ROOT = Path(__file__).resolve().parent.parent
+TINY_MOE = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
+"""Model of the benches with a real engine."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ makes tensors of the results, on the same connection and in the same loop, at th
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,23 +41,18 @@ class Pair:
     """Both sides of a way, and its figures."""
 
     way: str
-    server: Way
-    client: Way
+    sides: Mapping[str, Way]
+    """Server and client."""
     nats: EmbeddedServer
     milliseconds: list[float] = field(default_factory=list)
     cpu_ms: dict[str, list[float]] = field(default_factory=lambda: {"server": [], "client": []})
     peaks: dict[str, list[float]] = field(default_factory=lambda: {"server": [], "client": [], "nats": []})
 
-    @property
-    def sides(self) -> dict[str, Way]:
-        """Both sides, by name."""
-        return {"server": self.server, "client": self.client}
-
     async def measure_time(self) -> None:
         """Run one round for the time. Memory is not measured, because allocations reuse freed memory."""
         before = {name: (await side.ask("cpu"))["s"] for name, side in self.sides.items()}
-        done_at = (await self.client.ask("get"))["at"]
-        handed_at = (await self.server.ask("handed"))["at"]
+        done_at = (await self.sides["client"].ask("get"))["at"]
+        handed_at = (await self.sides["server"].ask("handed"))["at"]
         for name, side in self.sides.items():
             self.cpu_ms[name].append(1000 * ((await side.ask("cpu"))["s"] - before[name]))
         self.milliseconds.append(1000 * (done_at - handed_at))
@@ -69,7 +64,7 @@ class Pair:
             await side.ask("idle")
         reset_peak(self.nats.pid)
         nats_bytes = resident_bytes(self.nats.pid)
-        await self.client.ask("get")
+        await self.sides["client"].ask("get")
         grown = {name: (await side.ask("grown"))["bytes"] for name, side in self.sides.items()}
         grown["nats"] = peak_bytes(self.nats.pid) - nats_bytes
         for name, values in self.peaks.items():
@@ -82,7 +77,7 @@ class Pair:
         Raises:
             RuntimeError: the tensor differs from the engine's array or is read-only.
         """
-        if not (await self.client.ask("check"))["is_good"]:
+        if not (await self.sides["client"].ask("check"))["is_good"]:
             raise RuntimeError(f"{self.way}: the tensor differs from the engine's array or is read-only")
 
     def add_to(self, report: Report, case_name: str) -> None:
@@ -104,7 +99,7 @@ async def started(way: str, case_name: str, nats: EmbeddedServer) -> AsyncIterat
     async with own_process(f"{way} server", "routing_ways:side", "server", way, case_name, nats.url) as server:
         address = (await server.ask("address"))["address"]
         async with own_process(f"{way} client", "routing_ways:side", "client", way, case_name, address) as client:
-            pair = Pair(way, server, client, nats)
+            pair = Pair(way, {"server": server, "client": client}, nats)
             if way != "rollbus":
                 del pair.peaks["nats"]
             await client.ask("warm")

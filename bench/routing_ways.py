@@ -49,6 +49,7 @@ from starlette.routing import Route
 import rollbus
 from bench.processes import answer, running_workers
 from bench.report import give_back, peak_bytes, reset_peak, resident_bytes
+from bench.ways import PATH, vllm_answer
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES
 from rollbus.bus.protocol.stream.engine_step import RequestStep, split
 from rollbus.schemas.messages import KvTransfer
@@ -257,7 +258,6 @@ Handed = Callable[[], float]
 """Time of the engine's last output of an array, on `time.monotonic()`."""
 Get = Callable[[int], Awaitable[torch.Tensor]]
 """Requests the rows of a prompt with this number of tokens."""
-PATH = "/inference/v1/generate"
 
 
 def prompt(num_tokens: int) -> npt.NDArray[np.int32]:
@@ -300,16 +300,7 @@ def http_server(respond: Callable[[dict[str, Any]], Response]) -> Callable[[Case
             np.save(file, rows, allow_pickle=False)
             data = pybase64.b64encode(file.getbuffer()).decode("ascii")
             del file
-            entry = {"token": "token_id:1", "logprob": -1.0, "bytes": None}
-            choice = {
-                "index": 0,
-                "logprobs": {"content": [{**entry, "top_logprobs": [entry]}]},
-                "finish_reason": "length",
-                "token_ids": [1],
-                "routed_experts": data,
-                "sampling_mask": None,
-            }
-            return respond({"request_id": "r", "choices": [choice], "prompt_logprobs": None})
+            return respond(vllm_answer([1], [-1.0], data))
 
         app = Starlette(routes=[Route(PATH, generate, methods=["POST"])])
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
@@ -382,67 +373,63 @@ WAYS: dict[str, tuple[Callable[[Case, str], Any], Callable[[str], Any]]] = {
 """Server and client of each way."""
 
 
-class Meter:
-    """Memory and CPU time of this process."""
+async def answer_commands(**commands: Callable[[], Awaitable[object]]) -> None:
+    """Answer these commands, and those that measure the memory and CPU time of this process, until stdin ends."""
+    idle_bytes = 0
 
-    def __init__(self) -> None:
-        self._idle_bytes = 0
-        self._idle_cpu_s = 0.0
-
-    def answer(self, question: str) -> dict[str, float]:
-        """Answer the commands that both sides support."""
-        match question:
+    async def measure(arguments: list[str]) -> object:
+        nonlocal idle_bytes
+        match arguments[0]:
             case "idle":
                 give_back()
                 reset_peak()
-                self._idle_bytes = resident_bytes()
+                idle_bytes = resident_bytes()
                 return {}
             case "grown":
-                return {"bytes": peak_bytes() - self._idle_bytes}
+                return {"bytes": peak_bytes() - idle_bytes}
             case "cpu":
                 return {"s": time.process_time()}
-        raise ValueError(f"unknown command: {question}")
+            case command:
+                return await commands[command]()
+
+    await answer(measure)
 
 
 async def run_server(way: str, case: Case, address: str) -> None:
     """Run the side that has the array."""
-    meter = Meter()
-    async with WAYS[way][0](case, address) as (served_at, handed):
+    async with WAYS[way][0](case, address) as (served_at, handed_at):
 
-        async def measure(arguments: list[str]) -> object:
-            match arguments[0]:
-                case "address":
-                    return {"address": served_at}
-                case "handed":
-                    return {"at": handed()}
-            return meter.answer(arguments[0])
+        async def where() -> object:
+            return {"address": served_at}
 
-        await answer(measure)
+        async def handed() -> object:
+            return {"at": handed_at()}
+
+        await answer_commands(address=where, handed=handed)
 
 
 async def run_client(way: str, case: Case, address: str) -> None:
     """Run the side that receives the array."""
-    meter = Meter()
     expected = digest(make_rows(case))
     tensor: torch.Tensor | None = None
-    async with WAYS[way][1](address) as get:
+    async with WAYS[way][1](address) as fetch:
 
-        async def measure(arguments: list[str]) -> object:
+        async def warm() -> object:
+            await fetch(case.num_tokens // 16)
+            return {}
+
+        async def get() -> object:
             nonlocal tensor
-            match arguments[0]:
-                case "warm":
-                    await get(case.num_tokens // 16)
-                    return {}
-                case "get":
-                    tensor = await get(case.num_tokens)
-                    return {"at": time.monotonic()}
-                case "check":
-                    found, tensor = tensor, None
-                    is_good = found is not None and found.numpy().flags.writeable and digest(found.numpy()) == expected
-                    return {"is_good": is_good}
-            return meter.answer(arguments[0])
+            tensor = await fetch(case.num_tokens)
+            return {"at": time.monotonic()}
 
-        await answer(measure)
+        async def check() -> object:
+            nonlocal tensor
+            found, tensor = tensor, None
+            is_good = found is not None and found.numpy().flags.writeable and digest(found.numpy()) == expected
+            return {"is_good": is_good}
+
+        await answer_commands(warm=warm, get=get, check=check)
 
 
 def digest(rows: npt.NDArray[Any]) -> str:

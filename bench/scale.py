@@ -1,7 +1,6 @@
 """Measures the CPU and memory of a request as fleets and queues grow. They should not depend on the size.
 
     python -m bench.scale [--parts fleet models backlog] [--requests 800] [--queued 100000] [--rounds 2] [--json FILE]
-                          [--plot FILE.svg]
 
 Engines are synthetic. Server, workers and clients are separate processes, so that the bench can measure the CPU seconds
 and the memory of each side. Other work on the machine changes CPU seconds little. The part `fleet` is an exception: it
@@ -27,7 +26,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -36,7 +34,7 @@ import rollbus
 from bench.processes import Way, answer, own_process
 from bench.report import Report, cpu_s, program, resident_bytes
 from rollbus.bus.client.dispatch import ORPHAN_AGE_S
-from rollbus.bus.nats.connection import connected
+from rollbus.bus.nats.connection import Connection, connected
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.queue.streams import QueueLimits, ensure_queue, queue_depths
 from rollbus.bus.subjects import Subjects
@@ -161,12 +159,16 @@ class Fleet:
 
     Args:
         server: server of all workers and clients.
+        nats: connection of this process to it.
         workers: processes of the workers.
         clients: processes of the clients.
     """
 
-    def __init__(self, server: EmbeddedServer, workers: Sequence[Way], clients: Sequence[Way]) -> None:
+    def __init__(
+        self, server: EmbeddedServer, nats: Connection, workers: Sequence[Way], clients: Sequence[Way]
+    ) -> None:
         self._server = server
+        self._nats = nats
         self._clients = clients
         self._pids = {
             "worker": [way.pid for way in workers],
@@ -215,26 +217,22 @@ class Fleet:
         async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
             await rb.fleet.resume()
 
-    @asynccontextmanager
-    async def wide_queue(self, max_msgs: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-        """Raise the limit of the queue to `max_msgs` requests. Yield a function that counts the waiting requests.
-
-        The limit lasts until a worker finds that the queue is missing and creates it.
-        """
-        async with connected(self._server.url, name="bench") as nats:
-
-            async def num_waiting() -> int:
-                return sum(depth.waiting for depth in await queue_depths(nats, Subjects(FLEET), (MODEL,)))
-
-            await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs, max_per_client=max_msgs))
-            yield num_waiting
+    async def num_waiting(self) -> int:
+        """Return the number of requests that no worker has pulled."""
+        return sum(depth.waiting for depth in await queue_depths(self._nats, Subjects(FLEET), (MODEL,)))
 
 
 @asynccontextmanager
-async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticConfig) -> AsyncIterator[Fleet]:
-    """Run a fleet while the body runs, and wait until all its workers serve."""
-    async with EmbeddedServer() as server, AsyncExitStack() as stack:
+async def started_fleet(
+    num_workers: int, num_clients: int, engine: SyntheticConfig, limits: QueueLimits | None = None
+) -> AsyncIterator[Fleet]:
+    """Run a fleet while the body runs, and wait until all its workers serve. `limits` are those of its queue."""
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(EmbeddedServer())
         url = server.url
+        nats = await stack.enter_async_context(connected(url, name="bench"))
+        # Workers would create the queue with the usual limits, which stay.
+        await ensure_queue(nats, Subjects(FLEET), MODEL, limits)
 
         async def start(place: str, letter: str, count: int, *args: object) -> list[Way]:
             ways = []
@@ -247,7 +245,7 @@ async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticCon
         workers = await start("processes:workers", "w", num_workers, msgspec.json.encode(engine).decode())
         async with rollbus.connect(url, fleet=FLEET) as rb:
             await rb.fleet.wait_for_workers(num_workers, timeout_s=START_TIMEOUT_S)
-        yield Fleet(server, workers, await start("scale:run_clients", "c", num_clients))
+        yield Fleet(server, nats, workers, await start("scale:run_clients", "c", num_clients))
 
 
 async def _ask(ways: Sequence[Way], *question: object) -> list[Counts]:
@@ -375,7 +373,8 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
     """Measure a queue that fills, waits and empties. Then measure a queue through which as many requests pass."""
     engine = SyntheticConfig(max_num_seqs=BACKLOG_SLOTS)
     total = args.queued
-    async with started_fleet(BACKLOG_WORKERS, 1, engine) as fleet, fleet.wide_queue(2 * total) as num_waiting:
+    limits = QueueLimits(max_msgs=2 * total, max_per_client=2 * total)
+    async with started_fleet(BACKLOG_WORKERS, 1, engine, limits) as fleet:
         await work(fleet, BACKLOG_WORKERS * BACKLOG_SLOTS, BACKLOG_TOKENS, BACKLOG_WORKERS * BACKLOG_SLOTS)
         done = (await fleet.counts()).done
 
@@ -397,7 +396,7 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
                     before, last = now, at
 
         await fleet.pause()
-        await follow("queueing", num_waiting, lambda: fleet.begin(total, BACKLOG_TOKENS, total))
+        await follow("queueing", fleet.num_waiting, lambda: fleet.begin(total, BACKLOG_TOKENS, total))
         # After this time, clients ask the queue whether their requests still wait.
         await asyncio.sleep(ORPHAN_AGE_S)
         resting = await idle(fleet)
@@ -416,10 +415,6 @@ PARTS = {"fleet": measure_fleets, "models": measure_models, "backlog": measure_b
 def _run(args: argparse.Namespace, report: Report) -> None:
     for part in args.parts:
         asyncio.run(PARTS[part](report, args))
-    if args.plot is not None:
-        from bench.scale_paper import plot
-
-        plot(report.rows, args.plot)
 
 
 if __name__ == "__main__":
@@ -430,6 +425,5 @@ if __name__ == "__main__":
         arg("--parts", PARTS, "", nargs="+", default=list(PARTS)),
         arg("--requests", None, "requests of the part fleet (default: %(default)s)", type=int, default=800),
         arg("--queued", None, "requests of the part backlog (default: %(default)s)", type=int, default=100000),
-        arg("--plot", None, "SVG file for the figures of fleet and backlog (default: no file)", type=Path),
         rounds=2,
     )

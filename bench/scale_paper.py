@@ -1,6 +1,6 @@
 """The tables of docs/scaling.md: the measurements of `bench.scale`, and the figures computed from them.
 
-python -m bench.scale --json bench/results/scale.json --plot docs/img/scale.svg
+python -m bench.scale --json bench/results/scale.json
 python -m bench.scale_paper
 
 The table on new weights, with and without deltas, is computed, not measured.
@@ -24,7 +24,6 @@ from bench.paper import markdown, median
 from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import RequestStep
 from rollbus.bus.protocol.stream.link_sender import LinkSender
-from rollbus.frontend.cli.tables import Spread
 from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.messages import LinkMessage, RequestKey
 from rollbus.schemas.presence import RoutedExpertsInfo
@@ -104,8 +103,8 @@ def _finish(axes: Axes, x: str, y: str, top: float | None = None) -> None:
 
 
 def number(value: Any) -> float:
-    """Return a figure as one number: the median of a spread, as an object or from JSON."""
-    return float(value.median if isinstance(value, Spread) else median(value))
+    """Return a figure as one number: the median of a spread."""
+    return float(median(value))
 
 
 DELTA_SHARE: Final = 0.025

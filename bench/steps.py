@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -31,13 +30,12 @@ import numpy as np
 import rollbus
 from bench.placement_traces import LENGTH_SIGMA, MAX_TIMES
 from bench.processes import START_S, worker_process
-from bench.report import Report, program
+from bench.report import TINY_MOE, Report, program
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import Spread, spreads
 from rollbus.schemas.options import arg
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
-MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 NUM_WORKERS: Final = 2
 ENGINE_ARGS: Final = {
     "dtype": "bfloat16",
@@ -105,7 +103,7 @@ async def take_steps(rb: rollbus.Client, load: Load, over: float, seed: int) -> 
 @asynccontextmanager
 async def fleet() -> AsyncIterator[rollbus.Client]:
     """Run a server, the workers and a client."""
-    model = make_tiny_moe(MODEL)
+    model = make_tiny_moe(TINY_MOE)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(EmbeddedServer())
         for number in range(NUM_WORKERS):

@@ -46,6 +46,7 @@ import torch
 
 import rollbus
 from bench.report import Report, give_back, peak_bytes, program, reset_peak, resident_bytes
+from bench.ways import vllm_answer
 from rollbus.bus.client.calls import Call, Inbox
 from rollbus.bus.client.coordinator import AttemptCoordinator, ChildRequest
 from rollbus.bus.protocol.attempt.events import PublishingPossible
@@ -212,21 +213,8 @@ def _read_frames(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Mi
 
 
 def _answer(rollout: Rollout, routed_experts: object) -> bytes:
-    """Return the answer of `/inference/v1/generate` as vLLM 0.30 writes it, for `logprobs=1`."""
-    ids, logprobs = rollout.sampled.tolist(), rollout.logprobs.tolist()
-    content = []
-    for token, logprob in zip(ids, logprobs, strict=True):
-        entry = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
-        content.append({**entry, "top_logprobs": [entry]})
-    choice = {
-        "index": 0,
-        "logprobs": {"content": content},
-        "finish_reason": "length",
-        "token_ids": ids,
-        "routed_experts": routed_experts,
-        "sampling_mask": None,
-    }
-    answer = {"request_id": "rollout", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
+    """Return the answer of vLLM's token server in JSON."""
+    answer = vllm_answer(rollout.sampled.tolist(), rollout.logprobs.tolist(), routed_experts)
     return json.dumps(answer, separators=(",", ":")).encode()
 
 

@@ -125,7 +125,7 @@ async def rollbus_chunks(*worker_args: str, routing: bool | None = None) -> Asyn
 
 
 def _count(part: rollbus.Chunk | rollbus.Generation) -> int:
-    return 0 if part.routed_experts is None else len(part.routed_experts)
+    return 0 if part.routed_experts is None else part.routed_experts.shape[0]
 
 
 @asynccontextmanager
@@ -164,6 +164,23 @@ def add_event(event: bytes, result: Result) -> None:
             rows = 0 if routing is None else len(np.load(io.BytesIO(base64.b64decode(routing))))
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]] if choice["logprobs"] else []
             result.add(choice["token_ids"] or [], logprobs, rows)
+
+
+def vllm_answer(token_ids: Sequence[int], logprobs: Sequence[float], routed_experts: object) -> dict[str, Any]:
+    """Return a whole answer of vLLM's token server, as vLLM 0.30 writes it for `logprobs=1`."""
+    content = []
+    for token, logprob in zip(token_ids, logprobs, strict=True):
+        entry = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+        content.append({**entry, "top_logprobs": [entry]})
+    choice = {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "token_ids": token_ids,
+        "routed_experts": routed_experts,
+        "sampling_mask": None,
+    }
+    return {"request_id": "rollout", "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
 
 @asynccontextmanager

@@ -39,7 +39,6 @@ import time
 from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -139,17 +138,13 @@ MIN_WINDOW_S: Final = 2.0
 """Minimum seconds of a window. A shorter window has too few engine steps for a rate."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A time window on `time.monotonic`."""
+Window = tuple[float, float]
+"""Begin and end on `time.monotonic`."""
 
-    begin: float
-    end: float
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of the window."""
-        return self.end - self.begin
+def seconds(window: Window) -> float:
+    """Return the seconds of a window."""
+    return window[1] - window[0]
 
 
 class Fleet:
@@ -175,22 +170,22 @@ class Fleet:
         self._staging_at = self._stopped_at = 0.0
         cpu_before, began = cpu_s(os.getpid()), time.monotonic()
         result = await call(version=self._version, on_ack=self._take)
-        update = Window(began, time.monotonic())
+        update = (began, time.monotonic())
         trainer_s = cpu_s(os.getpid()) - cpu_before
         quiet.append(await self._rest())
 
-        publishing = Window(began, self._staging_at or update.end)
-        staging = Window(publishing.end, self._stopped_at or update.end)
+        publishing = (began, self._staging_at or update[1])
+        staging = (publishing[1], self._stopped_at or update[1])
         undisturbed = sum([await self._rate(window) for window in quiet]) / len(quiet)
         rates = {"publish_serving": publishing, "serving": staging}
         found: dict[str, float] = {}
         if isinstance(result, rollbus.PublishedWeights):
             found["stored_percent"] = 100 * result.stored_bytes / self.model_bytes
             found["trainer_s"] = trainer_s / (self.model_bytes / 1e9)
-        found |= {"all_serve_s": update.seconds, "publish_s": publishing.seconds}
+        found |= {"all_serve_s": seconds(update), "publish_s": seconds(publishing)}
         found |= self._ledger_figures(result)
         for name, window in rates.items():
-            if window.seconds >= MIN_WINDOW_S:
+            if seconds(window) >= MIN_WINDOW_S:
                 found[name] = await self._rate(window) / undisturbed
         return found
 
@@ -219,11 +214,11 @@ class Fleet:
         await sleep(SETTLE_S)
         begin = time.monotonic()
         await sleep(QUIET_S)
-        return Window(begin, time.monotonic())
+        return begin, time.monotonic()
 
     async def _rate(self, window: Window) -> float:
-        answer = await self._load.ask(window.begin, window.end)
-        return float(answer["tokens"]) / window.seconds
+        answer = await self._load.ask(*window)
+        return float(answer["tokens"]) / seconds(window)
 
 
 @asynccontextmanager

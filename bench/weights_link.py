@@ -122,5 +122,5 @@ async def load(url: str, vocab_size: str, num_streams: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             streams = [tasks.create_task(stream(rb), name=f"stream {i}") for i in range(int(num_streams))]
             await answer(count)
-            for stream in streams:
-                stream.cancel()
+            for task in streams:
+                task.cancel()
