@@ -32,7 +32,7 @@ from ..protocol.attempt.suspects import BUSY_FACTOR, SILENT_S, Engine, SilenceWa
 from ..protocol.fleet.desired import effective, target_version
 from ..protocol.fleet.presence import PresenceTable
 from ..protocol.stream.link_receiver import FollowedLinks, FrameVerdict, LinkReceiver
-from ..protocol.stream.verification import Announced, announced_by, are_within, problem_of
+from ..protocol.stream.response_stream import Announced, announced_by, are_within, problem_of
 from ..subjects import Subjects
 from .coordinator import AttemptCoordinator, ChildRequest
 from .presence import PresenceWatcher

@@ -20,7 +20,7 @@ from rollbus.bus.client.fleet_state import MAX_ACK_BYTES
 from rollbus.bus.client.links import MAX_WINDOW_BYTES
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.connection import publish, subscribe
-from rollbus.bus.protocol.stream.verification import announced_by, are_within, problem_of
+from rollbus.bus.protocol.stream.response_stream import announced_by, are_within, problem_of
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.chunk import SamplingMask, TopLogprobs
 from rollbus.schemas.control import Pause, UpdateWeights

@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.stream.buffers import KEPT_BYTES, RowBuffer
-from rollbus.bus.protocol.stream.chunk_writer import CHUNK_OVERHEAD_BYTES, ChunkWriter, chunk_bytes
+from rollbus.bus.protocol.stream.chunk_writer import (
+    CHUNK_OVERHEAD_BYTES,
+    KEPT_BYTES,
+    ChunkWriter,
+    RowBuffer,
+    chunk_bytes,
+)
 from rollbus.bus.protocol.stream.engine_step import RequestStep
-from rollbus.bus.protocol.stream.verification import ChunkVerifier
+from rollbus.bus.protocol.stream.response_stream import ChunkVerifier
 from rollbus.schemas.chunk import Chunk, ChunkError, FinishReason
 from rollbus.schemas.decoding import WIRE_VERSION
 from rollbus.schemas.errors import ErrorCode, LocalProtocolError

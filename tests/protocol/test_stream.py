@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
 from rollbus.bus.protocol.stream.engine_step import MAX_RUN_BYTES, MAX_RUN_TOKENS, RequestStep, TokenBatch, TokenBatcher
-from rollbus.bus.protocol.stream.response_stream import ResponseStream
+from rollbus.bus.protocol.stream.response_stream import ChunkVerifier, ResponseStream
 from rollbus.bus.protocol.stream.result_arrays import TokenMasks, kv_arrays
-from rollbus.bus.protocol.stream.verification import ChunkVerifier
 from rollbus.schemas.chunk import Chunk, End, FinishReason, RoutedExperts, SamplingMask
 from rollbus.schemas.errors import LocalProtocolError, RemoteProtocolError
 from rollbus.schemas.limits import MAX_MASK_IDS
