@@ -221,8 +221,9 @@ _link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 
 
 class _CommandHead(msgspec.Struct):
-    id: object = None
-    command: object = None
+    # Raw: an invalid value of one field does not hide the other.
+    id: msgspec.Raw = msgspec.Raw(b"null")
+    command: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _command_head_decoder = msgspec.json.Decoder(_CommandHead)
@@ -318,7 +319,7 @@ def decode_command(data: bytes) -> AnyCommand:
             raise exc.__cause__ from None
         if (version := other_version(data, "json")) is not None:
             raise InvalidRequest(field="v", problem=f"is {version}", allowed=str(WIRE_VERSION)) from None
-        raise wrong_command(str(exc), _commands, _decode_head(data).command) from None
+        raise wrong_command(str(exc), _commands, _read_head(data, "command")) from None
     except MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
@@ -329,17 +330,18 @@ def decode_command(data: bytes) -> AnyCommand:
     return command
 
 
-def _decode_head(data: bytes) -> _CommandHead:
+def _read_head(data: bytes, field: Literal["id", "command"]) -> object:
+    """Return one field of a command; None if it is missing or malformed."""
     try:
-        return _command_head_decoder.decode(data)
+        return msgspec.json.decode(getattr(_command_head_decoder.decode(data), field))
     except MALFORMED:
-        return _CommandHead()
+        return None
 
 
 def command_id_of(data: bytes) -> str | None:
     """Return the id of a command, even if other fields are wrong; None without a valid id."""
     try:
-        return check_request_id("id", _decode_head(data).id)
+        return check_request_id("id", _read_head(data, "id"))
     except InvalidRequest:
         return None
 

@@ -290,10 +290,12 @@ class FleetWatch:
         self._book.add_command(command, controller, concerned, time.time())
 
     async def _on_ack(self, message: Msg) -> None:
-        if len(message.data) > MAX_ACK_BYTES or READ_ACK in message.data[:256]:
+        if READ_ACK in message.data[:256]:
             return
         controller, _, worker = message.subject.rpartition(".")
         try:
+            if len(message.data) > MAX_ACK_BYTES:
+                raise RemoteProtocolError(f"an ack has {len(message.data)} bytes, allowed: {MAX_ACK_BYTES}")
             ack = decode_ack(message.data)
             if worker != ack.worker:
                 raise RemoteProtocolError(f"worker {ack.worker} sent an ack on {message.subject}")

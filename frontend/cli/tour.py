@@ -304,23 +304,28 @@ class Tour:
                 require(version in lines, f"a token has the unexpected weight version {version}")
                 is_ordered = version == NEXT_VERSION or not new
                 require(is_ordered, "a token of the old weights follows a token of the new weights")
-                lines[version] += [
-                    f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{version:>7}"
-                    for token_id in chunk.token_ids.tolist()
-                ]
+                for token_id in chunk.token_ids.tolist():
+                    text = f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{version:>7}"
+                    if version == NEXT_VERSION and not new:
+                        self._write_last(old[NUM_SHOWN:])
+                    lines[version].append(text)
+                    if len(lines[version]) <= NUM_SHOWN:
+                        self._write(text)
                 if update is None and len(old) >= NUM_SHOWN:
                     update = tasks.create_task(self.rb.fleet.update_weights(str(checkpoint), version=NEXT_VERSION))
                 if len(new) >= NUM_SHOWN:
                     break
-        for line in old[:NUM_SHOWN]:
-            self._write(line)
-        self._write(f"           ... {max(len(old) - 2 * NUM_SHOWN, 0)} more ...")
-        for line in (*old[NUM_SHOWN:][-NUM_SHOWN:], *new[:NUM_SHOWN]):
-            self._write(line)
-        require(update is not None and bool(new), "the answer ended before the weights changed")
+            require(update is not None and bool(new), "the answer ended before the weights changed")
         if update is not None:
             self._write_result(update.result())
         self.report["update"] = {"tokens": {str(version): len(texts) for version, texts in lines.items() if texts}}
+
+    def _write_last(self, lines: Sequence[str]) -> None:
+        """Write the last tokens of the old weights, and how many were skipped."""
+        if len(lines) > NUM_SHOWN:
+            self._write(f"           ... {len(lines) - NUM_SHOWN} more ...")
+        for line in lines[-NUM_SHOWN:]:
+            self._write(line)
 
     async def _flush_cache(self) -> None:
         """Send a long prompt until it is in the prefix cache, then flush the cache."""

@@ -85,6 +85,17 @@ def test_a_fence_ends_the_incarnation_and_keeps_the_worker() -> None:
     assert len(view.workers()) == 1
 
 
+def test_all_workers_are_removed_once() -> None:
+    """The table is empty after all workers were removed. To remove them again changes nothing."""
+    view = table_of(HERE)
+    [gone] = view.remove_all("no server")
+    empty = view.snapshot
+
+    assert (gone.worker, gone.reason, view.workers()) == ("a", "no server", ())
+    assert view.remove_all("no server") == []
+    assert view.snapshot is empty
+
+
 def test_silence_failure_and_restart_are_deaths_but_a_stop_and_a_fence_are_not() -> None:
     """Silence, `failed` and a restart under the same name count as deaths. A stop and a fence do not."""
     later = replace(HERE, incarnation="2")

@@ -118,6 +118,7 @@ def test_at_least_one_request_and_not_too_many_can_be_aborted() -> None:
 def test_the_id_of_an_otherwise_invalid_command_can_be_read() -> None:
     """The id of an otherwise invalid command can be read, so that its sender can receive the error."""
     assert command_id_of(pack(command="paus", id="x", what=[1])) == "x"
+    assert command_id_of(b'{"id":"x","command":1e999}') == "x"
 
 
 @pytest.mark.parametrize(

@@ -381,14 +381,13 @@ class WeightSources:
         logger.info("sources.staged source=%s fetched_bytes=%s seconds=%.3f", source, *self.last_staged)
 
     def _check_folder(self, folder: Path, max_rank: int | None, *, is_adapter: bool) -> None:
-        own = self._read_own()
         if is_adapter:
-            check_adapter(folder, own.tensors, max_rank)
+            check_adapter(folder, self._read_own().tensors, max_rank)
             return
         if holds_adapter(folder):
             problem = f"{folder} is a LoRA adapter, and no checkpoint: load it with load_lora under a name of its own"
             raise ControlError(ControlCode.IS_ADAPTER, problem)
-        tensors = read_checkpoint(folder)
+        tensors, own = read_checkpoint(folder), self._read_own()
         if own.tensors is not None:
             check_model(folder, tensors, own.tensors, own.config)
 

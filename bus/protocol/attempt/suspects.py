@@ -141,7 +141,7 @@ class Suspects(Generic[K]):
     """
 
     def __init__(self) -> None:
-        # In the order of their last deaths.
+        # In the order of their last change: a death, or the undoing of one.
         self._suspects: dict[K, _Suspect] = {}
         # By model: the suspect that may be published.
         self._on_trial: dict[str, K] = {}
@@ -202,13 +202,16 @@ class Suspects(Generic[K]):
         """
         if model in self._on_trial:
             return None
-        held = {key: one for key, one in self._suspects.items() if one.is_held and one.model == model}
-        if not held:
-            return None
-        key = min(held, key=lambda each: len(held[each].deaths))
-        held[key].is_held = False
-        self._on_trial[model] = key
-        return key
+        first, fewest = None, MAX_ENGINE_DEATHS
+        for key, suspect in self._suspects.items():
+            if suspect.is_held and suspect.model == model and len(suspect.deaths) < fewest:
+                first, fewest = key, len(suspect.deaths)
+                if fewest == 1:
+                    break
+        if first is not None:
+            self._suspects[first].is_held = False
+            self._on_trial[model] = first
+        return first
 
     def pass_over(self, key: K) -> None:
         """End the trial of a request that no worker can accept now, so that it delays no others. It stays a suspect."""
@@ -237,4 +240,6 @@ class Suspects(Generic[K]):
                 self.clear(key)
                 if suspect.is_held:
                     released.append(key)
+            else:
+                self._suspects[key] = self._suspects.pop(key)
         return released

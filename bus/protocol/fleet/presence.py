@@ -331,8 +331,9 @@ class PresenceTable:
     def remove_all(self, reason: str) -> list[LostWorker]:
         """Remove and return all workers: no presence could arrive for longer than requests wait for a worker."""
         gone = [LostWorker(p.worker, p.incarnation, p.model, reason) for p in self.workers()]
-        self._workers.clear()
-        self._snapshot = None
+        if gone:
+            self._workers.clear()
+            self._snapshot = None
         return gone
 
     def _update_namesake(self, known: _Worker, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:

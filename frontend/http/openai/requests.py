@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -59,12 +60,17 @@ URGENCY: Final = "nvext.agent_hints.priority"
 """Dynamo's priority: a higher number is more urgent, on the bus a lower number."""
 
 
+@cache
+def _path(name: str) -> list[str]:
+    return name.split(".")
+
+
 def given_values(body: CommonBody, *names: str) -> dict[str, Any]:
     """Return the values of the fields that have one, by name."""
     found = {}
     for name in names:
         value: Any = body
-        for part in name.split("."):
+        for part in _path(name):
             value = getattr(value, part, None)
         if value is not None:
             found[name] = -value if name == URGENCY else value

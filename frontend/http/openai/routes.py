@@ -116,7 +116,8 @@ async def _prepare(service: Service, request: Request, body: AnyBody, clock: Req
     target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
     sampling = sampling_fields(body, options, None)
-    with named_errors(bus_names(body, "prompt")):
+    names = bus_names(body, "prompt")
+    with named_errors(names):
         # Check before the tokenizer is loaded and a long prompt is tokenized.
         check_sampling(bus.SamplingParams(**sampling), target.capabilities)
     question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
@@ -140,7 +141,7 @@ async def _prepare(service: Service, request: Request, body: AnyBody, clock: Req
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         check_length(prompt.field, len(prompt.token_ids), target)
-        names = bus_names(body, prompt.field)
+        names["prompt_token_ids"] = prompt.field
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
         made = build_request(service, request, target, sampling=sampling, fields=of_prompt, names=names)
         with named_errors(names):
@@ -152,7 +153,7 @@ async def _prepare(service: Service, request: Request, body: AnyBody, clock: Req
         tokenizer=tokenizer,
         requests=requests,
         options=options,
-        names=bus_names(body, prompts[0].field),
+        names={**names, "prompt_token_ids": prompts[0].field},
         clock=clock,
         reading=reading,
         echo=await read_echo(body, prompts, options, tokenizer),

@@ -251,15 +251,15 @@ class VllmEngine:
         answers = await controls.calls.on_workers("rollbus_load_weights", path=str(path))
         # The worker processes have the same values.
         model_config.model, model_config.revision = str(path), None
-        verified = await self._use_weights(answers)
+        verified = sum_answers(answers)
         logger.info("engine.weights_loaded path=%s verified=%s", path, verified)
+        await self._forget_old_weights()
         return verified
 
-    async def _use_weights(self, answers: Sequence[Mapping[str, Any]]) -> Verified:
-        """Record that all worker processes have new weights, and no adapters. Return the sum of their comparisons."""
+    async def _forget_old_weights(self) -> None:
+        """Record that all worker processes have new weights: adapters are unloaded, and the KV cache is outdated."""
         self._loaded.adapters.clear()
         await self._running().outdate_kv()
-        return sum_answers(answers)
 
     @property
     def loras(self) -> Mapping[str, int]:
@@ -309,7 +309,8 @@ class VllmEngine:
         self._check_transferring()
         answers = await self._transfer(FINISH_TRANSFER)
         self._is_transferring = False
-        verified = await self._use_weights(answers)
+        verified = sum_answers(answers)
+        await self._forget_old_weights()
         await self._clear_nan()
         return verified
 
