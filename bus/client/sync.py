@@ -381,7 +381,9 @@ class BlockingClient:
             while (chunk := owner.run_blocking(_next(chunks))) is not None:
                 yield chunk
         finally:
-            owner.finish(_leave(chunks))
+            # If the program ends, the thread has ended, and the names of this module may be gone.
+            if not owner.has_ended:
+                owner.finish(_leave(chunks))
 
     def complete_many(
         self,

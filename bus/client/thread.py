@@ -97,6 +97,11 @@ class LoopThread(Generic[T]):
         """Number of coroutines that run on the thread."""
         return len(self._tasks)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the thread has ended, or belongs to another process."""
+        return self._has_ended or self._is_abandoned
+
     def abandon(self) -> None:
         """Leave the thread to the parent process, the only process that has it. Call this in the forked process.
 
@@ -186,7 +191,7 @@ class LoopThread(Generic[T]):
         An error of the function ends the thread, and `stop` raises the error. After the end of the thread, posts have
         no effect.
         """
-        if self._has_ended or self._is_abandoned:
+        if self.has_ended:
             return
         self._posts.append((function, args))
         if not self._is_woken:

@@ -17,8 +17,8 @@ from rollbus.schemas.weights import WeightSource
 from rollbus.workers.sources.sources import WeightSources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint
 from tests.support.nats_server import opened
-from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
-from tests.support.versions import Versions, folder_content, random_weights
+from tests.support.objects import files_in, fresh_bucket
+from tests.support.versions import BUCKET_BYTES, Versions, folder_content, random_weights
 
 Weights = dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]]
 
