@@ -1,15 +1,18 @@
 """Run benches one after the other, and write the figures of each to a folder.
 
     python -m bench [transport real_engine ...] [--results bench/results]
+    python -m bench --compare COMMIT [transport ...] [--rounds 5] [-- OPTIONS OF THE BENCH]
 
-All of them take about an hour and a quarter, and need the whole machine. Each bench is also a program with options:
-`python -m bench.transport --help`.
+All benches take about an hour and a quarter, and need the whole machine. Each is also a program with options:
+`python -m bench.transport --help`. The second form measures another commit beside this one (`compare.py`).
 """
 
 import argparse
 import subprocess
 import sys
 from pathlib import Path
+
+from bench.compare import compare
 
 BENCHES = (
     "transport",
@@ -45,9 +48,16 @@ def main() -> int:
         default=Path(__file__).parent / "results",
         help="folder for the figures (default: bench/results)",
     )
-    args = parser.parse_args()
+    parser.add_argument("--compare", metavar="COMMIT", help="measure this commit and the present one in turns")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of a comparison (default: %(default)s)")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if unknown := set(args.benches) - set(BENCHES):
         parser.error(f"unknown benches: {', '.join(sorted(unknown))}; allowed: {', '.join(BENCHES)}")
+    if args.compare is not None:
+        return max(
+            compare(args.compare, bench, args.rounds, options) for bench in args.benches or ["transport"]
+        )
     args.results.mkdir(parents=True, exist_ok=True)
     failed = []
     for bench in args.benches or BENCHES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import BENCHES
+from bench.compare import is_worse
 from tests.support.processes import ROOT
 from tests.support.waits import SOON_S
 
@@ -45,6 +46,19 @@ def test_a_bench_writes_its_figures(bench: str, tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(file.read_text())
+
+
+def test_a_figure_is_worse_if_its_best_round_is_worse_than_the_other_commits_worst() -> None:
+    """More tokens per second and fewer milliseconds are better. Overlapping rounds and other units are no verdict."""
+    cases = {
+        "tokens_per_s": ([8.0, 9.9], [9.0, 10.1]),
+        "times_sse": ([8.0, 9.9], [9.0, 10.1]),
+        "cpu_ms": ([12.1, 14.0], [11.9, 14.0]),
+    }
+    for column, (worse, as_good) in cases.items():
+        assert is_worse(column, [10.0, 12.0], worse)
+        assert not is_worse(column, [10.0, 12.0], as_good)
+    assert not is_worse("chunks", [10.0], [1.0])
 
 
 def test_each_bench_has_a_short_run() -> None:
