@@ -3,6 +3,7 @@
 A worker and its engine core are forked from a process that has imported vLLM: two imports would take twelve seconds.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -56,6 +57,11 @@ class ForkedWorker(psutil.Process):  # type: ignore[misc]
         """Wait for the end of the process, and return its exit code."""
         self._process.join(timeout)
         return self._process.exitcode
+
+    def kill(self) -> None:
+        """Kill the process if it still runs. The fork server leaves no zombie, which could be killed again."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            super().kill()
 
 
 def run_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
