@@ -55,9 +55,7 @@ def main() -> int:
     if unknown := set(args.benches) - set(BENCHES):
         parser.error(f"unknown benches: {', '.join(sorted(unknown))}; allowed: {', '.join(BENCHES)}")
     if args.compare is not None:
-        return max(
-            compare(args.compare, bench, args.rounds, options) for bench in args.benches or ["transport"]
-        )
+        return max(compare(args.compare, bench, args.rounds, options) for bench in args.benches or ["transport"])
     args.results.mkdir(parents=True, exist_ok=True)
     failed = []
     for bench in args.benches or BENCHES:
