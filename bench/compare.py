@@ -37,7 +37,9 @@ def measure(tree: Path, bench: str, options: Sequence[str], figures: Figures) ->
     """Run one round of a bench in a checkout, and add its figures."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", f"bench.{bench}", "--rounds", "1", "--json", file.name, *options]
-        subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree / "src")}, check=True)
+        subprocess.run(
+            command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree / "src")}, stdout=sys.stderr, check=True
+        )
         rows = json.loads(Path(file.name).read_text())["rows"]
     for row in rows:
         name = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
