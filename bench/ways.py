@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,19 +73,15 @@ def make_prompts(requests: int, serial: int) -> Prompts:
     ]
 
 
-def at_once(one: Callable[[list[int], int, Result], Awaitable[None]]) -> Run:
+def at_once(one: Callable[[list[int], int, Result], Coroutine[Any, Any, None]]) -> Run:
     """Return a run that runs `one` for all prompts at once."""
 
     async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
         started = time.perf_counter()
         results = [Result(started) for _ in prompts]
-
-        async def read(prompt: list[int], result: Result) -> None:
-            await one(prompt, max_tokens, result)
-
         async with asyncio.TaskGroup() as tasks:
             for prompt, result in zip(prompts, results, strict=True):
-                tasks.create_task(read(prompt, result))
+                tasks.create_task(one(prompt, max_tokens, result))
         return results
 
     return run

@@ -202,7 +202,7 @@ def _too_large(max_bytes: int) -> HttpError:
 def decode_body(data: bytes, kind: type[T]) -> T:
     """Decode JSON into a struct that forbids unknown fields.
 
-    Values of another type are read as vLLM's server reads them (`lax.py`). Only bodies that have one cost that time.
+    Values of another type are read as vLLM's server reads them (`LaxReader`). Only bodies that have one cost that time.
 
     Raises:
         HttpError: 400, naming the field that is unknown, missing, or of another type.
