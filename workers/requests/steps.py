@@ -261,10 +261,9 @@ class StepDispatcher:
         found = [self._requests.open(key) for key in batch.keys]
         gathered = [request for request in found if request is not None and request.gathers]
         if len(gathered) < len(found):
-            for step in batch.pick(
-                [i for i, request in enumerate(found) if request is None or not request.gathers]
-            ).split():
-                self._add_step(step, now, instructions)
+            others = [i for i, request in enumerate(found) if request is None or not request.gathers]
+            rest = batch.pick(others) if gathered else batch
+            self._forward_batch(rest, [found[i] for i in others], now, instructions)
             batch = batch.pick([i for i, request in enumerate(found) if request is not None and request.gathers])
         if not gathered:
             return
@@ -282,6 +281,48 @@ class StepDispatcher:
             held_in_full = self._requests.open(name)
             if held_in_full is not None:
                 self._flush_request(held_in_full, instructions)
+
+    def _forward_batch(
+        self, batch: TokenBatch, found: Sequence[WorkerRequest | None], now: float, instructions: Instructions
+    ) -> None:
+        """Forward one token to each of these requests. The arrays are cut as bytes, once for all requests."""
+        version, loras = self._versions.weight_version, self._versions.loras
+        ids = batch.token_ids.astype("<i4", copy=False).tobytes()
+        logprobs = None if batch.logprobs is None else batch.logprobs.astype("<f4", copy=False).tobytes()
+        rows, row_bytes, starts = None, 0, [0] * len(found)
+        if batch.routed_experts is not None and batch.routed_experts_starts is not None:
+            rows, starts = batch.routed_experts.tobytes(), batch.routed_experts_starts.tolist()
+            row_bytes = len(rows) // max(len(batch), 1)
+        forwarded: list[WorkerRequest] = []
+        for i, request in enumerate(found):
+            if request is None or not request.has_token:
+                self._add_step(batch.pick([i]).split()[0], now, instructions)
+                continue
+            writer = request.writer
+            if request.timeline.weight_version != version:
+                request.timeline.begin_version(version, writer.taken_tokens)
+            before = writer.unsent_bytes
+            try:
+                writer.append_token(
+                    ids[4 * i : 4 * i + 4],
+                    None if logprobs is None else logprobs[4 * i : 4 * i + 4],
+                    None if rows is None else rows[row_bytes * i : row_bytes * (i + 1)],
+                    starts[i],
+                    version,
+                    None if request.lora is None else loras.get(request.lora),
+                )
+            except LocalProtocolError as exc:
+                self._fail_invalid_output(request, exc, instructions)
+                continue
+            request.outbound.sender.touch(writer, writer.unsent_bytes - before)
+            forwarded.append(request)
+        for outbound in dict.fromkeys(request.outbound for request in forwarded):
+            self._outbound.touch(outbound)
+        if len(forwarded) < len(found):
+            names = {request.name for request in forwarded}
+            batch = batch.pick([i for i, key in enumerate(batch.keys) if key in names])
+        self.experts.add_batch(batch, version, now)
+        self._stats.count_batch(batch, forwarded, now)
 
     def flush(self, instructions: Instructions) -> None:
         """Add all batched tokens to the outbounds."""

@@ -40,15 +40,29 @@ MAX_KEPT_SHARE = 2
 """An array is still copied if it is a view of an array this many times as large: a slow client would keep it alive."""
 
 
-def pop_front(buffer: bytearray, size: int) -> bytes:
-    """Remove and return `size` bytes from the front of `buffer`, without moving the rest."""
+Buffer = bytes | bytearray
+"""Bytes in order. One part is kept as it came, so that the usual single token of a step is not copied."""
+
+
+def append(buffer: Buffer, data: bytes) -> Buffer:
+    """Return the buffer with `data` at its end. It may be the same object."""
+    if not buffer:
+        return data
+    if isinstance(buffer, bytes):
+        buffer = bytearray(buffer)
+    buffer += data
+    return buffer
+
+
+def pop_front(buffer: Buffer, size: int) -> tuple[bytes, Buffer]:
+    """Return the first `size` bytes, and the buffer without them, which may be the same object."""
     if size == len(buffer):
-        data = bytes(buffer)
-        buffer.clear()
-    else:
-        data = bytes(buffer[:size])
-        del buffer[:size]
-    return data
+        return bytes(buffer), b""
+    data = bytes(buffer[:size])
+    if isinstance(buffer, bytes):
+        return data, buffer[size:]
+    del buffer[:size]
+    return data, buffer
 
 
 def check_mask(mask: SamplingMask, num_tokens: int, max_bytes: int) -> None:
@@ -83,25 +97,28 @@ class TokenBuffer:
         self.num_tokens = 0
         self.kv_recomputed = False
         """True if the KV of all positions before the first token of this buffer was recomputed."""
-        self._ids = bytearray()
-        self._logprobs = bytearray()
-        self._top_ids = bytearray()
-        self._top_logprobs = bytearray()
-        self._mask_counts = bytearray()
-        self._mask_ids = bytearray()
+        self._ids: Buffer = b""
+        self._logprobs: Buffer = b""
+        self._top_ids: Buffer = b""
+        self._top_logprobs: Buffer = b""
+        self._mask_counts: Buffer = b""
+        self._mask_ids: Buffer = b""
 
-    def add(self, step: RequestStep) -> None:
-        """Append the tokens of `step`, which must be of this kind. They are copied."""
-        self.num_tokens += len(step.token_ids)
-        self._ids += step.token_ids.astype(_I4, copy=False).tobytes()
-        if step.logprobs is not None:
-            self._logprobs += step.logprobs.astype(_F4, copy=False).tobytes()
-        if step.top_logprobs is not None:
-            self._top_ids += step.top_logprobs.token_ids_data
-            self._top_logprobs += step.top_logprobs.logprobs_data
-        if step.sampling_mask is not None:
-            self._mask_counts += step.sampling_mask.counts_data
-            self._mask_ids += step.sampling_mask.token_ids_data
+    def add(self, token_ids: bytes, logprobs: bytes | None) -> None:
+        """Append tokens of this kind, <i4[k] and <f4[k]."""
+        self.num_tokens += len(token_ids) // 4
+        self._ids = append(self._ids, token_ids)
+        if logprobs is not None:
+            self._logprobs = append(self._logprobs, logprobs)
+
+    def add_extras(self, top: TopLogprobs | None, mask: SamplingMask | None) -> None:
+        """Append the top logprobs and masks of the tokens that were added last."""
+        if top is not None:
+            self._top_ids = append(self._top_ids, top.token_ids_data)
+            self._top_logprobs = append(self._top_logprobs, top.logprobs_data)
+        if mask is not None:
+            self._mask_counts = append(self._mask_counts, mask.counts_data)
+            self._mask_ids = append(self._mask_ids, mask.token_ids_data)
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of the first `count` tokens."""
@@ -128,18 +145,23 @@ class TokenBuffer:
 
         Return ids, logprobs, top logprobs and masks in wire format.
         """
-        self.num_tokens -= count
         self.kv_recomputed = False
-        logprobs = pop_front(self._logprobs, 4 * count) if self.has_logprobs else None
-        top = None
+        logprobs, top, mask = None, None, None
         if self._width:
             size = 4 * self._width * count
-            top = TopLogprobs(self._width, pop_front(self._top_ids, size), pop_front(self._top_logprobs, size))
-        mask = None
+            top_ids, self._top_ids = pop_front(self._top_ids, size)
+            top_logprobs, self._top_logprobs = pop_front(self._top_logprobs, size)
+            top = TopLogprobs(self._width, top_ids, top_logprobs)
         if self.has_masks:
             size = 4 * int(self._num_ids(count).sum())
-            mask = SamplingMask(pop_front(self._mask_counts, 4 * count), pop_front(self._mask_ids, size))
-        return pop_front(self._ids, 4 * count), logprobs, top, mask
+            counts, self._mask_counts = pop_front(self._mask_counts, 4 * count)
+            mask_ids, self._mask_ids = pop_front(self._mask_ids, size)
+            mask = SamplingMask(counts, mask_ids)
+        if self.has_logprobs:
+            logprobs, self._logprobs = pop_front(self._logprobs, 4 * count)
+        ids, self._ids = pop_front(self._ids, 4 * count)
+        self.num_tokens -= count
+        return ids, logprobs, top, mask
 
 
 class RowBuffer:
@@ -151,19 +173,22 @@ class RowBuffer:
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        # No segment is empty. Only the last may be a bytearray.
-        self._parts: deque[bytearray | memoryview] = deque()
+        # No part is empty. Only the last may grow.
+        self._parts: deque[Buffer | memoryview] = deque()
 
     def add(self, rows: Rows) -> None:
         """Append C-contiguous `rows`. Large ones must not change any more."""
         if rows.nbytes >= KEPT_BYTES and _keeps_little_else(rows):
             self._parts.append(rows.reshape(-1).view(np.uint8).data)
-            return
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, bytearray):
-            last += rows.tobytes()
         else:
-            self._parts.append(bytearray(rows.tobytes()))
+            self.add_bytes(rows.tobytes())
+
+    def add_bytes(self, rows: bytes) -> None:
+        """Append the bytes of rows."""
+        if self._parts and not isinstance(last := self._parts[-1], memoryview):
+            self._parts[-1] = append(last, rows)
+        else:
+            self._parts.append(rows)
 
     def pop(self, size: int) -> bytes | memoryview:
         """Remove and return the first `size` bytes, which must exist."""
@@ -176,12 +201,13 @@ class RowBuffer:
 
     def _pop_first(self, size: int) -> bytes | memoryview:
         first = self._parts[0]
-        if isinstance(first, bytearray):
-            data: bytes | memoryview = pop_front(first, size)
+        if isinstance(first, memoryview):
+            data, rest = first[:size], first[size:]
         else:
-            data = first[:size]
-            self._parts[0] = first[size:]
-        if not self._parts[0]:
+            data, rest = pop_front(first, size)
+        if rest:
+            self._parts[0] = rest
+        else:
             self._parts.popleft()
         return data
 
@@ -208,12 +234,12 @@ SEGMENT_BYTES = 256 * 1024
 class _ChunkPlan(NamedTuple):
     """The contents of the next chunk."""
 
-    prompt_logprobs: PromptLogprobs | None
+    num_bytes: int
+    """Upper bound of its encoded size in bytes."""
     num_tokens: int
     num_rows: int
     is_terminal: bool
-    num_bytes: int
-    """Upper bound of its encoded size in bytes."""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChunkWriter:
@@ -228,6 +254,7 @@ class ChunkWriter:
         traceparent: the trace context of the request, which the first chunk returns.
 
     Attributes:
+        key: the argument.
         segment_bytes: the argument; the caller may change it before the first step is added.
         max_mask_bytes: the maximum bytes of ids in one token's sampling mask. The caller may set it before the first
             step is added.
@@ -249,7 +276,7 @@ class ChunkWriter:
         segment_bytes: int,
         traceparent: str | None = None,
     ) -> None:
-        self._key = key
+        self.key = key
         self._prompt_len = prompt_len
         self._routing = routing
         self._start = start
@@ -270,6 +297,8 @@ class ChunkWriter:
         # Output that was not handed out.
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._runs: deque[TokenBuffer] = deque()
+        # The last run, after its tokens have left: most tokens are of the same kind as those before.
+        self._empty_run: TokenBuffer | None = None
         self._rows = RowBuffer()
         # The end of the terminal chunk, without its totals.
         self._ending: End | None = None
@@ -305,16 +334,15 @@ class ChunkWriter:
                 self._prompt_logprobs.append(part)
                 self.unsent_bytes += _count_prompt_bytes(part)
         if num_tokens:
+            logprobs, mask = step.logprobs, step.sampling_mask
             width = 0 if step.top_logprobs is None else step.top_logprobs.width
-            kind = weight_version, lora_version, step.logprobs is not None, width, step.sampling_mask is not None
-            if not self._runs or self._runs[-1].kind != kind or step.kv_recomputed:
-                self._runs.append(TokenBuffer(kind))
-            run = self._runs[-1]
-            run.kv_recomputed |= step.kv_recomputed
-            run.add(step)
-            self.unsent_bytes += num_tokens * run.token_bytes
-            if step.sampling_mask is not None:
-                self.unsent_bytes += len(step.sampling_mask.token_ids_data)
+            run = self._find_run(
+                (weight_version, lora_version, logprobs is not None, width, mask is not None), step.kv_recomputed
+            )
+            ids = step.token_ids.astype(_I4, copy=False).tobytes()
+            run.add(ids, None if logprobs is None else logprobs.astype(_F4, copy=False).tobytes())
+            run.add_extras(step.top_logprobs, mask)
+            self.unsent_bytes += num_tokens * run.token_bytes + (0 if mask is None else len(mask.token_ids_data))
         if rows is not None and num_rows:
             self._rows.add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
@@ -330,9 +358,62 @@ class ChunkWriter:
             )
             self.is_ended = True
 
-    def _check(self, step: RequestStep, num_tokens: int) -> None:
+    def append_token(
+        self,
+        token_id: bytes,
+        logprob: bytes | None,
+        row: bytes | None,
+        row_start: int,
+        weight_version: int,
+        lora_version: int | None,
+    ) -> None:
+        """Add one token, as `append_step` does for a step with nothing else. This runs for each streamed token.
+
+        Args:
+            token_id: <i4.
+            logprob: <f4.
+            row: the routed experts of one position; None: the engine or the request has none.
+            row_start: the position of the row.
+
+        Raises:
+            LocalProtocolError: as `append_step`; nothing was added.
+        """
+        self._check_open()
+        if row is not None and self._routing is not None:
+            most = self._prompt_len - self._start + self.taken_tokens + 1
+            if len(row) != self._row_bytes or row_start != self._start + self._taken_rows or self._taken_rows >= most:
+                raise LocalProtocolError(
+                    f"the engine returned a row of {len(row)} bytes at position {row_start}; expected "
+                    f"{self._row_bytes} at {self._start + self._taken_rows}, below {self._start + most}"
+                )
+            self._rows.add_bytes(row)
+            self.unsent_bytes += self._row_bytes
+            self._taken_rows += 1
+        run = self._find_run((weight_version, lora_version, logprob is not None, 0, False), False)
+        run.add(token_id, logprob)
+        self.unsent_bytes += run.token_bytes
+        self.taken_tokens += 1
+        self._weight_version, self._lora_version = weight_version, lora_version
+
+    def _find_run(self, kind: tuple[int, int | None, bool, int, bool], kv_recomputed: bool) -> TokenBuffer:
+        """Return the run that takes tokens of this kind."""
+        if not kv_recomputed:
+            if self._runs and self._runs[-1].kind == kind:
+                return self._runs[-1]
+            if not self._runs and self._empty_run is not None and self._empty_run.kind == kind:
+                self._runs.append(self._empty_run)
+                return self._empty_run
+        run = TokenBuffer(kind)
+        run.kv_recomputed = kv_recomputed
+        self._runs.append(run)
+        return run
+
+    def _check_open(self) -> None:
         if self.is_ended:
             raise LocalProtocolError("the engine returned a step after the request's last step")
+
+    def _check(self, step: RequestStep, num_tokens: int) -> None:
+        self._check_open()
         if step.logprobs is not None and len(step.logprobs) != num_tokens:
             raise LocalProtocolError(f"the engine returned {num_tokens} tokens but {len(step.logprobs)} logprobs")
         top = step.top_logprobs
@@ -391,15 +472,26 @@ class ChunkWriter:
         """
         if not self.has_unsent:
             return None
+        num_bytes = self._chunk_overhead + self.unsent_bytes
+        if (
+            len(self._runs) == 1
+            and self._ending is None
+            and not self._prompt_logprobs
+            and self._taken_rows < self._prompt_len - self._start + self.taken_tokens
+            and self.unsent_bytes <= self.segment_bytes
+            and (max_bytes is None or num_bytes <= max_bytes)
+        ):
+            # The usual case, without a plan: all output fits, and each row has its token.
+            return self._cut(num_bytes, self._runs[0].num_tokens, self._taken_rows - self._num_rows, False)
         plan = self._plan()
         if max_bytes is not None and plan.num_bytes > max_bytes:
             return None
-        return self._cut(plan)
+        return self._cut(*plan)
 
     def _plan(self) -> _ChunkPlan:
         if self._prompt_logprobs:
             part = self._prompt_logprobs[0]
-            return _ChunkPlan(part, 0, 0, False, self._chunk_overhead + _count_prompt_bytes(part))
+            return _ChunkPlan(self._chunk_overhead + _count_prompt_bytes(part), 0, 0, False, part)
         num_tokens, num_rows = self._count_next()
         run = self._runs[0] if self._runs else None
         num_bytes = self._chunk_overhead + num_rows * self._row_bytes
@@ -417,7 +509,7 @@ class ChunkWriter:
             # KV parameters may be as large as a segment. Then they go alone, after all other output.
             is_terminal = num_bytes + num_kv_bytes <= self.segment_bytes or not (num_tokens or num_rows)
             num_bytes += num_kv_bytes if is_terminal else 0
-        return _ChunkPlan(None, num_tokens, num_rows, is_terminal, num_bytes)
+        return _ChunkPlan(num_bytes, num_tokens, num_rows, is_terminal)
 
     def _count_next(self) -> tuple[int, int]:
         """Return how many tokens and rows go into one chunk: as many as fit, with the rows that the tokens need."""
@@ -441,39 +533,42 @@ class ChunkWriter:
     def _count_rows_per_part(self) -> int:
         return max(self.segment_bytes // max(self._row_bytes, 1), 1)
 
-    def _cut(self, plan: _ChunkPlan) -> Chunk:
-        self.last_bytes = plan.num_bytes
+    def _cut(
+        self,
+        num_bytes: int,
+        num_tokens: int,
+        num_rows: int,
+        is_terminal: bool,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> Chunk:
+        self.last_bytes = num_bytes
         weight_version, lora_version = self._weight_version, self._lora_version
         token_ids, logprobs, top, mask, kv_recomputed = b"", None, None, None, None
-        if plan.prompt_logprobs is not None:
+        if prompt_logprobs is not None:
             self._prompt_logprobs.popleft()
-            self.unsent_bytes -= _count_prompt_bytes(plan.prompt_logprobs)
+            self.unsent_bytes -= _count_prompt_bytes(prompt_logprobs)
         if self._runs:
-            weight_version, lora_version = self._runs[0].weight_version, self._runs[0].lora_version
-        if plan.num_tokens:
             run = self._runs[0]
-            kv_recomputed = run.kv_recomputed if self.reports_kv else None
-            self.unsent_bytes -= run.num_bytes(plan.num_tokens)
-            token_ids, logprobs, top, mask = run.pop(plan.num_tokens)
-            self._num_tokens += plan.num_tokens
-            if not run.num_tokens:
-                self._runs.popleft()
-        routed_experts = self._pop_rows(plan)
-        end = None
-        if self._ending is not None and plan.is_terminal:
-            end = self._make_end(self._ending)
+            weight_version, lora_version = run.weight_version, run.lora_version
+            if num_tokens:
+                kv_recomputed = run.kv_recomputed if self.reports_kv else None
+                self.unsent_bytes -= run.num_bytes(num_tokens)
+                token_ids, logprobs, top, mask = run.pop(num_tokens)
+                self._num_tokens += num_tokens
+                if not run.num_tokens:
+                    self._empty_run = self._runs.popleft()
         chunk = Chunk(
-            request_id=self._key.request_id,
-            attempt=self._key.attempt,
-            child=self._key.child,
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            child=self.key.child,
             chunk_index=self._num_chunks,
             weight_version=weight_version,
             token_ids_data=token_ids,
             logprobs_data=logprobs,
-            routed_experts=routed_experts,
+            routed_experts=None if self._routing is None else self._pop_rows(self._routing, num_rows, is_terminal),
             top_logprobs=top,
-            prompt_logprobs=plan.prompt_logprobs,
-            end=end,
+            prompt_logprobs=prompt_logprobs,
+            end=self._make_end(self._ending) if is_terminal and self._ending is not None else None,
             lora_version=lora_version,
             traceparent=None if self._num_chunks else self._traceparent,
             kv_recomputed=kv_recomputed,
@@ -482,10 +577,9 @@ class ChunkWriter:
         self._num_chunks += 1
         return chunk
 
-    def _pop_rows(self, plan: _ChunkPlan) -> RoutedExperts | None:
-        routing, count = self._routing, plan.num_rows
+    def _pop_rows(self, routing: RoutedExpertsInfo, count: int, is_terminal: bool) -> RoutedExperts | None:
         # If there is no row at all, the receiver still gets the shape.
-        if routing is None or not (count or (plan.is_terminal and not self._num_rows)):
+        if not (count or (is_terminal and not self._num_rows)):
             return None
         shape = (count, routing.num_layers, routing.top_k)
         data = self._rows.pop(count * self._row_bytes)
@@ -534,7 +628,7 @@ class ChunkWriter:
         self.is_ended = True
         self._weight_version = weight_version
         self._ending = ending
-        return self._cut(_ChunkPlan(None, 0, 0, True, 0))
+        return self._cut(0, 0, 0, True)
 
 
 def chunk_bytes(chunk: Chunk) -> int:

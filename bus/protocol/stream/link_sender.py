@@ -108,8 +108,8 @@ class LinkSender:
         self._terminals: deque[Chunk] = deque()
         # Requests with unsent output: in the order of their first unsent step, and in the order of their turn for a
         # segment.
-        self._touched: dict[RequestKey, ChunkWriter] = {}
-        self._large: OrderedDict[RequestKey, ChunkWriter] = OrderedDict()
+        self._touched: dict[ChunkWriter, None] = {}
+        self._large: OrderedDict[ChunkWriter, None] = OrderedDict()
         self._unsent_bytes = 0
         # Sealed frames without a frame ack, with the offers in each: numbers `_acked` to `num_frames` - 1.
         self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
@@ -202,16 +202,21 @@ class LinkSender:
         writer = self._open[key]
         before = writer.unsent_bytes
         writer.append_step(step, weight_version, lora_version)
-        self._unsent_bytes += writer.unsent_bytes - before
         if writer.is_ended and not writer.unsent_bytes:
-            self._finish(key, writer)
-        elif key not in self._large:
-            self._touched[key] = writer
+            self._finish(writer)
+        else:
+            self.touch(writer, writer.unsent_bytes - before)
 
-    def _finish(self, key: RequestKey, writer: ChunkWriter) -> None:
+    def touch(self, writer: ChunkWriter, num_bytes: int) -> None:
+        """Note that the caller has added output of this many bytes to the writer of an open request."""
+        self._unsent_bytes += num_bytes
+        if writer not in self._large:
+            self._touched[writer] = None
+
+    def _finish(self, writer: ChunkWriter) -> None:
         """Move the terminal chunk, the only unsent output of a request, to the terminal chunks."""
         chunk = writer.next_chunk()
-        self._remove(key)
+        self._remove(writer)
         if chunk is not None:
             self._add_terminal(chunk)
 
@@ -234,17 +239,17 @@ class LinkSender:
     def _discard(self, key: RequestKey) -> ChunkWriter:
         writer = self._open[key]
         self._unsent_bytes -= writer.unsent_bytes
-        self._remove(key)
+        self._remove(writer)
         return writer
 
     def _add_terminal(self, chunk: Chunk) -> None:
         self._terminals.append(chunk)
         self._unsent_bytes += chunk_bytes(chunk)
 
-    def _remove(self, key: RequestKey) -> None:
-        del self._open[key]
-        self._touched.pop(key, None)
-        self._large.pop(key, None)
+    def _remove(self, writer: ChunkWriter) -> None:
+        del self._open[writer.key]
+        self._touched.pop(writer, None)
+        self._large.pop(writer, None)
 
     def seal(self) -> bytes | None:
         """Return the next frame that may be sent now; None if there is none. Call this until it returns None.
@@ -287,16 +292,16 @@ class LinkSender:
     def _add_small(self, draft: FrameBuilder) -> bool:
         """Add all small chunks and set aside requests whose next chunk is large. Return False if some did not fit."""
         touched, self._touched = self._touched, {}
-        rest = iter(touched.items())
-        for key, writer in rest:
-            while self._add_next(draft, key, writer, min(self._small_bytes, draft.room)) and writer.has_unsent:
+        rest = iter(touched)
+        for writer in rest:
+            while self._add_next(draft, writer, min(self._small_bytes, draft.room)) and writer.has_unsent:
                 pass
             if not writer.has_unsent:
                 continue
             if writer.next_bytes > self._small_bytes:
-                self._large[key] = writer
+                self._large[writer] = None
                 continue
-            self._touched = {key: writer, **dict(rest)}
+            self._touched = {writer: None, **dict.fromkeys(rest)}
             return False
         return True
 
@@ -304,16 +309,16 @@ class LinkSender:
         """Add the next segment of the request whose turn it is."""
         if not self._large:
             return
-        key, writer = next(iter(self._large.items()))
-        if not self._add_next(draft, key, writer, None if draft.is_empty else draft.room):
+        writer = next(iter(self._large))
+        if not self._add_next(draft, writer, None if draft.is_empty else draft.room):
             return
-        del self._large[key]
+        del self._large[writer]
         if writer.next_bytes > self._small_bytes:
-            self._large[key] = writer
+            self._large[writer] = None
         elif writer.has_unsent:
-            self._touched[key] = writer
+            self._touched[writer] = None
 
-    def _add_next(self, draft: FrameBuilder, key: RequestKey, writer: ChunkWriter, max_bytes: int | None) -> bool:
+    def _add_next(self, draft: FrameBuilder, writer: ChunkWriter, max_bytes: int | None) -> bool:
         """Add the next chunk of a request. Return False if the chunk is larger than `max_bytes`."""
         before = writer.unsent_bytes
         chunk = writer.next_chunk(max_bytes)
@@ -322,7 +327,7 @@ class LinkSender:
         self._unsent_bytes -= before - writer.unsent_bytes
         draft.add(chunk, writer.last_bytes)
         if chunk.end is not None:
-            del self._open[key]
+            del self._open[writer.key]
         return True
 
     def _number_frame(self, draft: FrameBuilder) -> bytes:
@@ -401,6 +406,9 @@ class PlainSender:
             LocalProtocolError: as `ChunkWriter.append_step`; nothing was added.
         """
         self._writer.append_step(step, weight_version, lora_version)
+
+    def touch(self, writer: ChunkWriter, num_bytes: int) -> None:
+        """Do nothing: `frames` asks the writer."""
 
     def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
         """End request `key`, the only one, with `error`. Before the first frame, this rejects the request.
