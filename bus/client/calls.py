@@ -346,7 +346,7 @@ class Call:
             self.inbox.unread.delivered += size
             if self.streams:
                 self._chunks.append((chunk, size))
-        if self.streams and chunks:
+        if self.streams and chunks and not self.is_due:
             self.inbox.add(self)
 
     def finish(self, result: CallResult) -> None:
@@ -395,13 +395,19 @@ class Call:
             result = self.result
             if self._chunks:
                 chunk, size = self._chunks.popleft()
-                self._count_read(size)
+                self._num_read_bytes += size
+                self.inbox.unread.read += size
                 if self.is_mapped:
                     # Not `replace`, which checks the chunk again.
                     force_setattr(chunk, "request_id", self.request.request_id)
                 return chunk
             if result is None:
-                await self._wait_for_notification()
+                # As `_wait_for_notification`, without another coroutine for each token.
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
             elif result.error is None:
                 return None
             else:

@@ -353,6 +353,34 @@ class AttemptCoordinator:
     def handle_frame(self, worker: str, frame: Frame) -> None:
         """Process the next frame of a worker."""
         incarnation, now = frame.incarnation, time.monotonic()
+        if frame.admitted:
+            self._handle_offers(worker, frame, now)
+        dead: dict[ChildRequest, ChunkError] = {}
+        for chunk in frame.chunks:
+            child = self.find(chunk.request_id, chunk.attempt, chunk.child)
+            if child is None or not (
+                (child.worker == worker and child.incarnation == incarnation)
+                or self._becomes_current(child, worker, incarnation, chunk)
+            ):
+                self.stats.late_chunks += 1
+                if chunk.end is None:
+                    self.refuse_offer(child, worker, RequestKey(chunk.request_id, chunk.attempt, chunk.child))
+                continue
+            if chunk.end is not None and child.worker is not None:
+                error = chunk.end.error
+                if error is not None and error.code is ErrorCode.ENGINE_DEAD:
+                    # The whole frame must be read to know which requests have a token.
+                    child.has_token |= bool(chunk.token_ids_data)
+                    dead[child] = error
+                    continue
+            chunks, instructions = child.add(chunk, now)
+            child.open_call.call.deliver(chunks)
+            if instructions:
+                self.execute(child, instructions)
+        if dead:
+            self.on_engine_death((worker, incarnation), dead)
+
+    def _handle_offers(self, worker: str, frame: Frame, now: float) -> None:
         for key in frame.admitted:
             child = self.find(key.request_id, key.attempt, key.child)
             if child is None:
@@ -365,30 +393,7 @@ class AttemptCoordinator:
                 if worker in self.silent and child.worker is None and self._publisher.others(child):
                     self._refuse_silent(child, worker)
                 else:
-                    self.execute(child, child.handle(on.Offered(worker, incarnation), now))
-        dead: dict[ChildRequest, ChunkError] = {}
-        for chunk in frame.chunks:
-            child = self.find(chunk.request_id, chunk.attempt, chunk.child)
-            if child is None or not (
-                (child.worker == worker and child.incarnation == incarnation)
-                or self._becomes_current(child, worker, incarnation, chunk)
-            ):
-                self.stats.late_chunks += 1
-                if chunk.end is None:
-                    self.refuse_offer(child, worker, RequestKey(chunk.request_id, chunk.attempt, chunk.child))
-                continue
-            error = chunk.error
-            if error is not None and error.code is ErrorCode.ENGINE_DEAD and child.worker is not None:
-                # The whole frame must be read to know which requests have a token.
-                child.has_token |= bool(chunk.token_ids_data)
-                dead[child] = error
-                continue
-            chunks, instructions = child.add(chunk, now)
-            child.open_call.call.deliver(chunks)
-            if instructions:
-                self.execute(child, instructions)
-        if dead:
-            self.on_engine_death((worker, incarnation), dead)
+                    self.execute(child, child.handle(on.Offered(worker, frame.incarnation), now))
 
     def _refuse_silent(self, child: ChildRequest, worker: str) -> None:
         """Send the request to another worker, because this one offered to run requests and sent no tokens."""
@@ -418,7 +423,7 @@ class AttemptCoordinator:
         if open_call is None or index >= len(open_call.children):
             return None
         child = open_call.children[index]
-        return child if child.is_open and child.stream.attempt == attempt else None
+        return child if child.state is not RequestState.ENDED and child.stream.attempt == attempt else None
 
     def on_engine_death(self, engine: Engine, errors: Mapping[ChildRequest, ChunkError]) -> None:
         """Resume or fail these requests of a dead engine. Requests without a token may have caused the death."""

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rollbus.bus.protocol.stream.buffers import KEPT_BYTES, RowBuffer
 from rollbus.bus.protocol.stream.chunk_writer import (
     CHUNK_OVERHEAD_BYTES,
-    KEPT_BYTES,
     ChunkWriter,
-    RowBuffer,
     chunk_bytes,
 )
 from rollbus.bus.protocol.stream.engine_step import RequestStep

@@ -281,8 +281,8 @@ class AttemptMachine:
         Returns:
             The chunks for the caller, and the instructions to execute after their delivery.
         """
-        if chunk.error is not None:
-            return (), self._handle_rejection(chunk.error.exception(chunk.request_id), now)
+        if chunk.end is not None and chunk.end.error is not None:
+            return (), self._handle_rejection(chunk.end.error.exception(chunk.request_id), now)
         # A worker may write any id into a chunk. Permissions bind only the subject, which names the worker.
         force_setattr(chunk, "worker_id", self.worker)
         stream, self.heard_at = self.stream, now
@@ -291,6 +291,8 @@ class AttemptMachine:
         except RemoteProtocolError as exc:
             message = f"worker {self.worker}: {exc}"
             return (), self._fail(self._make_error(ErrorCode.PROTOCOL_ERROR, message), now)
+        if chunk.end is None and (self.has_token or not chunk.token_ids_data):
+            return delivered, NOTHING
         is_first_token = not self.has_token and bool(chunk.token_ids_data)
         self.has_token |= is_first_token
         if chunk.end is None:

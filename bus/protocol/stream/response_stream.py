@@ -63,6 +63,7 @@ class ChunkVerifier:
         self._row_dtype: str | None = None
         self.start = request.routed_experts_prompt_start
         """The position of the first row."""
+        self._max_rows = max(self._prompt_len - self.start, 0) + self._max_tokens
         self.num_tokens = 0
         self.num_rows = 0
         self.end: End | None = None
@@ -78,74 +79,63 @@ class ChunkVerifier:
             raise RemoteProtocolError(f"received chunk {chunk.chunk_index} after the terminal chunk")
         if chunk.chunk_index != self._next_chunk:
             raise RemoteProtocolError(f"received chunk {chunk.chunk_index}, expected chunk {self._next_chunk}")
-        self._check_logprobs(chunk)
-        if chunk.routed_experts is not None:
-            self._check_rows(chunk.routed_experts)
-        has_masks = self._check_masks(chunk)
-        num_prompt_logprobs = self._count_prompt_logprobs(chunk.prompt_logprobs)
-        num_tokens = self.num_tokens + chunk.num_tokens
-        num_rows = self.num_rows + (0 if chunk.routed_experts is None else chunk.routed_experts.shape[0])
-        self._check_bounds(chunk, num_tokens, num_rows, num_prompt_logprobs)
+        num_new, part, has_masks = len(chunk.token_ids_data) // 4, chunk.routed_experts, self._has_masks
+        num_tokens, num_rows, num_prompt_logprobs = self.num_tokens + num_new, self.num_rows, self._num_prompt_logprobs
+        if num_new:
+            has_masks = chunk.sampling_mask is not None
+            if has_masks is not self._has_masks or (chunk.logprobs_data is None) != (self._top_width is None):
+                self._check_kinds(chunk, has_masks)
+        if self._top_width or chunk.top_logprobs is not None:
+            self._check_tops(chunk, num_new)
+        if part is not None:
+            self._check_rows(part)
+            num_rows += part.shape[0]
+        if chunk.prompt_logprobs is not None:
+            num_prompt_logprobs = self._count_prompt_logprobs(chunk.prompt_logprobs)
+        if num_tokens > self._max_tokens or num_rows > self._max_rows:
+            raise RemoteProtocolError(
+                f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {self._max_rows}"
+            )
+        is_empty = not num_new and num_rows == self.num_rows and num_prompt_logprobs == self._num_prompt_logprobs
+        if is_empty and chunk.end is None and chunk.chunk_index:
+            raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
         if chunk.end is not None:
             self._check_totals(chunk.end, num_tokens, num_rows)
             self._check_prompt_logprobs(chunk.end, num_tokens, num_prompt_logprobs)
-        if chunk.routed_experts is not None:
-            self._row_shape = chunk.routed_experts.shape[1:]
-            self._row_dtype = chunk.routed_experts.dtype
+        if part is not None:
+            self._row_shape, self._row_dtype = part.shape[1:], part.dtype
         self._next_chunk += 1
         self._has_masks = has_masks
         self._num_prompt_logprobs = num_prompt_logprobs
         self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, chunk.end
 
-    def _check_bounds(self, chunk: Chunk, num_tokens: int, num_rows: int, num_prompt_logprobs: int) -> None:
-        """Check that the chunk is not empty and stays within the request, so that no stream is endless."""
-        max_rows = max(self._prompt_len - self.start, 0) + self._max_tokens
-        if num_tokens > self._max_tokens or num_rows > max_rows:
-            raise RemoteProtocolError(
-                f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {max_rows}"
-            )
-        if num_prompt_logprobs > max(self._prompt_len - 1, 0):
-            raise RemoteProtocolError(
-                f"received {num_prompt_logprobs} prompt logprobs for a prompt of {self._prompt_len} tokens"
-            )
-        is_news = (num_tokens, num_rows, num_prompt_logprobs) != (
-            self.num_tokens,
-            self.num_rows,
-            self._num_prompt_logprobs,
-        )
-        if not is_news and chunk.end is None and chunk.chunk_index:
-            raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
-
-    def _check_logprobs(self, chunk: Chunk) -> None:
-        if chunk.num_tokens and (chunk.logprobs_data is None) != (self._top_width is None):
+    def _check_kinds(self, chunk: Chunk, has_masks: bool) -> None:
+        """Check that the tokens have logprobs and masks like the request and the tokens before them."""
+        if (chunk.logprobs_data is None) != (self._top_width is None):
             raise RemoteProtocolError(
                 f"the request has logprobs={self._top_width}, but chunk {chunk.chunk_index} differs"
             )
-        num_tops = 0 if chunk.top_logprobs is None else len(chunk.top_logprobs.token_ids)
-        if num_tops != (chunk.num_tokens if self._top_width else 0):
-            raise RemoteProtocolError(f"received {chunk.num_tokens} tokens with {num_tops} rows of top logprobs")
-
-    def _check_masks(self, chunk: Chunk) -> bool | None:
-        """Return True if all tokens of this attempt have sampling masks, False if none has; None: not known yet."""
-        if not chunk.num_tokens:
-            return self._has_masks
-        has_masks = chunk.sampling_mask is not None
         if self._has_masks not in (None, has_masks):
             raise RemoteProtocolError(
                 f"chunk {chunk.chunk_index} came with{'' if has_masks else 'out'} sampling masks, unlike earlier "
                 "chunks or the request"
             )
-        return has_masks
 
-    def _count_prompt_logprobs(self, part: PromptLogprobs | None) -> int:
+    def _check_tops(self, chunk: Chunk, num_tokens: int) -> None:
+        num_tops = 0 if chunk.top_logprobs is None else len(chunk.top_logprobs.token_ids)
+        if num_tops != (num_tokens if self._top_width else 0):
+            raise RemoteProtocolError(f"received {num_tokens} tokens with {num_tops} rows of top logprobs")
+
+    def _count_prompt_logprobs(self, part: PromptLogprobs) -> int:
         """Return the number of prompt logprobs with those of `part`."""
-        if part is None:
-            return self._num_prompt_logprobs
         if not self._wants_prompt_logprobs or part.start != 1 + self._num_prompt_logprobs:
             raise RemoteProtocolError(
                 f"received prompt logprobs from {part.start}, which are out of order or were not requested"
             )
-        return self._num_prompt_logprobs + len(part.logprobs)
+        found = self._num_prompt_logprobs + len(part.logprobs)
+        if found > max(self._prompt_len - 1, 0):
+            raise RemoteProtocolError(f"received {found} prompt logprobs for a prompt of {self._prompt_len} tokens")
+        return found
 
     def _check_prompt_logprobs(self, end: End, num_tokens: int, found: int) -> None:
         expected = self._prompt_len - 1 if self._wants_prompt_logprobs and num_tokens else found
@@ -374,10 +364,11 @@ class ResponseStream:
             )
 
     def _deliver(self, chunk: Chunk) -> Chunk:
-        self.num_tokens += chunk.num_tokens
-        self._num_rows += 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
         self._weight_version, self._lora_version = chunk.weight_version, chunk.lora_version
-        if chunk.num_tokens:
+        if chunk.routed_experts is not None:
+            self._num_rows += chunk.routed_experts.shape[0]
+        if chunk.token_ids_data:
+            self.num_tokens += len(chunk.token_ids_data) // 4
             self._token_ids.append(chunk.token_ids_data)
             if self._is_resumed:
                 self._is_resumed = False
