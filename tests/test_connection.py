@@ -9,7 +9,7 @@ import uvloop
 from nats import errors as nats_errors
 from nats.aio.msg import Msg
 
-from rollbus.bus.nats.connection import open_connection, publish, subscribe
+from rollbus.bus.nats.connection import drain, open_connection, publish, subscribe
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.schemas.errors import BusBroken, BusClosed, LocalProtocolError
 from tests.support.nats_server import count_tasks, opened, require_binary
@@ -247,26 +247,75 @@ async def test_dropped_messages_are_counted_and_reported(
     assert all(isinstance(error, nats_errors.SlowConsumerError) for error in heard)
 
 
+@pytest.mark.parametrize("is_coroutine", [True, False])
 async def test_a_failing_handler_is_counted_and_reported(
-    nats_url: str, fleet: str, caplog: pytest.LogCaptureFixture
+    nats_url: str, fleet: str, caplog: pytest.LogCaptureFixture, is_coroutine: bool
 ) -> None:
     """An exception in a handler is counted, logged with its traceback and reported, and the next message is handled."""
     heard: list[Exception] = []
     handled = asyncio.Event()
 
-    async def fail_once(message: Msg) -> None:
+    def fail_once(message: Msg) -> None:
         if message.data == b"bad":
             raise ValueError("on purpose")
         handled.set()
 
+    async def fail_later(message: Msg) -> None:
+        await asyncio.sleep(0)
+        fail_once(message)
+
     async with opened(nats_url, on_error=heard.append) as connection:
-        await subscribe(connection, f"{fleet}.x", fail_once)
+        await subscribe(connection, f"{fleet}.x", fail_later if is_coroutine else fail_once)
         await publish(connection, f"{fleet}.x", b"bad")
         await publish(connection, f"{fleet}.x", b"good")
         await handled.wait()
 
     assert connection.counters().handler_failures == len(heard) == 1
     assert "ValueError: on purpose" in caplog.text
+
+
+async def test_a_function_handles_all_messages_before_a_flush_or_the_end_and_none_after_it(
+    nats_url: str, fleet: str
+) -> None:
+    """A handler that is a function has handled all earlier messages when a flush or a drain returns, and no later ones.
+
+    It receives reply subject, headers and the server's status as a coroutine function does.
+    """
+    handled: list[Msg] = []
+    awaited: asyncio.Queue[Msg] = asyncio.Queue(10)
+
+    async def receive(message: Msg) -> None:
+        awaited.put_nowait(message)
+
+    async with opened(nats_url) as connection:
+        subscription = await subscribe(connection, f"{fleet}.x", handled.append)
+        await subscribe(connection, f"{fleet}.x", receive)
+        headers = {"Name": "value", "Other": " \u00e4: b\r\nc "}
+        await publish(connection, f"{fleet}.x", b"1", reply="answer.here", headers=headers)
+        await connection.flush()
+        seen = [(m.subject, m.reply, m.headers, m.data, m.sid) for m in (handled[0], await awaited.get())]
+        await publish(connection, f"{fleet}.x", b"2")
+        await drain(connection, subscription)
+        await publish(connection, f"{fleet}.x", b"3")
+        await connection.flush()
+
+    assert [one[:4] for one in seen] == [
+        (f"{fleet}.x", "answer.here", {"Name": "value", "Other": "\u00e4: b  c"}, b"1")
+    ] * 2
+    assert [message.data for message in handled] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("subject", ["", "a b", "a\tb", "a\r\nb", " a", "a "])
+async def test_a_malformed_subject_is_not_sent(nats_url: str, subject: str) -> None:
+    """A subject or a reply with a space or a line break is an error, because it would end the command."""
+    async with opened(nats_url) as connection:
+        with pytest.raises(nats_errors.BadSubjectError):
+            await publish(connection, subject, b"")
+        if subject:
+            with pytest.raises(nats_errors.BadSubjectError):
+                await publish(connection, "a", b"", reply=subject)
+        with pytest.raises(nats_errors.BadHeaderError):
+            await publish(connection, "a", b"", headers={f"n{subject}:": "v"})
 
 
 async def _ignore(_message: Msg) -> None:

@@ -11,6 +11,7 @@
 - On uvloop, a write into a connection that was just lost raises a RuntimeError. It ends the writer, for example
   `close()` or the reconnecting task.
 - nats-py copies sent bytes twice and received bytes five times. Large messages need one copy here.
+- nats-py moves each message through a queue to a task, and each flush too. Most of a small message's cost is that.
 - nats-py does not validate `INFO`. It begins TLS only if `INFO` asks for it, and uses addresses from an `INFO` that
   precedes TLS. Any machine between client and server can have written both. `PatchedNatsClient(requires_tls=True)`
   sends nothing without TLS: `NatsTransport` rejects each byte.
@@ -19,19 +20,20 @@
 """
 
 import asyncio
+import inspect
 import logging
 import random
 import re
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from ...schemas.errors import RemoteProtocolError
-from .library import Client, Msg, Srv
+from .library import Client, Msg, Srv, Subscription
 from .library import errors as nats_errors
-from .transport import NatsTransport, NoNats, NoTls, Peer, SubscriptionMessage
+from .transport import NatsTransport, NoNats, NoTls, Peer, SubscriptionMessage, encode_headers, parse_headers
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,18 @@ def _is_address(url: str) -> bool:
     return address is not None and 0 < int(address[1]) < 65536
 
 
+Handler = Callable[[Msg], None] | Callable[[Msg], Awaitable[None]]
+"""Handles a message. A function is called as soon as the message is read; messages wait for a coroutine function."""
+
+
+class _HandledSubscription(Subscription):
+    """A subscription of `PatchedNatsClient.handle`."""
+
+    call: Callable[[Msg], object] | None
+    """The handler, if it is a function."""
+    skips_streamed: bool
+
+
 class PatchedNatsClient(Client):
     """A nats-py client that handles cancellation, closing and connection loss at any moment.
 
@@ -104,7 +118,8 @@ class PatchedNatsClient(Client):
     def __init__(self, *, requires_tls: bool = False, replicas: int | None = None) -> None:
         super().__init__()
         self.replicas = replicas
-        self._transport = self._wire = NatsTransport(requires_tls=requires_tls)
+        self._transport = self._wire = NatsTransport(requires_tls=requires_tls, receive=self._receive)
+        self._is_flush_due = False
 
     @property
     def is_in_cluster(self) -> bool:
@@ -142,21 +157,115 @@ class PatchedNatsClient(Client):
         """Flush as nats-py does. It can be cancelled at any moment, with the errors of `request`."""
         await _cancellable(super().flush(*args, **kwargs))
 
-    async def _send_publish(
-        self, subject: str, reply: str, payload: bytes, payload_size: int, headers: dict[str, Any] | None
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        if headers is not None or payload_size < MIN_APART_BYTES or not subject:
-            await super()._send_publish(subject, reply, payload, payload_size, headers)
-            return
-        # nats-py copies a payload twice to build one piece with its command.
-        head = f"PUB {subject} {reply} {payload_size}\r\n".encode()
+        """Publish as nats-py does. The headers count towards `max_payload`, as they do in the server."""
+        if self.is_closed:
+            raise nats_errors.ConnectionClosedError
+        if self.is_draining_pubs:
+            raise nats_errors.ConnectionDrainingError
+        if not self.is_connected and len(payload) + self._pending_data_size > self._max_pending_size:
+            raise nats_errors.OutboundBufferLimitError
+        for name in (subject, reply) if reply else (subject,):
+            if name.split() != [name]:
+                raise nats_errors.BadSubjectError
+        size = len(payload)
+        if headers is None:
+            head = f"PUB {subject} {reply} {size}\r\n".encode()
+        else:
+            block = encode_headers(headers)
+            size += len(block)
+            head = f"HPUB {subject} {reply} {len(block)} {size}\r\n".encode() + block
+        if size > self._max_payload:
+            raise nats_errors.MaxPayloadError
         self.stats["out_msgs"] += 1
-        self.stats["out_bytes"] += payload_size
-        self._pending += [head, payload]
-        self._pending_data_size += len(head) + payload_size
-        await self._send_command(b"\r\n")
-        if self._flush_queue is not None and self._flush_queue.empty():
-            await self._flush_pending()
+        self.stats["out_bytes"] += len(payload)
+        if size < MIN_APART_BYTES:
+            self._pending.append(b"%b%b\r\n" % (head, payload))
+        else:
+            self._pending += (head, payload, b"\r\n")
+        self._pending_data_size += len(head) + len(payload) + 2
+        if self._pending_data_size > self._max_pending_size:
+            self._wake_flusher()  # it waits until these bytes are sent, and the next line waits for it
+            await self._flush_pending(force_flush=True)
+        elif not self._is_flush_due:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        self._is_flush_due = True
+        asyncio.get_running_loop().call_soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        """Send everything that was published in this turn of the loop. nats-py's task flushes when that has to wait."""
+        self._is_flush_due = False
+        if not (self._pending and self.is_connected):
+            return
+        if self._wire.is_writable:
+            try:
+                self._wire.writelines(self._pending)
+            except OSError:
+                pass  # the task meets the same error, and handles it
+            else:
+                self._pending, self._pending_data_size = [], 0
+                return
+        self._wake_flusher()
+
+    def _wake_flusher(self) -> None:
+        if self.is_connected and self._flush_queue is not None and self._flush_queue.empty():
+            self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+
+    async def handle(
+        self, subject: str, handler: Handler, *, queue: str, skips_streamed: bool, max_msgs: int, max_bytes: int
+    ) -> Subscription:
+        """Subscribe as nats-py does, and call `handler` for each message.
+
+        Args:
+            skips_streamed: drop messages that a stream delivered.
+            max_msgs: messages that may wait for a coroutine function.
+            max_bytes: bytes of these messages.
+        """
+        if self.is_closed or self.is_draining:
+            raise nats_errors.ConnectionClosedError
+        self._sid += 1
+        # nats-py calls a coroutine function in a task, and moves each message to it through a queue.
+        waits = handler if inspect.iscoroutinefunction(handler) else None
+        subscription = _HandledSubscription(self, self._sid, subject, queue, waits, None, 0, max_msgs, max_bytes)
+        subscription.call, subscription.skips_streamed = None if waits else handler, skips_streamed
+        subscription._start(self._error_cb)  # type: ignore[no-untyped-call]
+        self._subs[self._sid] = subscription
+        await self._send_subscribe(subscription)
+        return subscription
+
+    def _receive(
+        self, sid: int, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes | bytearray
+    ) -> bool:
+        """Handle or drop a message. Return False if nats-py must handle it."""
+        subscription = self._subs.get(sid)
+        if type(subscription) is not _HandledSubscription:
+            return False
+        if reply and subscription.skips_streamed and reply.startswith(b"$JS.ACK."):
+            self.on_streamed(subject)
+            return True
+        if subscription.call is None:
+            return False
+        if self._status != Client.CONNECTED and (self.is_closed or self.is_reconnecting):
+            return True
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(payload)
+        try:
+            parsed = None if headers is None else parse_headers(headers)
+            message = Msg(self, subject.decode(), reply.decode(), payload, parsed, None, False, sid)  # type: ignore[arg-type]
+            subscription.call(message)
+        except Exception as error:  # noqa: BLE001 - boundary of the handlers, and the next message must arrive
+            self.on_handler_error(error)
+        return True
+
+    def on_streamed(self, subject: bytes) -> None:
+        """Note a message that was dropped because a stream delivered it."""
+
+    def on_handler_error(self, error: Exception) -> None:
+        """Note an exception of a handler."""
 
     async def _process_connect_init(self) -> None:
         is_tls_first = self.options["tls_handshake_first"]
@@ -251,12 +360,19 @@ class PatchedNatsClient(Client):
             logger.exception("nats.reading_failed")
             await self._process_op_err(error)
 
-    async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        if not force_flush and self.is_connected and self._flusher_task is not None and not self._flusher_task.done():
+            if not self._is_flush_due:
+                self._flush_soon()
+            return None
         try:
-            return await _cancellable(super()._flush_pending(*args, **kwargs))
+            return await _cancellable(super()._flush_pending(force_flush))
         except OSError as error:
             # nats-py writes here if the flusher task has ended. Unsent bytes wait for the next connection.
             await self._process_op_err(error)
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        return parse_headers(headers) or None if headers else None
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         try:

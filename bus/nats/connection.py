@@ -10,7 +10,7 @@ from typing import Any, Final
 from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError, ServerUnreachable
 from ..auth.credentials import Signatures
 from ..subjects import PREFIX
-from .client import PatchedNatsClient
+from .client import Handler, PatchedNatsClient
 from .failures import MAX_LOGGED, Denials, FailedServers
 from .library import ERR_RE, PERMISSIONS_ERR, Client, Msg, Subscription
 from .library import errors as nats_errors
@@ -182,11 +182,23 @@ class Connection(PatchedNatsClient):
                 logger.warning("nats.messages_dropped name=%s subject=%s so_far=%s", self._name, error.subject, so_far)
             self._on_error(error)
         elif not isinstance(error, (nats_errors.Error, OSError)):
-            self.counted.handler_failures += 1
-            logger.error("nats.handler_failed name=%s", self._name, exc_info=error)
-            self._on_error(error)
+            self.on_handler_error(error)
         else:
             self._on_connection_error(error)
+
+    def on_handler_error(self, error: Exception) -> None:
+        """Count, log and report an exception of a handler."""
+        self.counted.handler_failures += 1
+        logger.error("nats.handler_failed name=%s", self._name, exc_info=error)
+        self._on_error(error)
+
+    def on_streamed(self, subject: bytes) -> None:
+        """Count a message that was dropped because a stream delivered it."""
+        self.counted.streamed_msgs = so_far = self.counted.streamed_msgs + 1
+        if so_far.bit_count() == 1:
+            logger.warning(
+                "nats.stream_delivery_dropped subject=%s so_far=%s", subject.decode(errors="replace"), so_far
+            )
 
     def _on_connection_error(self, error: Exception) -> None:
         if not self.is_connected:
@@ -275,10 +287,6 @@ async def publish(
         BusClosed: the connection was closed locally.
     """
     try:
-        # nats-py does not count headers. The server does, and closes the connection. 12 bytes are in none of the lines.
-        lines_bytes = sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items()) if headers else 0
-        if headers and len(data) + lines_bytes + 12 > nats.max_payload:
-            raise nats_errors.MaxPayloadError
         await nats.publish(subject, data, reply, headers)
     except nats_errors.MaxPayloadError as error:
         raise LocalProtocolError(
@@ -293,9 +301,9 @@ async def publish(
 
 
 async def subscribe(
-    nats: Client,
+    nats: PatchedNatsClient,
     subject: str,
-    handler: Callable[[Msg], Awaitable[None]],
+    handler: Handler,
     *,
     queue: str = "",
     max_pending_msgs: int = MAX_PENDING_MSGS,
@@ -315,14 +323,15 @@ async def subscribe(
         BusClosed: the connection is closed.
     """
     try:
-        return await nats.subscribe(
+        return await nats.handle(
             subject,
+            handler,
             queue=queue,
-            cb=_skip_streamed(nats, handler) if subject.startswith(f"{PREFIX}.") else handler,
-            pending_msgs_limit=max_pending_msgs,
-            pending_bytes_limit=max_pending_bytes,
+            skips_streamed=subject.startswith(f"{PREFIX}."),
+            max_msgs=max_pending_msgs,
+            max_bytes=max_pending_bytes,
         )
-    except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
+    except nats_errors.ConnectionClosedError as error:
         raise BusClosed("the connection to NATS is closed") from error
 
 
@@ -351,20 +360,6 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
         logger.warning("nats.drain_failed subject=%s error=%s", subscription.subject, error)
 
 
-def _skip_streamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
-    async def handle(message: Msg) -> None:
-        if not message.reply.startswith("$JS.ACK."):
-            await handler(message)
-        elif isinstance(nats, Connection):
-            nats.counted.streamed_msgs += 1
-            if nats.counted.streamed_msgs.bit_count() == 1:
-                logger.warning(
-                    "nats.stream_delivery_dropped subject=%s so_far=%s", message.subject, nats.counted.streamed_msgs
-                )
-
-    return handle
-
-
 async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
     """Publish, and wait until the server has checked the user's permission, if the server answers.
 
@@ -380,7 +375,7 @@ async def publish_permitted(nats: Connection, subject: str, data: bytes, headers
 async def subscribe_permitted(
     nats: Connection,
     subject: str,
-    handler: Callable[[Msg], Awaitable[None]],
+    handler: Handler,
     *,
     max_pending_msgs: int,
     max_pending_bytes: int,

@@ -9,9 +9,10 @@ The operations: https://docs.nats.io/reference/reference-protocols/nats-protocol
 import asyncio
 import contextlib
 import os
+import re
 import ssl
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from urllib.parse import ParseResult
@@ -30,6 +31,8 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024**2
 OVERHEAD_BYTES: Final = 256
 """Approximate memory of an operation in addition to its bytes."""
 END: Final = b"\r\n"
+_MESSAGES: Final = b"MSG ", b"HMSG "
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 MAX_UNREAD_BYTES: Final = 4 * 1024**2
 """Received bytes that may wait for their reader. Above this limit, reading from the socket pauses. It covers one credit
 window of routed experts and the tokens of a step."""
@@ -46,15 +49,12 @@ class SubscriptionMessage(NamedTuple):
     payload: bytes | bytearray
 
 
-class _Head(NamedTuple):
-    """The content of the line before a message."""
+_Head = tuple[int, bytes, bytes, int, int]
+"""The content of the line before a message: the first three fields of `SubscriptionMessage`, the bytes of its headers,
+and the bytes of headers and payload."""
 
-    sid: int
-    subject: bytes
-    reply: bytes
-    headers_bytes: int
-    num_bytes: int
-    """Bytes of headers and payload."""
+Receive = Callable[[int, bytes, bytes, bytes | None, bytes | bytearray], bool]
+"""Handles the fields of a `SubscriptionMessage` immediately, or returns False. It must not raise."""
 
 
 @dataclass(slots=True)
@@ -69,16 +69,21 @@ class _Large:
 
 
 class OperationReader:
-    """Parses received bytes: fill `buffer`, report the number of bytes to `received`, then call `pop_operations`."""
+    """Parses received bytes: fill `buffer`, report the number of bytes to `received`, then call `pop_operations`.
 
-    def __init__(self) -> None:
+    Args:
+        receive: receives each message first. `pop_operations` returns the messages that it does not handle.
+    """
+
+    def __init__(self, receive: Receive | None = None) -> None:
+        self._receive = receive
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         # Range of received bytes that were not parsed yet.
         self._start = self._end = 0
         self._head: _Head | None = None
         self._large: _Large | None = None
-        # The next bytes are the end of a message that was already delivered.
+        # The next bytes are the end of a large message that was already delivered.
         self._is_end_due = False
         self._whole: list[SubscriptionMessage | bytes] = []
         self.unread_bytes = 0
@@ -95,9 +100,10 @@ class OperationReader:
             return memoryview(self._large.data)[self._large.filled :]
         if self._start:
             rest = self._end - self._start
-            self._view[:rest] = self._view[self._start : self._end]
+            if rest:
+                self._view[:rest] = self._view[self._start : self._end]
             self._start, self._end = 0, rest
-        return self._view[self._end :]
+        return self._view[self._end :] if self._end else self._view
 
     def received(self, num_bytes: int) -> None:
         """Parse `num_bytes` bytes that were written to the beginning of `buffer`.
@@ -110,7 +116,7 @@ class OperationReader:
             self._deliver_large(self._large)
             return
         self._end += num_bytes
-        while self._cut():
+        while self._start < self._end and self._cut():
             pass
 
     def pop_operations(self) -> Iterator[SubscriptionMessage | bytes]:
@@ -119,36 +125,44 @@ class OperationReader:
         return iter(whole)
 
     def _cut(self) -> bool:
-        """Parse the next operation. Return False if it is incomplete."""
+        """Parse the next operation. Return False if it is incomplete.
+
+        This runs once for each message, so it makes no calls that it can avoid.
+        """
+        buffer, start, end = self._buffer, self._start, self._end
         if self._is_end_due:
+            self._is_end_due = False
             return self._cut_end()
-        return self._cut_line() if self._head is None else self._cut_message(self._head)
+        head = self._head
+        if head is None:
+            line_end = buffer.find(END, start, end)
+            if line_end < 0:
+                if end - start == BUFFER_BYTES:
+                    raise RemoteProtocolError(f"the NATS server sent a line of more than {BUFFER_BYTES} bytes")
+                return False
+            if not buffer.startswith(_MESSAGES, start, line_end):
+                self._start = line_end + 2
+                line = bytes(buffer[start : line_end + 2])
+                self._whole.append(line)
+                self.unread_bytes += len(line) + OVERHEAD_BYTES
+                return True
+            head = _parse(bytes(buffer[start:line_end]))
+            self._start = start = line_end + 2
+        sid, subject, reply, headers_bytes, num_bytes = head
+        stop = start + num_bytes
+        if stop + 2 > end:
+            self._head = head
+            return num_bytes > OWN_BUFFER_BYTES and self._begin_large(head)
+        self._head, self._start = None, stop
+        headers = bytes(buffer[start : start + headers_bytes]) if headers_bytes else None
+        payload = bytes(buffer[start + headers_bytes : stop])
+        if self._receive is None or not self._receive(sid, subject, reply, headers, payload):
+            self._keep(SubscriptionMessage(sid, subject, reply, headers, payload))
+        return self._cut_end()
 
-    def _cut_line(self) -> bool:
-        end = self._buffer.find(END, self._start, self._end)
-        if end < 0:
-            if self._end - self._start == BUFFER_BYTES:
-                raise RemoteProtocolError(f"the NATS server sent a line of more than {BUFFER_BYTES} bytes")
-            return False
-        line = bytes(self._view[self._start : end + len(END)])
-        self._start = end + len(END)
-        if line.startswith((b"MSG ", b"HMSG ")):
-            self._head = _parse(line)
-        else:
-            self._whole.append(line)
-            self.unread_bytes += len(line) + OVERHEAD_BYTES
-        return True
-
-    def _cut_message(self, head: _Head) -> bool:
-        there = self._end - self._start
-        if there >= head.num_bytes + len(END):
-            begin, self._start = self._start, self._start + head.num_bytes
-            payload = bytes(self._view[begin + head.headers_bytes : self._start])
-            self._deliver(head, self._view[begin : begin + head.headers_bytes], payload)
-            return True
-        if head.num_bytes <= OWN_BUFFER_BYTES:
-            return False
-        large = _Large(head, bytearray(head.num_bytes), min(there, head.num_bytes))
+    def _begin_large(self, head: _Head) -> bool:
+        there, num_bytes = self._end - self._start, head[-1]
+        large = _Large(head, bytearray(num_bytes), min(there, num_bytes))
         large.data[: large.filled] = self._view[self._start : self._start + large.filled]
         self._start += large.filled
         return self._deliver_large(large)
@@ -158,44 +172,76 @@ class OperationReader:
         self._large = large
         if large.filled < len(large.data):
             return False
-        self._large = None
+        self._large = self._head = None
+        self._is_end_due = True
         # A payload without headers is delivered uncopied. It cannot be shortened: the socket refers to it until
         # `received` returns.
-        headers_bytes = large.head.headers_bytes
+        sid, subject, reply, headers_bytes, _ = large.head
+        headers = bytes(large.data[:headers_bytes]) or None
         payload = large.data[headers_bytes:] if headers_bytes else large.data
-        self._deliver(large.head, memoryview(large.data)[:headers_bytes], payload)
+        if self._receive is None or not self._receive(sid, subject, reply, headers, payload):
+            self._keep(SubscriptionMessage(sid, subject, reply, headers, payload))
         return True
 
-    def _deliver(self, head: _Head, headers: memoryview, payload: bytes | bytearray) -> None:
-        self._head, self._is_end_due = None, True
-        self._whole.append(SubscriptionMessage(head.sid, head.subject, head.reply, bytes(headers) or None, payload))
-        self.unread_bytes += head.num_bytes + OVERHEAD_BYTES
+    def _keep(self, message: SubscriptionMessage) -> None:
+        self._whole.append(message)
+        self.unread_bytes += len(message.headers or b"") + len(message.payload) + OVERHEAD_BYTES
 
     def _cut_end(self) -> bool:
         if self._end - self._start < len(END):
+            self._is_end_due = True
             return False
         if not self._buffer.startswith(END, self._start):
             raise RemoteProtocolError("the NATS server sent a message that does not end where it should")
         self._start += len(END)
-        self._is_end_due = False
         return True
 
 
 def _parse(line: bytes) -> _Head:
     """Parse the line before a message: `MSG subject sid [reply] bytes`, or `HMSG subject sid [reply] headers bytes`."""
-    operation, *words = line.split()
-    has_headers = operation == b"HMSG"
     try:
-        subject, sid, *reply, size = words
-        headers_bytes = int(reply.pop()) if has_headers else 0
-        if len(reply) > 1:
+        operation, subject, sid, *rest, size = words = line.split()
+        headers_bytes = int(rest.pop()) if operation == b"HMSG" else 0
+        if len(rest) > 1:
             raise ValueError(f"{len(words)} words")
-        head = _Head(int(sid), subject, reply[0] if reply else b"", headers_bytes, int(size))
-        if not 0 <= head.headers_bytes <= head.num_bytes <= MAX_MESSAGE_BYTES:
-            raise ValueError(f"{head.headers_bytes} bytes of headers in {head.num_bytes}")
+        num_bytes = int(size)
+        if not 0 <= headers_bytes <= num_bytes <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"{headers_bytes} bytes of headers in {num_bytes}")
+        return int(sid), subject, rest[0] if rest else b"", headers_bytes, num_bytes
     except (ValueError, IndexError) as exc:
         raise RemoteProtocolError(f"the NATS server sent {line[:80]!r} before a message: {exc}") from None
-    return head
+
+
+def encode_headers(headers: dict[str, str]) -> bytes:
+    """Return the headers in the format of a message. Values are stripped, and line breaks become spaces.
+
+    Raises:
+        nats.errors.BadHeaderError: a name is not valid.
+    """
+    lines = ["NATS/1.0\r\n"]
+    for name, value in headers.items():
+        if _HEADER_NAME.fullmatch(name) is None:
+            raise nats_errors.BadHeaderError(name)
+        one_line = value.replace("\r", " ").replace("\n", " ").strip()
+        lines.append(f"{name}: {one_line}\r\n")
+    lines.append("\r\n")
+    return "".join(lines).encode()
+
+
+def parse_headers(block: bytes) -> dict[str, str]:
+    """Parse the headers of a message. `Status` and `Description` are the words of a status line of the server."""
+    first, *lines = block.decode(errors="replace").split("\r\n")
+    headers = {}
+    status, _, description = first.removeprefix("NATS/1.0").strip().partition(" ")
+    if status:
+        headers["Status"] = status
+    if description:
+        headers["Description"] = description
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if colon:
+            headers[name.strip()] = value.strip()
+    return headers
 
 
 class NoNats(nats_errors.ProtocolError):
@@ -230,10 +276,12 @@ class NatsTransport(Transport):
         requires_tls: raise `NoTls` for each write before the TLS handshake has succeeded. The check is here because
             nats-py sends all bytes through this class: credentials, subscriptions after a reconnect, and the unsent
             bytes when it closes while it connects.
+        receive: receives each message first, as in `OperationReader`.
     """
 
-    def __init__(self, *, requires_tls: bool = False) -> None:
+    def __init__(self, *, requires_tls: bool = False, receive: Receive | None = None) -> None:
         self.requires_tls = requires_tls
+        self._receive = receive
         _made.add(self)
         self._protocol: _NatsProtocol | None = None
 
@@ -247,7 +295,7 @@ class NatsTransport(Transport):
         if uri.hostname is None or uri.port is None:
             raise OSError(f"{uri.netloc} is no address with a port")
         async with asyncio.timeout(connect_timeout):
-            _, self._protocol = await loop.create_connection(_NatsProtocol, uri.hostname, uri.port)
+            _, self._protocol = await loop.create_connection(self._make_protocol, uri.hostname, uri.port)
 
     async def connect_tls(
         self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: float
@@ -255,7 +303,7 @@ class NatsTransport(Transport):
         """Upgrade the open connection to TLS, with the server name in `uri`."""
         loop = asyncio.get_running_loop()
         name = uri if isinstance(uri, str) else uri.hostname
-        protocol, plain = _NatsProtocol(), self._open()
+        protocol, plain = self._make_protocol(), self._open()
         with contextlib.ExitStack() as unless_secure:
             # From the start of the handshake, TLS owns the transport and does not notify the plain protocol.
             unless_secure.callback(plain.connection_lost, None)
@@ -294,6 +342,11 @@ class NatsTransport(Transport):
     def writelines(self, payload: list[bytes]) -> None:
         """Send several payloads in order, with the errors of `write`."""
         self._writable().transport.writelines(payload)
+
+    @property
+    def is_writable(self) -> bool:
+        """True if few bytes are unsent."""
+        return self._protocol is not None and self._protocol.is_writable
 
     async def drain(self) -> None:
         """Wait until few bytes are unsent. Raise OSError if the connection was lost."""
@@ -348,6 +401,9 @@ class NatsTransport(Transport):
         if self._protocol is not None and not self._protocol.gone.is_set():
             os.dup2(nowhere, self._protocol.transport.get_extra_info("socket").fileno(), inheritable=False)
 
+    def _make_protocol(self) -> "_NatsProtocol":
+        return _NatsProtocol(self._receive)
+
     def _require_protocol(self) -> "_NatsProtocol":
         if self._protocol is None:
             raise ConnectionResetError("there is no connection to NATS")
@@ -387,8 +443,8 @@ class _NatsProtocol(asyncio.BufferedProtocol):
     transport: Any
     """Transport of asyncio or uvloop. They have no common base class with all methods used here."""
 
-    def __init__(self) -> None:
-        self._reader = OperationReader()
+    def __init__(self, receive: Receive | None) -> None:
+        self._reader = OperationReader(receive)
         # Lines from the start of the connection that were not read yet.
         self._lines: list[bytes] = []
         # Set when data can be read, or when the connection is lost.
@@ -423,7 +479,8 @@ class _NatsProtocol(asyncio.BufferedProtocol):
         if self._reader.unread_bytes > MAX_UNREAD_BYTES and not self._is_reading_paused:
             self._is_reading_paused = True
             self.transport.pause_reading()
-        self._arrived.set()
+        if self._reader.has_whole:
+            self._arrived.set()
 
     def eof_received(self) -> None:
         self._mark_lost(None)
@@ -439,6 +496,10 @@ class _NatsProtocol(asyncio.BufferedProtocol):
         self._writable.set()
 
     # Methods for `NatsTransport`.
+
+    @property
+    def is_writable(self) -> bool:
+        return self._writable.is_set() and not self.is_lost
 
     async def operations(self) -> Iterator[SubscriptionMessage | bytes]:
         lines, self._lines = self._lines, []

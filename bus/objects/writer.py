@@ -78,7 +78,7 @@ class Sender:
         self._acked = asyncio.Event()
         self._failure: RollbusError | None = None
 
-    async def on_ack(self, message: Msg) -> None:
+    def on_ack(self, message: Msg) -> None:
         """Handle the server's ack of one message."""
         self._unacked -= 1
         self._failure = self._failure or _refusal(message)
@@ -115,7 +115,7 @@ class Sender:
 
 
 @contextlib.asynccontextmanager
-async def open_sender(nats: Client) -> AsyncIterator[Sender]:
+async def open_sender(nats: Connection) -> AsyncIterator[Sender]:
     """Open a sender for a block. At the end of the block, the server has processed all messages."""
     inbox = nats.new_inbox()
     sender = Sender(nats, inbox)

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.bus.nats.client import MAX_LEARNED_SERVERS, parse_info
-from rollbus.bus.nats.transport import BUFFER_BYTES, OWN_BUFFER_BYTES, OperationReader, SubscriptionMessage
+from rollbus.bus.nats.transport import (
+    BUFFER_BYTES,
+    OWN_BUFFER_BYTES,
+    OperationReader,
+    SubscriptionMessage,
+    parse_headers,
+)
 from rollbus.bus.protocol.attempt.machine import REQUEST, RequestEvent, RequestState
 from rollbus.bus.protocol.states import (
     WORKER,
@@ -217,6 +223,22 @@ def test_a_large_message_is_received_in_place() -> None:
     assert isinstance(found, SubscriptionMessage)
     assert found.payload == b"x" * 1_000_000
     assert len(reader.buffer()) == BUFFER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("block", "headers"),
+    [
+        (b"NATS/1.0\r\na: b\r\nC:d\r\n\r\n", {"a": "b", "C": "d"}),
+        (b"NATS/1.0 404\r\n\r\n", {"Status": "404"}),
+        (b"NATS/1.0 404 No Messages\r\n\r\n", {"Status": "404", "Description": "No Messages"}),
+        (b"NATS/1.0 100 Idle Heartbeat\r\nA: 1\r\n\r\n", {"Status": "100", "Description": "Idle Heartbeat", "A": "1"}),
+        (b"NATS/1.0\r\nno colon\r\na: \xff\r\n\r\n", {"a": "\ufffd"}),
+        (b"", {}),
+    ],
+)
+def test_headers_and_the_status_line_are_parsed(block: bytes, headers: dict[str, str]) -> None:
+    """Headers and the words of the status line are parsed, and a line without a colon is ignored."""
+    assert parse_headers(block) == headers
 
 
 def test_complete_operations_count_as_unread_until_the_caller_pops_them() -> None:
