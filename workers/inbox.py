@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 from ..bus.logs import RejectionCount
@@ -27,7 +27,7 @@ SHOWN_S: Final = 60.0
 
 
 class _GuardedSubject:
-    def __init__(self, subject: str, handler: Callable[[Msg], Awaitable[None]], meter: FloodMeter) -> None:
+    def __init__(self, subject: str, handler: Callable[[Msg], None], meter: FloodMeter) -> None:
         self.subject = subject
         self.handler = handler
         self.meter = meter
@@ -59,18 +59,16 @@ class WorkerInbox:
         """The last flood and its sender, for a minute."""
         return self._problem if self._problem and time.monotonic() - self._problem_at < SHOWN_S else None
 
-    async def subscribe(
-        self, subject: str, handler: Callable[[Msg], Awaitable[None]], meter: FloodMeter | None = None
-    ) -> None:
+    async def subscribe(self, subject: str, handler: Callable[[Msg], None], meter: FloodMeter | None = None) -> None:
         """Call `handler` for each message, as `bus.nats.connection.subscribe` does.
 
         Args:
             meter: detects a flood; None: the worker cannot do without the messages.
         """
 
-        async def handle(message: Msg) -> None:
+        def handle(message: Msg) -> None:
             try:
-                await handler(message)
+                handler(message)
             except RemoteProtocolError as exc:
                 if so_far := self.rejected.add():
                     logger.warning("message.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
@@ -84,12 +82,12 @@ class WorkerInbox:
     async def _open(self, guarded: _GuardedSubject) -> None:
         meter = guarded.meter
 
-        async def handle(message: Msg) -> None:
+        def handle(message: Msg) -> None:
             # After the flood was detected, the messages that have already arrived are skipped.
             if not meter.is_flooded and meter.add(message.subject, time.monotonic()):
                 self._flooded.set()
             if not meter.is_flooded:
-                await guarded.handler(message)
+                guarded.handler(message)
 
         meter.reset(time.monotonic())
         guarded.subscription = await subscribe(self._nats, guarded.subject, handle)

@@ -103,7 +103,7 @@ class WorkerLifecycle:
         """Seconds since presence of this incarnation was first confirmed, or 0 before that and while fenced."""
         return 0.0 if self._held_since is None else max(time.monotonic() - self._held_since, 0.0)
 
-    async def receive_presence(self, message: Msg) -> None:
+    def receive_presence(self, message: Msg) -> None:
         """Handle presence of this worker, or of another worker with its id, which may have to end this worker.
 
         This worker then publishes no presence except the final one.

@@ -301,21 +301,21 @@ class Worker:
             self._publisher.wake()
             self._puller.wake()
 
-    async def _on_direct(self, message: Msg) -> None:
+    def _on_direct(self, message: Msg) -> None:
         self._intake.accept_direct(message.subject.split(".")[-2], message.data)
 
-    async def _on_link_message(self, message: Msg) -> None:
+    def _on_link_message(self, message: Msg) -> None:
         client = message.subject.split(".")[-2]
         self._execute(self._links.on_link_message(client, decode_link_message(message.data), time.monotonic()))
 
-    async def _on_client_presence(self, message: Msg) -> None:
+    def _on_client_presence(self, message: Msg) -> None:
         client = message.subject.rpartition(".")[2]
         presence = decode_client_presence(message.data)
         if presence.client != client:
             raise RemoteProtocolError(f"client {client} sent presence in the name of {presence.client}")
         self._execute(self._links.on_presence(presence, time.monotonic()))
 
-    async def _on_ping(self, _message: Msg) -> None:
+    def _on_ping(self, _message: Msg) -> None:
         self._lifecycle.request_presence()
 
     def _on_unread(self) -> None:

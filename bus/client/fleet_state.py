@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -256,13 +256,13 @@ class FleetWatch:
             if not self._nats.is_closed:
                 await subscription.unsubscribe()
 
-    async def _subscribe(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> None:
+    async def _subscribe(self, subject: str, handler: Callable[[Msg], None]) -> None:
         subscription = await subscribe_permitted(
             self._nats, subject, handler, max_pending_msgs=MAX_PENDING, max_pending_bytes=MAX_PENDING_BYTES
         )
         self._subscriptions.append(subscription)
 
-    async def _on_command(self, message: Msg) -> None:
+    def _on_command(self, message: Msg) -> None:
         controller = message.subject.rpartition(".")[2]
         try:
             signed = self._nats.signatures.check(message.subject, message.data, message.headers)
@@ -289,7 +289,7 @@ class FleetWatch:
         concerned = [worker.worker for worker in live if named is None or worker.worker in named]
         self._book.add_command(command, controller, concerned, time.time())
 
-    async def _on_ack(self, message: Msg) -> None:
+    def _on_ack(self, message: Msg) -> None:
         if READ_ACK in message.data[:256]:
             return
         controller, _, worker = message.subject.rpartition(".")

@@ -89,7 +89,7 @@ class PresenceWatcher:
         self.rejected = RejectionCount()
         self._probes = QueueProbes(nats, subjects)
 
-    async def receive(self, message: Msg) -> None:
+    def receive(self, message: Msg) -> None:
         """Process a presence message."""
         try:
             presence = decode_presence(message.data)

@@ -375,7 +375,7 @@ class Runtime:
         await self._publish_presence(ClientState.LIVE)
         await self.watcher.restart_watch()
 
-    async def _on_newer_client(self, message: Msg) -> None:
+    def _on_newer_client(self, message: Msg) -> None:
         """Fail all calls if a client that connected later uses this name. For workers, this incarnation has ended."""
         try:
             presence = decode_client_presence(message.data)

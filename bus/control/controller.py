@@ -142,7 +142,7 @@ class AckCollector:
         """Subscribe to acks."""
         await subscribe(self._nats, self._subjects.acks_to(self._controller), self.receive)
 
-    async def receive(self, message: Msg) -> None:
+    def receive(self, message: Msg) -> None:
         """Handle an ack of a worker."""
         try:
             ack = decode_ack(message.data)

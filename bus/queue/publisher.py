@@ -417,7 +417,7 @@ class QueuePublisher:
         self._held_back.add(unanswered.subject, number)
         self._has_kept.set()
 
-    async def _receive_ack(self, message: Msg) -> None:
+    def _receive_ack(self, message: Msg) -> None:
         number = int(message.subject.rpartition(".")[2])
         unanswered = self._unanswered.get(number)
         if unanswered is None:

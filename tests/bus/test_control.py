@@ -365,9 +365,9 @@ async def test_new_acks_delay_the_repeat_of_a_command() -> None:
         [under_way] = asker._under_way.values()
         under_way.published_at = -1000.0
         assert under_way.repeat_at == -1000.0 + REPEAT_S
-        await asker.receive(answer(AckStatus.ACCEPTED))
+        asker.receive(answer(AckStatus.ACCEPTED))
         heard_at = under_way.news_at
-        await asker.receive(answer(AckStatus.ACCEPTED))
+        asker.receive(answer(AckStatus.ACCEPTED))
         assert under_way.news_at == heard_at
         assert under_way.repeat_at == -1000.0 + MAX_REPEAT_S
         under_way.published_at = heard_at - REPEAT_S / 2

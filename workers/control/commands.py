@@ -191,10 +191,10 @@ class CommandHandler:
 
     # Received
 
-    async def _on_desired_state(self, _message: Msg) -> None:
+    def _on_desired_state(self, _message: Msg) -> None:
         self.reader.request_read()
 
-    async def _on_command(self, message: Msg) -> None:
+    def _on_command(self, message: Msg) -> None:
         # A worker that may not publish cannot answer. It reads the recorded commands later.
         if not self._lifecycle.may_publish():
             return
@@ -210,7 +210,7 @@ class CommandHandler:
             if so_far := self.rejected.add():
                 logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
 
-    async def _on_read(self, message: Msg) -> None:
+    def _on_read(self, message: Msg) -> None:
         """Answer a read of the client that the subject names, which NATS permits only to that client. It is not signed.
 
         Raises:

@@ -94,7 +94,7 @@ class StartCheck:
         except (BusBroken, BusClosed) as exc:
             logger.warning("peers.subscription_failed error=%s", exc)
 
-    async def _receive(self, message: Msg) -> None:
+    def _receive(self, message: Msg) -> None:
         if message.subject in self._presences or len(self._presences) < MAX_PEERS:
             self._presences[message.subject] = time.monotonic(), message.data
 

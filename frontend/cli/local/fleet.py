@@ -59,8 +59,8 @@ async def watch_fleet(
     """
     changed = asyncio.Event()
 
-    async def receive(message: Msg) -> None:
-        await watcher.receive(message)
+    def receive(message: Msg) -> None:
+        watcher.receive(message)
         on_presence(watcher.table.workers())
 
     def num_serving(workers: Sequence[str]) -> int:
