@@ -9,8 +9,8 @@ Callers may write other ids than the wire carries: every message has a short for
 
 import base64
 import hashlib
-import uuid
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from copy import copy
 from functools import partial
 from hashlib import blake2b
@@ -24,6 +24,7 @@ from msgspec.structs import force_setattr, replace
 from . import limits
 from .checks import (
     REQUEST_ID_PATTERN,
+    FieldChecks,
     check_bool,
     check_float,
     check_int,
@@ -59,6 +60,11 @@ NUM_HASH_CHARS = 26
 """130 bits: no two ids of a fleet have the same wire form."""
 Lane = Literal["resume", "high", "normal", "low"]
 """Lanes of the queue. `resume` is for later attempts and decode phases only."""
+
+
+def make_id() -> str:
+    """Return a new random id: 128 bits in hexadecimal."""
+    return os.urandom(16).hex()
 
 
 class StoppedAnswer(Protocol):
@@ -105,7 +111,7 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
     """Token ids of the prompt; stored as a read-only i4[Lp] array."""
     sampling: SamplingParams = SamplingParams()
     """Sampling parameters."""
-    request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    request_id: str = msgspec.field(default_factory=make_id)
     """Id of the request, unique among the open requests of one client. Up to 512 printable characters; `wire_id` on the
     wire."""
     model: str | None = None
@@ -145,9 +151,12 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
 
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
-        for name, value in _check_fields(self).items():
-            if value is not getattr(self, name):
-                force_setattr(self, name, value)
+        _CHECKS.apply(self)
+        start = check_int(
+            "routed_experts_prompt_start", self.routed_experts_prompt_start, 0, len(self.prompt_token_ids)
+        )
+        if start is not self.routed_experts_prompt_start:
+            force_setattr(self, "routed_experts_prompt_start", start)
 
     @property
     def wire_id(self) -> str:
@@ -193,43 +202,7 @@ class GenerateRequest(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_onl
         Raises:
             InvalidRequest: `generation` belongs to another request, ended normally, or the sampler's state is lost.
         """
-        return rest_of_answer(self, generation, inexact=inexact, request_id=uuid.uuid4().hex)
-
-
-_OPTIONAL: Final[Mapping[str, Callable[[str, object], object]]] = {
-    **dict.fromkeys(("return_routed_experts", "return_sampling_mask"), check_bool),
-    **dict.fromkeys(("model", "session_id", "lora", "group_id", "id_scope"), check_name),
-    "cache_salt": partial(check_name, max_chars=limits.MAX_CACHE_SALT_CHARS),
-    "timeout_s": partial(check_float, low=0, high=limits.MAX_TIMEOUT_S, above=True),
-    "min_weight_version": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
-    "max_weight_lag": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
-    "traceparent": check_traceparent,
-    "tracestate": check_tracestate,
-}
-"""The checks of fields that may be None, in their order."""
-
-
-def _check_fields(request: GenerateRequest) -> dict[str, object]:
-    token_ids = check_token_ids(
-        "prompt_token_ids", request.prompt_token_ids, min_length=1, max_length=limits.MAX_PROMPT_TOKENS
-    )
-    if not isinstance(request.sampling, SamplingParams):
-        raise InvalidRequest(
-            field="sampling", problem=f"is {describe(request.sampling)}", allowed="SamplingParams, or a map of them"
-        )
-    checked: dict[str, object] = {
-        "prompt_token_ids": token_ids,
-        "request_id": check_given_id("request_id", request.request_id),
-        "routed_experts_prompt_start": check_int(
-            "routed_experts_prompt_start", request.routed_experts_prompt_start, 0, len(token_ids)
-        ),
-        "priority": check_int("priority", request.priority, -limits.MAX_PRIORITY, limits.MAX_PRIORITY),
-    }
-    for name, check in _OPTIONAL.items():
-        value = getattr(request, name)
-        if value is not None:
-            checked[name] = check(name, value)
-    return checked
+        return rest_of_answer(self, generation, inexact=inexact, request_id=make_id())
 
 
 def as_request(prompt: "GenerateRequest | TokenIds | None", fields: Mapping[str, Any]) -> GenerateRequest:
@@ -409,6 +382,34 @@ def wire_id(given: str, scope: str | None = None) -> str:
     text = given if scope is None else f"{scope}\0{given}"
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return MAPPED + base64.b32encode(digest)[:NUM_HASH_CHARS].decode()
+
+
+def _check_params(field: str, value: object) -> SamplingParams:
+    if not isinstance(value, SamplingParams):
+        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed="SamplingParams, or a map of them")
+    return value
+
+
+_CHECKS: Final = FieldChecks(
+    GenerateRequest,
+    "",
+    {
+        "prompt_token_ids": partial(check_token_ids, min_length=1, max_length=limits.MAX_PROMPT_TOKENS),
+        "sampling": _check_params,
+        "request_id": check_given_id,
+        # Its limit is the length of the prompt.
+        "routed_experts_prompt_start": lambda _, value: value,
+        "priority": partial(check_int, low=-limits.MAX_PRIORITY, high=limits.MAX_PRIORITY),
+        **dict.fromkeys(("return_routed_experts", "return_sampling_mask"), check_bool),
+        **dict.fromkeys(("model", "session_id", "lora", "group_id", "id_scope"), check_name),
+        "cache_salt": partial(check_name, max_chars=limits.MAX_CACHE_SALT_CHARS),
+        "timeout_s": partial(check_float, low=0, high=limits.MAX_TIMEOUT_S, above=True),
+        "min_weight_version": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
+        "max_weight_lag": partial(check_int, low=0, high=limits.MAX_WEIGHT_VERSION),
+        "traceparent": check_traceparent,
+        "tracestate": check_tracestate,
+    },
+)
 
 
 class _OnlyId(msgspec.Struct):

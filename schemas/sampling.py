@@ -4,13 +4,22 @@ An unknown name is rejected with the name that its caller may mean, also if the 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import force_setattr
 
 from . import limits
-from .checks import check_bool, check_float, check_int, check_json, check_name, check_token_ids, describe
+from .checks import (
+    FieldChecks,
+    check_bool,
+    check_float,
+    check_int,
+    check_json,
+    check_name,
+    check_token_ids,
+    describe,
+)
 from .decoding import nearest
 from .errors import InvalidRequest
 
@@ -141,9 +150,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
 
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
-        for name, value in _check_fields(self).items():
-            if value is not getattr(self, name):
-                force_setattr(self, name, value)
+        _CHECKS.apply(self)
+        _check_together(self)
 
     @property
     def is_continuable(self) -> bool:
@@ -169,65 +177,12 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, frozen=True, kw_only
         return tuple(name for name, value in is_set.items() if value)
 
 
-def _check_fields(params: SamplingParams) -> dict[str, object]:
-    checked: dict[str, object] = {
-        "min_tokens": check_int("sampling.min_tokens", params.min_tokens, 0, limits.MAX_TOKENS),
-        "temperature": check_float("sampling.temperature", params.temperature, 0, 2),
-        "top_p": check_float("sampling.top_p", params.top_p, 0, 1, above=True),
-        "top_k": check_int("sampling.top_k", params.top_k, -1, limits.MAX_TOKEN_ID),
-        "min_p": check_float("sampling.min_p", params.min_p, 0, 1),
-        "stop_token_ids": _check_ids("sampling.stop_token_ids", params.stop_token_ids, 0, limits.MAX_STOP_TOKEN_IDS),
-        "ignore_eos": check_bool("sampling.ignore_eos", params.ignore_eos),
-        "n": check_int("sampling.n", params.n, 1, limits.MAX_N),
-        "repetition_penalty": check_float("sampling.repetition_penalty", params.repetition_penalty, 0, 100, above=True),
-        "presence_penalty": check_float("sampling.presence_penalty", params.presence_penalty, -2, 2),
-        "frequency_penalty": check_float("sampling.frequency_penalty", params.frequency_penalty, -2, 2),
-    }
-    for name, low, high in (
-        ("max_tokens", 1, limits.MAX_TOKENS),
-        ("seed", 0, limits.MAX_SEED),
-        ("logprobs", 0, limits.MAX_LOGPROBS),
-        ("prompt_logprobs", 0, limits.MAX_LOGPROBS),
-    ):
-        value = getattr(params, name)
-        checked[name] = None if value is None else check_int(f"sampling.{name}", value, low, high)
-    _check_together(checked)
-    if params.logit_bias is not None:
-        checked["logit_bias"] = _check_logit_bias(params.logit_bias)
-    if params.allowed_token_ids is not None:
-        checked["allowed_token_ids"] = _check_ids(
-            "sampling.allowed_token_ids", params.allowed_token_ids, 1, limits.MAX_ALLOWED_TOKEN_IDS
-        )
-    if params.bad_words_token_ids is not None:
-        checked["bad_words_token_ids"] = _check_bad_words(params.bad_words_token_ids)
-    _check_allowed(checked)
-    if params.extra is not None:
-        checked["extra"] = _check_extra(params.extra)
-    return checked
-
-
-def _check_allowed(checked: Mapping[str, Any]) -> None:
-    """Check that a token is left to sample. Without one, an engine computes NaN."""
-    allowed = checked.get("allowed_token_ids")
-    if not allowed:
-        return
-    forbidden = {word[0] for word in checked.get("bad_words_token_ids", ()) if len(word) == 1}
-    if checked["min_tokens"]:
-        forbidden.update(checked["stop_token_ids"])
-    if forbidden.issuperset(allowed):
-        raise InvalidRequest(
-            field="sampling.allowed_token_ids",
-            problem="allows only tokens that bad_words_token_ids, or stop_token_ids with min_tokens, forbid",
-            allowed="a list with at least one other token",
-        )
-
-
-def _check_together(checked: Mapping[str, Any]) -> None:
-    """Check conditions on two fields.
+def _check_together(params: SamplingParams) -> None:
+    """Check conditions on several fields.
 
     The values must be checked Python integers, because sums of numpy integers can overflow.
     """
-    min_tokens, max_tokens, seed, n = (checked[name] for name in ("min_tokens", "max_tokens", "seed", "n"))
+    min_tokens, max_tokens, seed, n = params.min_tokens, params.max_tokens, params.seed, params.n
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidRequest(
             field="sampling.min_tokens", problem=f"is {min_tokens}", allowed=f"0 to max_tokens={max_tokens}"
@@ -238,6 +193,21 @@ def _check_together(checked: Mapping[str, Any]) -> None:
             problem=f"is {seed} and seed + n - 1 exceeds {limits.MAX_SEED} with n={n}",
             allowed=f"an integer from 0 to {limits.MAX_SEED - n + 1}",
         )
+    if params.allowed_token_ids is not None:
+        _check_allowed(params, params.allowed_token_ids)
+
+
+def _check_allowed(params: SamplingParams, allowed: Sequence[int]) -> None:
+    """Check that a token is left to sample. Without one, an engine computes NaN."""
+    forbidden = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+    if params.min_tokens:
+        forbidden.update(params.stop_token_ids)
+    if forbidden.issuperset(allowed):
+        raise InvalidRequest(
+            field="sampling.allowed_token_ids",
+            problem="allows only tokens that bad_words_token_ids, or stop_token_ids with min_tokens, forbid",
+            allowed="a list with at least one other token",
+        )
 
 
 def _check_ids(field: str, value: object, min_length: int, max_length: int) -> tuple[int, ...]:
@@ -246,36 +216,65 @@ def _check_ids(field: str, value: object, min_length: int, max_length: int) -> t
     return tuple(check_token_ids(field, value, min_length=min_length, max_length=max_length).tolist())
 
 
-def _check_logit_bias(value: object) -> dict[int, float]:
+def _check_int_or_none(field: str, value: object, low: int, high: int) -> int | None:
+    return None if value is None else check_int(field, value, low, high)
+
+
+def _check_logit_bias(field: str, value: object) -> dict[int, float]:
     allowed = f"up to {limits.MAX_LOGIT_BIAS} token ids, each with a bias from -100 to 100"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_LOGIT_BIAS:
-        raise InvalidRequest(field="sampling.logit_bias", problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
     return {
-        check_int("sampling.logit_bias (a key)", token_id, 0, limits.MAX_TOKEN_ID): check_float(
-            f"sampling.logit_bias[{describe(token_id)}]", bias, -100, 100
+        check_int(f"{field} (a key)", token_id, 0, limits.MAX_TOKEN_ID): check_float(
+            f"{field}[{describe(token_id)}]", bias, -100, 100
         )
         for token_id, bias in value.items()
     }
 
 
-def _check_bad_words(value: object) -> tuple[tuple[int, ...], ...]:
+def _check_bad_words(field: str, value: object) -> tuple[tuple[int, ...], ...]:
     allowed = f"up to {limits.MAX_BAD_WORDS} lists of 1 to {limits.MAX_BAD_WORDS} token ids"
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) > limits.MAX_BAD_WORDS:
-        raise InvalidRequest(field="sampling.bad_words_token_ids", problem=f"is {describe(value)}", allowed=allowed)
-    return tuple(
-        _check_ids(f"sampling.bad_words_token_ids[{i}]", word, 1, limits.MAX_BAD_WORDS) for i, word in enumerate(value)
-    )
+        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+    return tuple(_check_ids(f"{field}[{i}]", word, 1, limits.MAX_BAD_WORDS) for i, word in enumerate(value))
 
 
-def _check_extra(value: object) -> dict[str, object]:
+def _check_extra(field: str, value: object) -> dict[str, object]:
     allowed = f"up to {limits.MAX_EXTRA_FIELDS} named values of JSON's types, {limits.MAX_EXTRA_BYTES} bytes as JSON"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_EXTRA_FIELDS:
-        raise InvalidRequest(field="sampling.extra", problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
     extra: dict[str, object] = {}
     for key, item in value.items():
-        name = check_name("sampling.extra (a name)", key)
-        extra[name] = check_json(f"sampling.extra.{name}", item)
+        name = check_name(f"{field} (a name)", key)
+        extra[name] = check_json(f"{field}.{name}", item)
     size = len(msgspec.json.encode(extra))
     if size > limits.MAX_EXTRA_BYTES:
-        raise InvalidRequest(field="sampling.extra", problem=f"takes {size} bytes as JSON", allowed=allowed)
+        raise InvalidRequest(field=field, problem=f"takes {size} bytes as JSON", allowed=allowed)
     return extra
+
+
+_CHECKS: Final = FieldChecks(
+    SamplingParams,
+    "sampling.",
+    {
+        "max_tokens": partial(_check_int_or_none, low=1, high=limits.MAX_TOKENS),
+        "min_tokens": partial(check_int, low=0, high=limits.MAX_TOKENS),
+        "temperature": partial(check_float, low=0, high=2),
+        "top_p": partial(check_float, low=0, high=1, above=True),
+        "top_k": partial(check_int, low=-1, high=limits.MAX_TOKEN_ID),
+        "min_p": partial(check_float, low=0, high=1),
+        "seed": partial(check_int, low=0, high=limits.MAX_SEED),
+        "stop_token_ids": partial(_check_ids, min_length=0, max_length=limits.MAX_STOP_TOKEN_IDS),
+        "ignore_eos": check_bool,
+        "logprobs": partial(_check_int_or_none, low=0, high=limits.MAX_LOGPROBS),
+        "prompt_logprobs": partial(check_int, low=0, high=limits.MAX_LOGPROBS),
+        "n": partial(check_int, low=1, high=limits.MAX_N),
+        "repetition_penalty": partial(check_float, low=0, high=100, above=True),
+        "presence_penalty": partial(check_float, low=-2, high=2),
+        "frequency_penalty": partial(check_float, low=-2, high=2),
+        "logit_bias": _check_logit_bias,
+        "allowed_token_ids": partial(_check_ids, min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS),
+        "bad_words_token_ids": _check_bad_words,
+        "extra": _check_extra,
+    },
+)

@@ -6,7 +6,6 @@
 import asyncio
 import itertools
 import time
-import uuid
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from msgspec.structs import replace
 from ...schemas.checks import describe
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import BusClosed, InvalidRequest, NoWorkers, RequestError
-from ...schemas.request import GenerateRequest, TokenIds, check_continuable
+from ...schemas.request import GenerateRequest, TokenIds, check_continuable, make_id
 from ...schemas.sampling import SamplingParams
 from ..protocol.groups import GroupPlanner, GroupState
 from .calls import Call
@@ -142,9 +141,9 @@ class PromptForm:
             raise InvalidRequest(field="sampling.n", problem=f"is {prompt.sampling.n}", allowed=f"1, or n={self.n}")
         if self.inexact == "refuse":
             check_continuable(prompt.sampling)
-        group_id = prompt.group_id or uuid.uuid4().hex
+        group_id = prompt.group_id or make_id()
         sampling = replace(prompt.sampling, n=self.n)
-        return replace(prompt, request_id=uuid.uuid4().hex, group_id=group_id, sampling=sampling), key
+        return replace(prompt, request_id=make_id(), group_id=group_id, sampling=sampling), key
 
 
 class OpenGroup:
@@ -203,7 +202,7 @@ class OpenGroup:
         """
         if not any(len(answer.token_ids) for answer in self._answers):
             # A new id, so that late chunks of an earlier call are not accepted as chunks of this call.
-            request_id = uuid.uuid4().hex if self._is_begun else self._request.request_id
+            request_id = make_id() if self._is_begun else self._request.request_id
             yield replace(self._request, request_id=request_id), tuple(range(len(self._answers)))
             return
         for index, answer in enumerate(self._answers):
