@@ -270,7 +270,7 @@ def _generation(
         request=request,
         request_id=request.request_id,
         child=sample.child,
-        key=None if key is None else key._replace(child=sample.child),
+        key=None if key is None else SampleKey(key.client, key.number, sample.child),
         prompt_len=request.prompt_len,
         start=stream.start,
         finish_reason=FinishReason.ERROR if end is None or error is not None else end.finish_reason,
