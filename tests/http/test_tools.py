@@ -50,7 +50,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         table = batch._table
         ids = [*byte_level().encode(texts[0], add_special_tokens=False), EOS]
         sampled = np.array([ids[min(int(count), len(ids) - 1)] for count in table["count"]], np.uint64)
-        table["last"] = sampled
+        table["last"][:] = sampled
         table["count"] += np.uint64(1)
         return sampled
 

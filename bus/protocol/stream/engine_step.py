@@ -80,12 +80,13 @@ class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
 
     def pick(self, indices: Sequence[int]) -> "TokenBatch":
         """Return the batch of the requests at `indices`, in their order."""
+        keys, at = self.keys, np.array(indices, np.intp)
         return TokenBatch(
-            keys=[self.keys[i] for i in indices],
-            token_ids=self.token_ids[indices],
-            logprobs=None if self.logprobs is None else self.logprobs[indices],
-            routed_experts=None if self.routed_experts is None else self.routed_experts[indices],
-            routed_experts_starts=None if self.routed_experts_starts is None else self.routed_experts_starts[indices],
+            keys=[keys[i] for i in indices],
+            token_ids=self.token_ids[at],
+            logprobs=None if self.logprobs is None else self.logprobs[at],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[at],
+            routed_experts_starts=None if self.routed_experts_starts is None else self.routed_experts_starts[at],
         )
 
     def split(self) -> list[RequestStep]:

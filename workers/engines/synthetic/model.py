@@ -34,18 +34,31 @@ MASK = 2**64 - 1
 BLOCK_TOKENS = 16
 """Number of tokens in a block. The cache finds whole blocks only."""
 READ_BYTES = 1024**2
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_LOGPROBS = -np.arange(1024, dtype=np.float32) / np.float32(256)
+"""The values that a log probability can have."""
+_POWERS = np.multiply.accumulate(np.full(1024, MULTIPLIER, np.uint64))
+"""The factors of the tokens of a usual prompt in its hash."""
 
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the finalizer of splitmix64 for each value: every input bit affects every output bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed = values >> _SHIFTS[0]
+    mixed ^= values
+    mixed *= _FACTORS[0]
+    mixed ^= mixed >> _SHIFTS[1]
+    mixed *= _FACTORS[1]
+    mixed ^= mixed >> _SHIFTS[2]
+    return mixed
 
 
 def mix_one(value: int) -> int:
     """Return `mix` of one number modulo 2**64."""
-    return int(mix(np.array([value & MASK], np.uint64))[0])
+    value &= MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
 
 
 class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,14 +280,16 @@ class Running:
         sampling = self.request.sampling
         return (sampling.temperature > 0 and sampling.top_k != 1) or not sampling.is_continuable
 
-    @property
-    def first_sampler_state(self) -> int:
-        """Number that is added to the context for the choice of the first token, modulo 2**64."""
+    def begin_sampler(self) -> tuple[int, int]:
+        """Return two numbers modulo 2**64, which are added besides the token.
+
+        The first is added to the context for the choice of the first token, the second with each later token.
+        """
         if not self.is_stateful:
-            return self.kv_delta
+            return self.kv_delta, 0
         seed = self.request.sampling.seed
         seed = zlib.crc32(self.key.encode()) if seed is None else seed
-        return (self.kv_delta + mix_one(seed + 1) + MULTIPLIER) & MASK
+        return (self.kv_delta + mix_one(seed + 1) + MULTIPLIER) & MASK, MULTIPLIER
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +317,10 @@ class SyntheticModel:
     def __init__(self, config: SyntheticConfig, cache: PrefixCache | None) -> None:
         self.config = config
         self._cache = cache
+        self._layers = np.arange(config.num_layers, dtype=np.uint64) * np.array(MULTIPLIER, np.uint64)
+        self._choices = np.arange(config.top_k, dtype=np.uint64)
+        self._num_experts = np.uint64(config.num_experts)
+        self._row_dtype = DTYPES[dtype_for(max(config.num_experts, 1))]
 
     def check(self, request: GenerateRequest) -> None:
         """Validate that the request allows a sampling mask, if the engine returns sampling masks.
@@ -360,14 +379,12 @@ class SyntheticModel:
         tokens = np.asarray(request.prompt_token_ids)[: kv.num_tokens]
         return len(tokens) > 0 and int(_hash_prefixes(tokens)[-1]) == kv.context
 
-    def rows(self, contexts: npt.NDArray[np.uint64], weights: npt.NDArray[np.uint64]) -> Rows:
+    def rows(self, contexts: npt.NDArray[np.uint64], weights: np.uint64 | npt.NDArray[np.uint64]) -> Rows:
         """Return distinct experts for each position and layer, u1|u2[n, num_layers, top_k]."""
-        config = self.config
-        mixed = mix(contexts + weights)
-        layers = np.arange(config.num_layers, dtype=np.uint64) * np.array(MULTIPLIER, np.uint64)
-        firsts = mix(mixed[:, None] + layers) % np.uint64(config.num_experts)
-        chosen = (firsts[:, :, None] + np.arange(config.top_k, dtype=np.uint64)) % np.uint64(config.num_experts)
-        return chosen.astype(DTYPES[dtype_for(config.num_experts)])
+        firsts = mix(mix(contexts + weights)[:, None] + self._layers) % self._num_experts
+        chosen = firsts[:, :, None] + self._choices
+        chosen %= self._num_experts
+        return chosen.astype(self._row_dtype)
 
     def finish(self, running: Running, token: int, count: int, length: int) -> tuple[FinishReason | None, int | None]:
         """Return the finish reason if the request ends with `token`, and the stop token that ended it, if one did.
@@ -389,7 +406,8 @@ class SyntheticModel:
     @staticmethod
     def logprobs(choices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
         """Return the log probability of each choice."""
-        return -((choices >> np.uint64(40)) % np.uint64(1024)).astype(np.float32) / np.float32(256)
+        logprobs: npt.NDArray[np.float32] = _LOGPROBS[(choices >> np.uint64(40)) & np.uint64(1023)]
+        return logprobs
 
     def top_logprobs(self, choice: int, width: int | None) -> TopLogprobs | None:
         """Return the `width` most likely tokens at the position of `choice`; None: no tokens are wanted."""
@@ -435,5 +453,11 @@ class SyntheticModel:
 
 def _hash_prefixes(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
     """Return the hash of `tokens`, in order, up to each position."""
-    powers = np.full(len(tokens), MULTIPLIER, np.uint64)
-    return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * np.cumprod(powers))
+    num_tokens = len(tokens)
+    powers = _POWERS[:num_tokens]
+    if len(powers) < num_tokens:
+        powers = np.multiply.accumulate(np.full(num_tokens, MULTIPLIER, np.uint64))
+    factors = tokens.astype(np.uint64)
+    factors += np.uint64(1)
+    factors *= powers
+    return np.add.accumulate(factors)
