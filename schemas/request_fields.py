@@ -94,9 +94,8 @@ def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
             f"{capabilities.max_model_len} positions is left to generate",
         )
     ids = np.asarray(request.prompt_token_ids)
-    unknown = np.flatnonzero(ids >= capabilities.vocab_size)
-    if len(unknown):
-        at = int(unknown[0])
+    if np.maximum.reduce(ids) >= capabilities.vocab_size:
+        at = int(np.flatnonzero(ids >= capabilities.vocab_size)[0])
         raise InvalidRequest(
             field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_show_range(capabilities)
         )
