@@ -345,9 +345,13 @@ class Worker:
             self._execute(instructions)
 
     def _execute(self, instructions: Instructions) -> None:
-        self._intake.abort(instructions.abort)
-        naks = (partial(message.nak, delay_s) for message, delay_s in instructions.nak)
-        self._publisher.enqueue_acks([*(message.ack for message in instructions.ack), *naks])
+        if instructions.abort:
+            self._intake.abort(instructions.abort)
+        if instructions.ack or instructions.nak:
+            naks = [partial(message.nak, delay_s) for message, delay_s in instructions.nak]
+            self._publisher.enqueue_acks([*[message.ack for message in instructions.ack], *naks])
+        else:
+            self._publisher.wake()
         self._in_flight.wake_waiters()
         if self._runner.num_free != self._num_free:
             self._num_free = self._runner.num_free

@@ -299,7 +299,8 @@ class EngineRunner:
         Raises:
             InvalidRequest: the adapter rejects the request; it did not reach the engine.
         """
-        self.reserve([key])
+        self._inside.add(key)
+        self._being_added.add(key)
         if kv is not None and kv.params:
             self._fetching.add(key)
         try:

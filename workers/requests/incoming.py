@@ -1,9 +1,9 @@
 """Incoming requests of a worker. A message contains one sample of a request, or several samples (siblings)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from ...bus.protocol.queue.fairness import Turn
 from ...bus.queue.puller import QueuedRequest
@@ -26,8 +26,7 @@ class _Ids(msgspec.Struct):
 _ids_decoder = msgspec.msgpack.Decoder(_Ids)
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingRequest:
+class IncomingRequest(msgspec.Struct, frozen=True):
     """A received message, with its samples that are neither accepted nor rejected yet."""
 
     client: str
@@ -128,8 +127,7 @@ class IncomingRequest:
         """Return the request of one sample, derived from `request`, the request of the whole message."""
         if sample.child == self.envelope.child:
             return request
-        sampling = msgspec.structs.replace(request.sampling, seed=sample.seed)
-        return msgspec.structs.replace(request, sampling=sampling)
+        return replace(request, sampling=replace(request.sampling, seed=sample.seed))
 
     def decode_request(self, versions: Versions, plain_prefix: str) -> tuple[GenerateRequest | RequestError, str]:
         """Decode the request and its id. An invalid or too stale request is returned as an error.
@@ -151,7 +149,7 @@ class IncomingRequest:
             request_id: str | None = request.request_id
             lora = versions.adapter_of(request.lora)
             if lora != request.lora:
-                request = msgspec.structs.replace(request, lora=lora)
+                request = replace(request, lora=lora)
             check_lag(request, attempt=envelope.attempt, submitted_target=envelope.target_version, versions=versions)
         except RequestError as exc:
             request, request_id = exc, request_id_of(envelope.request)

@@ -113,6 +113,10 @@ class RequestIntake:
         # The engine names of the offered followers that are not in the engine yet.
         self._turns: SlotTurns[str] = SlotTurns()
         self._incoming: deque[IncomingRequest] = deque()
+        self.num_waiting = 0
+        """Number of received requests that are not accepted yet, without followers."""
+        # The same number of followers.
+        self._num_coming = 0
         self._has_incoming = asyncio.Event()
         self._is_stopping = False
 
@@ -138,7 +142,7 @@ class RequestIntake:
         if free <= 0 or self._is_prefill:
             return min(free, 0)
         free = max(free - self._num_coming, 0)
-        num_due = self._turns.num_due(self._puller.lanes_waiting(), free)
+        num_due = self._turns.num_due(self._puller.lanes_waiting(), free) if self._turns else 0
         if num_due:
             # The followers left slots to the queue, but the last pull returned no request.
             self._has_incoming.set()
@@ -149,16 +153,6 @@ class RequestIntake:
     def _is_prefill(self) -> bool:
         capabilities = self._engine.capabilities
         return capabilities is not None and capabilities.role == "prefill"
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of received requests that are not accepted yet, without followers."""
-        return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is None])
-
-    @property
-    def _num_coming(self) -> int:
-        """Number of received followers that are not accepted yet."""
-        return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is not None])
 
     @property
     def num_following(self) -> int:
@@ -239,7 +233,19 @@ class RequestIntake:
 
     def _add(self, incoming: IncomingRequest) -> None:
         self._incoming.append(incoming)
+        self._count(incoming, 1)
         self._has_incoming.set()
+
+    def _count(self, incoming: IncomingRequest, sign: Literal[1, -1]) -> None:
+        """Count the samples of a message that arrived (1) or leaves (-1)."""
+        if incoming.turn is None:
+            self.num_waiting += sign * len(incoming.samples)
+        else:
+            self._num_coming += sign * len(incoming.samples)
+
+    def _clear_incoming(self) -> None:
+        self._incoming.clear()
+        self.num_waiting = self._num_coming = 0
 
     def _nak(self, messages: list[QueuedRequest]) -> None:
         """Nak requests, so that the queue delivers them to other workers."""
@@ -252,7 +258,7 @@ class RequestIntake:
     def nak_incoming(self) -> None:
         """Return requests that have not entered the engine to the queue, and reject direct requests."""
         messages, placed = self.messages, [incoming for incoming in self._incoming if incoming.message is None]
-        self._incoming.clear()
+        self._clear_incoming()
         self._nak(messages)
         if not self._lifecycle.may_publish():
             self.stats.not_serving += len(placed)
@@ -292,7 +298,7 @@ class RequestIntake:
     def clear(self) -> None:
         """Remove the waiting requests. This worker has lost its lease, so other workers may have them."""
         self.stats.not_serving += len(self._incoming)
-        self._incoming.clear()
+        self._clear_incoming()
         self._turns.pop_all()
 
     async def run(self) -> None:
@@ -303,6 +309,7 @@ class RequestIntake:
             num_admitted = 0
             while self._incoming:
                 incoming = self._incoming.popleft()
+                self._count(incoming, -1)
                 await self._admit(incoming)
                 num_admitted += len(incoming.samples)
                 if num_admitted >= ADMIT_AT_ONCE:
@@ -390,8 +397,9 @@ class RequestIntake:
             name = self._links.offer(origin, one, capabilities, now, kv=kv, gathers=not incoming.envelope.stream)
             offered[name] = one
         message = incoming.message
-        self.stats.count_placed(len(offered) if message is None else 0, incoming.envelope.placed_for)
-        if message is not None:
+        if message is None:
+            self.stats.count_placed(len(offered), incoming.envelope.placed_for)
+        else:
             led = SlotRequest(incoming.client, message.lane, request.group_id or request.request_id)
             self._turns.count_queued(led, self._puller.lanes_waiting(), now, num_behind=message.num_pending)
         if incoming.turn is not None:
@@ -434,15 +442,16 @@ class RequestIntake:
     async def _submit(self, name: str, request: GenerateRequest, kv: KvTransfer | None) -> None:
         """Submit an offered request to the engine."""
         logger.debug("request.admitted name=%s traceparent=%s", name, request.traceparent)
-        instructions = Instructions()
         self._links.requests.note_started(name)
         try:
             await self._engine.add(name, request, kv)
+            return
         except RequestError as exc:
             instructions = self._links.fail([name], not_for_kv(exc, kv))
         except EngineDead as exc:
             # The engine's task raises this error too. That task stops this worker and fails its requests.
             logger.warning("request.submit_failed name=%s error=%s", name, exc)
+            return
         except Exception as exc:
             # Boundary of one request: any other error of an engine fails only this request.
             logger.exception("request.failed name=%s", name)

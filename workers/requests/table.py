@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from ...bus.protocol.states import WORKER_REQUEST, WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
@@ -18,8 +20,7 @@ from ...schemas.telemetry import LostAttempt, RequestProgress, RequestTimeline
 from .outbound import Outbound
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOrigin:
+class RequestOrigin(msgspec.Struct, frozen=True):
     """The client and the key of a request."""
 
     client: str
@@ -43,8 +44,7 @@ class RequestOrigin:
         return (self.key.request_id, wire_id(self.given_id)) if self.given_id else (self.key.request_id,)
 
 
-@dataclass(slots=True, eq=False)
-class WorkerRequest:
+class WorkerRequest(msgspec.Struct, eq=False):
     """One accepted request."""
 
     name: str
@@ -75,7 +75,7 @@ class WorkerRequest:
     """True if the engine has sampled a token."""
     waiting: GenerateRequest | None = None
     """The request while it waits for a slot as a follower; see `RequestIntake`."""
-    early_steps: list[RequestStep] = field(default_factory=list)
+    early_steps: list[RequestStep] = []
     """Steps before the first token, which are forwarded with that token. They hold at most the rows of a prompt."""
     state: WorkerRequestState = WORKER_REQUEST.initial
 
@@ -84,15 +84,14 @@ class WorkerRequest:
         self.state = WORKER_REQUEST.next(self.state, event)
 
 
-@dataclass(slots=True)
-class Instructions:
+class Instructions(msgspec.Struct):
     """Side effects of an event, for the worker to execute."""
 
-    abort: list[str] = field(default_factory=list)
+    abort: list[str] = []
     """Engine names of requests to abort."""
-    ack: list[QueuedRequest] = field(default_factory=list)
+    ack: list[QueuedRequest] = []
     """Queue messages to ack."""
-    nak: list[tuple[QueuedRequest, float]] = field(default_factory=list)
+    nak: list[tuple[QueuedRequest, float]] = []
     """Queue messages to nak, each with the seconds until the next delivery."""
 
     @classmethod

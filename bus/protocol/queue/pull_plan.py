@@ -199,9 +199,11 @@ class PullPlan:
         After each lane was seen empty, the queue counts as empty for as long as a pull can stand, also if the worker
         has had no room since.
         """
-        waiting = tuple(lane for lane, state in self._lanes.items() if state.waiting)
-        oldest = min(state.seen_empty_at for state in self._lanes.values())
-        return waiting if waiting or now - oldest <= STANDING_S else None
+        waiting = tuple([lane for lane, state in self._lanes.items() if state.waiting])
+        if waiting:
+            return waiting
+        oldest = min([state.seen_empty_at for state in self._lanes.values()])
+        return () if now - oldest <= STANDING_S else None
 
     def _pull(
         self, lane: Lane, count: int, now: float, *, max_bytes: int | None = None, is_standing: bool = False

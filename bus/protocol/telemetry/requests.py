@@ -42,6 +42,7 @@ RETURNED: Final = "returned"
 _RESUMED: Final = frozenset(code for code in ErrorCode if code.facts.resumed)
 _NOT_FAILED: Final = frozenset({RETURNED, *PASSED_ON, *_RESUMED, *FinishReason} - {FinishReason.ERROR})
 """End reasons of a request that finished, or that the client or the queue sends to a worker again."""
+_EVENT_FIELDS: Final = ("at", "event", "tokens", "cached_tokens", "reason", "weight_version")
 _NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
 """Number of first events that are always kept. Of the later events, only the last are kept."""
 
@@ -261,7 +262,7 @@ def clock_skews(timelines: Iterable[WorkerTimeline]) -> dict[str, float]:
 
 
 class OpenTimeline:
-    """The events so far of one attempt of one sample of a request.
+    """The events so far of one attempt of one sample of a request. They get their wire format when they are read.
 
     Args:
         serial: the number of the timeline at this worker.
@@ -270,15 +271,30 @@ class OpenTimeline:
         wall: the present Unix time in seconds.
     """
 
+    __slots__ = ("_clock", "_events", "_offered", "_offset_s", "is_held", "request", "serial", "weight_version")
+
     def __init__(self, serial: int, request: RequestTimeline, clock: Callable[[], float], wall: float) -> None:
         self.serial = serial
         self.request = request
-        self.alias = wire_id(request.given_id) if request.given_id else None
         self.weight_version = 0
-        self.is_offered = self.is_held = False
-        self.events: list[TimelineEvent] = []
+        self.is_held = False
+        # Number of prompt tokens, traceparent and adapter.
+        self._offered: tuple[int, str | None, str | None] | None = None
+        # The fields of each event, in the order of `_EVENT_FIELDS`. Those at the end may be missing.
+        self._events: list[tuple[Any, ...]] = []
         self._clock = clock
         self._offset_s = wall - clock()
+
+    @property
+    def is_offered(self) -> bool:
+        """True if the worker has admitted the request."""
+        return self._offered is not None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids, in their wire form, by which a reader may name the request."""
+        request = self.request
+        return (request.request_id, wire_id(request.given_id)) if request.given_id else (request.request_id,)
 
     def add(
         self,
@@ -287,21 +303,20 @@ class OpenTimeline:
         tokens: int | None = None,
         cached_tokens: int | None = None,
         reason: str | None = None,
+        weight_version: int | None = None,
     ) -> None:
         """Add an event at the present time."""
-        happened = TimelineEvent(at=self._now(), event=event, tokens=tokens, cached_tokens=cached_tokens, reason=reason)
-        self._add(happened)
+        self._add((self._offset_s + self._clock(), event, tokens, cached_tokens, reason, weight_version))
 
     def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None, lora: str | None = None) -> None:
         """Record that the worker has admitted the request."""
-        self.is_offered, self.weight_version = True, weight_version
-        self.request = replace(self.request, prompt_tokens=prompt_tokens, traceparent=traceparent, lora=lora)
-        self._add(TimelineEvent(at=self._now(), event="offered", weight_version=weight_version))
+        self.weight_version, self._offered = weight_version, (prompt_tokens, traceparent, lora)
+        self.add("offered", weight_version=weight_version)
 
     def begin_version(self, weight_version: int, tokens: int) -> None:
         """Record that tokens of another weight version begin after `tokens` tokens."""
         self.weight_version = weight_version
-        self._add(TimelineEvent(at=self._now(), event="weights", weight_version=weight_version, tokens=tokens))
+        self.add("weights", weight_version=weight_version, tokens=tokens)
 
     def hold(self, reason: str, tokens: int) -> None:
         """Record that a pause holds the request. This has no effect if the request is already held."""
@@ -317,34 +332,47 @@ class OpenTimeline:
 
     def add_published(self, at: float) -> None:
         """Record that the queue has stored the request at `at`, by the server's clock."""
-        self._add(TimelineEvent(at=at, event="published"))
+        self._add((at, "published"))
 
-    def _now(self) -> float:
-        return self._offset_s + self._clock()
+    def _add(self, event: tuple[Any, ...]) -> None:
+        if len(self._events) >= MAX_TIMELINE_EVENTS:
+            del self._events[_NUM_FIRST]
+        self._events.append(event)
 
-    def _add(self, event: TimelineEvent) -> None:
-        if len(self.events) >= MAX_TIMELINE_EVENTS:
-            del self.events[_NUM_FIRST]
-        self.events.append(event)
+    @property
+    def last_at(self) -> float:
+        """Unix time of the last event."""
+        return float(self._events[-1][0])
 
     @property
     def seconds(self) -> float:
         """Seconds from the first event to the end, or until now."""
-        return max(self._ended_at() - self.events[0].at, 0.0) if self.events else 0.0
+        if not self._events:
+            return 0.0
+        ended_at = self.last_at if self.has_ended else self._offset_s + self._clock()
+        return max(ended_at - float(self._events[0][0]), 0.0)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the last event is the end."""
+        return bool(self._events) and self._events[-1][1] == "ended"
 
     @property
     def has_failed(self) -> bool:
         """True if the request ended with an error that its client does not retry."""
-        last = self.events[-1] if self.events else None
-        return last is not None and last.event == "ended" and last.reason not in _NOT_FAILED
+        return self.has_ended and self._make_event(self._events[-1]).reason not in _NOT_FAILED
 
-    def _ended_at(self) -> float:
-        last = self.events[-1]
-        return last.at if last.event == "ended" else self._now()
+    @staticmethod
+    def _make_event(event: tuple[Any, ...]) -> TimelineEvent:
+        return TimelineEvent(**dict(zip(_EVENT_FIELDS, event, strict=False)))
 
     def export(self, progress: RequestProgress | None = None) -> RequestTimeline:
         """Return the events so far in wire format."""
-        return replace(self.request, events=tuple(self.events), progress=progress)
+        request = self.request
+        if self._offered is not None:
+            prompt_tokens, traceparent, lora = self._offered
+            request = replace(request, prompt_tokens=prompt_tokens, traceparent=traceparent, lora=lora)
+        return replace(request, events=tuple(map(self._make_event, self._events)), progress=progress)
 
 
 ProgressOf = Callable[[OpenTimeline], RequestProgress | None]
@@ -432,7 +460,7 @@ class TimelineBook:
             progress_of: returns the progress of a timeline in flight.
         """
         everything = (*self._refused.values(), *self._ended, *self._in_flight)
-        found = [each for each in everything if request_id in (each.request.request_id, each.alias)]
+        found = [each for each in everything if request_id in each.ids]
         return _pick_best(found, lambda each: each.serial, client, MAX_TIMELINES, progress_of)
 
     def list_of(
@@ -455,7 +483,7 @@ class TimelineBook:
             found = (each for each in (*self._refused.values(), *ended) if each.has_failed)
         else:
             found = (each for each in (*ended, *in_flight) if each.request.lost)
-        return _pick_best(found, lambda each: each.events[-1].at, client, limit, progress_of)
+        return _pick_best(found, lambda each: each.last_at, client, limit, progress_of)
 
 
 def _pick_best(

@@ -206,8 +206,7 @@ def test_a_request_id_finds_only_its_own_timelines(book: TimelineBook, name: str
 
 def progress(timeline: OpenTimeline) -> RequestProgress | None:
     """Return a progress whose time without a token is the number of the request, or None after its end."""
-    last = timeline.events[-1]
-    if last.event == "ended":
+    if timeline.has_ended:
         return None
     return RequestProgress(seconds=timeline.seconds, idle_s=float(timeline.request.request_id[1:]), tokens=1)
 
