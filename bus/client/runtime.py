@@ -73,7 +73,7 @@ class Runtime:
         self.tracer = make_tracer(config.tracing, service_name="rollbus-client")
         self.thread = LoopThread(f"rollbus-{config.client}", self._run(), self._fail_all)
         # The caller's side.
-        self._inbox = Inbox(self.thread.call_in_owner_loop)
+        self._inbox = Inbox(self.thread.call_soon_in_owner_loop)
         self._calls: dict[str, Call] = {}
         self._numbers = itertools.count()
         self._failure: BaseException | None = None

@@ -478,6 +478,13 @@ class LoopThread(Generic[T]):
         if self._task is not None:
             self._task.cancel()
 
+    def call_soon_in_owner_loop(self, callback: Callable[[], object]) -> None:
+        """Call `callback` as `call_in_owner_loop` does, but not before this thread's loop turns.
+
+        Waking the owner lets it take the interpreter's lock, in the middle of what this thread does.
+        """
+        self._loop.call_soon(self.call_in_owner_loop, callback)
+
     def call_in_owner_loop(self, callback: Callable[[], object]) -> None:
         """Call `callback` in the owner's loop, or here if the owner has none. Call this method on the thread.
 
