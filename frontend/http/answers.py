@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -14,8 +14,7 @@ from .text import AnswerText
 from .tokens import CachedTokens, Tokens, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The text and tokens that a chunk adds to an answer."""
 
     text: str

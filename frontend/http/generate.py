@@ -19,11 +19,11 @@ from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
 from .errors import HttpError, invalid, unsupported
 from .openai.requests import Options
-from .openai.shapes import AnswerShape, Namer, TokenBlocks
+from .openai.shapes import AnswerShape, Namer
 from .requests import RequestTarget, build_request, check_length, find_target
 from .sampling import SamplingFields, bus_sampling, check_sampling, check_stream_options, sampling_names
 from .service import HttpRoute, RouteTable, Service
-from .tokens import BLOCK, RowsFormat, SampledToken, Scored, Tokens, TopToken, list_json
+from .tokens import BLOCK, RowsFormat, SampledToken, Scored, ScoredBlocks, Tokens, TopToken, list_json, lists_json
 from .writer import AnswerWriter, respond
 
 
@@ -51,20 +51,18 @@ class _Generate(AnswerShape):
         ids, versions = update.tokens.ids.tolist(), update.tokens.weight_versions.tolist()
         return {"index": choice.index, **shown, "token_ids": ids, "weight_versions": versions}
 
-    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
         def sampled(position: list[Scored]) -> SampledToken:
             tops = [TopToken(namer.name(each.token_id), each.logprob, None) for each in position[: max(width, 1)]]
             return SampledToken(tops[0].token, tops[0].logprob, None, tops)
 
-        yield b'{"content":'
-        yield from list_json(list(map(sampled, block)) for block in scores.blocks())
-        yield b"}"
+        return lists_json(scores, {"content": lambda block: list(map(sampled, block))})
 
     def masks(self, tokens: Tokens) -> Iterator[bytes]:
-        yield b',"sampling_mask":'
         if tokens.masks is None:
-            yield b"null"
+            yield b',"sampling_mask":null'
             return
+        yield b',"sampling_mask":'
         # Block by block, because the masks of a long answer are millions of ids.
         masks = tokens.masks.split()
         blocks = (masks[at : at + BLOCK] for at in range(0, len(masks), BLOCK))

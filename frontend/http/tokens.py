@@ -6,14 +6,14 @@ millions of objects.
 
 import itertools
 from binascii import b2a_base64
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ... import bus
 from ...schemas.chunk import JSON_MINUS_INFINITY
@@ -39,8 +39,14 @@ class Scored(NamedTuple):
     """1 for the most likely token; None if the token is not among the requested alternatives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class ScoredBlocks(Protocol):
+    """Tokens and their log probabilities, in blocks of positions."""
+
+    def blocks(self) -> Iterator[list[list[Scored]]]:
+        """Yield blocks with the tokens of each position. The first token of a position is its actual token."""
+
+
+class Scores(msgspec.Struct, frozen=True):
     """Tokens with their log probabilities, and likely alternatives at the same positions."""
 
     ids: Ids
@@ -66,7 +72,8 @@ class Scores:
             found = 0 if values is None else len(values)
             if found != len(self.ids):
                 raise _broken(f"{len(self.ids)} {what} came with {found} logprobs")
-            if values is not None and not np.all(values < np.inf):
+            # NaN propagates.
+            if values is not None and not np.maximum.reduce(values, axis=None, initial=-np.inf) < np.inf:
                 raise _broken(f"a logprob of the {what} is not a number")
 
     def blocks(self) -> Iterator[list[list[Scored]]]:
@@ -74,7 +81,10 @@ class Scores:
         for at in range(0, len(self.ids), BLOCK):
             here = slice(at, at + BLOCK)
             ids, logprobs = self.ids[here].tolist(), json_logprobs(self.logprobs, here)
-            top_ids = [()] * len(ids) if self.top_ids is None else self.top_ids[here].tolist()
+            if self.top_ids is None:
+                yield [[Scored(token_id, logprob, None)] for token_id, logprob in zip(ids, logprobs, strict=True)]
+                continue
+            top_ids = self.top_ids[here].tolist()
             top_logprobs = json_logprobs(self.top_logprobs, here) or top_ids
             yield [_position(*each) for each in zip(ids, logprobs, top_ids, top_logprobs, strict=True)]
 
@@ -101,7 +111,13 @@ def _position(own_id: int, own_logprob: float, ids: Sequence[int], logprobs: Seq
 
 def json_logprobs(logprobs: Logprobs | None, here: slice = slice(None)) -> list[float]:
     """Return the logprobs in the slice as JSON represents them. Return an empty list if they were not requested."""
-    return [] if logprobs is None else np.maximum(logprobs[here], JSON_MINUS_INFINITY).tolist()
+    if logprobs is None:
+        return []
+    values: list[Any] = logprobs[here].tolist()
+    # numpy takes longer than this for the few tokens of a chunk. NaN and alternatives are left to numpy.
+    if logprobs.ndim == 1 and min(values, default=0.0) >= JSON_MINUS_INFINITY:
+        return values
+    return np.maximum(logprobs[here], JSON_MINUS_INFINITY).tolist()
 
 
 def _join(parts: Sequence[Array | None]) -> Array | None:
@@ -114,8 +130,7 @@ def _broken(message: str) -> HttpError:
     return HttpError(502, message, code=ErrorCode.PROTOCOL_ERROR)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Some tokens of one answer, or all of them."""
 
     scores: Scores
@@ -188,7 +203,7 @@ class Tokens:
                 None if top is None else top.token_ids,
                 None if top is None else top.logprobs,
             ),
-            weight_versions=np.full(chunk.num_tokens, chunk.weight_version, "i4"),
+            weight_versions=np.array([chunk.weight_version] * chunk.num_tokens, "i4"),
             rows=None if rows is None else rows.numpy(),
             start=request.routed_experts_prompt_start if rows is None else rows.start,
             masks=None if chunk.sampling_mask is None else bus.TokenMasks.joined([chunk.sampling_mask]),
@@ -318,6 +333,28 @@ def list_json(blocks: Iterable[list[Any]]) -> Iterator[bytes]:
         yield before + msgspec.json.encode(block)[1:-1]
         before = b","
     yield b"[]" if before == b"[" else b"]"
+
+
+def lists_json(
+    scores: ScoredBlocks, lists: Mapping[str, Callable[[list[list[Scored]]], list[Any]]], **others: object
+) -> Iterator[bytes]:
+    """Yield a JSON object with several lists about the same positions, and with `others`.
+
+    Args:
+        lists: by name, returns the items for the positions of a block.
+    """
+    found = list(itertools.islice(scores.blocks(), 2))
+    if len(found) < 2:
+        block = found[0] if found else []
+        yield msgspec.json.encode({name: make(block) for name, make in lists.items()} | others)
+        return
+    # The blocks are made again for each list, because those of a long answer have millions of objects.
+    before = b"{"
+    for name, make in lists.items():
+        yield before + msgspec.json.encode(name) + b":"
+        yield from list_json(map(make, scores.blocks()))
+        before = b","
+    yield before + msgspec.json.encode(others)[1:] if others else b"}"
 
 
 def prompt_logprobs_json(scores: Scores | None, text_of: Callable[[int], str] | None = None) -> Iterator[bytes]:

@@ -262,6 +262,8 @@ class AnswerWriter:
         nvext: bytes = b"",
     ) -> bytes:
         """Return one event of a stream. If `shown` is None, the event has no choice and only the usage."""
+        if shown is not None and not (self.options.usage or prompt or nvext):
+            return b'%b,"choices":[%b]}' % (self._event_head, shown)
         event = {**self._head(is_event=True), "choices": [] if shown is None else [msgspec.Raw(shown)]}
         if self.options.usage:
             is_due = shown is None or self.options.continuous_usage
@@ -277,6 +279,11 @@ class AnswerWriter:
     @cached_property
     def _namer(self) -> Namer:
         return Namer(self.tokenizer, as_token_ids=self.options.as_token_ids)
+
+    @cached_property
+    def _event_head(self) -> bytes:
+        """The first fields of each event, which stay the same."""
+        return msgspec.json.encode(self._head(is_event=True))[:-1]
 
     def _head(self, *, is_event: bool) -> dict[str, Any]:
         request_id, created = self.requests[0].request_id, self.created

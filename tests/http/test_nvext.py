@@ -1,12 +1,12 @@
 """`nvext` of Dynamo in the OpenAI routes, on a synthetic engine."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from starlette.datastructures import Headers
 
 import rollbus

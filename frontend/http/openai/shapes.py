@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -18,22 +18,16 @@ from ..requests import RequestTarget
 from ..tokens import (
     SampledToken,
     Scored,
+    ScoredBlocks,
     Tokens,
     TopToken,
     json_logprobs,
-    list_json,
+    lists_json,
     routed_experts_json,
     whole_rows,
 )
 from .body import ChatBody
 from .parsers import AnswerParts, AnswerReader, CallPart, ParsePlan, ToolQuestion
-
-
-class TokenBlocks(Protocol):
-    """Tokens and their log probabilities, in blocks of positions."""
-
-    def blocks(self) -> Iterator[list[list[Scored]]]:
-        """Yield blocks with the tokens of each position. The first token of a position is its actual token."""
 
 
 class AnswerShape:
@@ -67,7 +61,7 @@ class AnswerShape:
         ids = {"token_ids": update.tokens.ids.tolist()} if with_ids else {}
         return {"index": choice.index, **shown, "stop_reason": choice.stop_reason, **ids}
 
-    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: "Namer", width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: "Namer", width: int) -> Iterator[bytes]:
         """Yield the logprobs of the answer's next tokens as JSON pieces, with `width` alternatives to each token."""
         raise NotImplementedError
 
@@ -95,6 +89,8 @@ class Namer:
 
 def _tops(position: list[Scored], width: int) -> list[Scored]:
     """Return the `width` most likely tokens of a position, the most likely token first."""
+    if not width:
+        return []
     return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
@@ -116,20 +112,18 @@ class _ChatShape(AnswerShape):
             return {"delta": {"content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
         def named(each: Scored) -> tuple[str, float, list[int] | None]:
             data = namer.bytes(each.token_id)
             return namer.name(each.token_id), each.logprob, None if data is None else list(data)
 
-        yield b'{"content":'
-        yield from list_json(
-            [
+        def content(block: list[list[Scored]]) -> list[SampledToken]:
+            return [
                 SampledToken(*named(position[0]), [TopToken(*named(each)) for each in _tops(position, width)])
                 for position in block
             ]
-            for block in scores.blocks()
-        )
-        yield b',"refusal":null}'
+
+        return lists_json(scores, {"content": content}, refusal=None)
 
 
 class _Completion(AnswerShape):
@@ -138,14 +132,13 @@ class _Completion(AnswerShape):
     event_object = "text_completion"
     prompt_is_common = False
 
-    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
-        def names() -> Iterator[list[str]]:
-            return ([namer.name(position[0].token_id) for position in block] for block in scores.blocks())
+    def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+        def names(block: list[list[Scored]]) -> list[str]:
+            return [namer.name(position[0].token_id) for position in block]
 
-        def offsets() -> Iterator[list[int]]:
-            for block in names():
-                *places, choice.text_offset = itertools.accumulate(map(len, block), initial=choice.text_offset)
-                yield places
+        def offsets(block: list[list[Scored]]) -> list[int]:
+            *places, choice.text_offset = itertools.accumulate(map(len, names(block)), initial=choice.text_offset)
+            return places
 
         def top(position: list[Scored]) -> dict[str, float] | None:
             if math.isnan(position[0].logprob):
@@ -153,15 +146,15 @@ class _Completion(AnswerShape):
             # The sampled token is included even if it is not among the most likely tokens.
             return {namer.name(each.token_id): each.logprob for each in [*_tops(position, width), position[0]]}
 
-        yield b'{"tokens":'
-        yield from list_json(names())
-        yield b',"token_logprobs":'
-        yield from list_json([position[0].logprob for position in block] for block in scores.blocks())
-        yield b',"top_logprobs":'
-        yield from list_json([top(position) for position in block] for block in scores.blocks())
-        yield b',"text_offset":'
-        yield from list_json(offsets())
-        yield b"}"
+        return lists_json(
+            scores,
+            {
+                "tokens": names,
+                "token_logprobs": lambda block: [position[0].logprob for position in block],
+                "top_logprobs": lambda block: list(map(top, block)),
+                "text_offset": offsets,
+            },
+        )
 
 
 CHAT: Final[AnswerShape] = _ChatShape()
