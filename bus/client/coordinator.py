@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -182,7 +183,8 @@ class AttemptCoordinator:
         self._calls: dict[str, OpenCall] = {}
         self._serials = itertools.count()
         # Next attempt number of each used id. Late chunks belong to an earlier attempt.
-        self._next_attempt: dict[str, int] = {}
+        # Not a dict, which finds its first key only behind the places of all removed ones.
+        self._next_attempt: OrderedDict[str, int] = OrderedDict()
         self._failure: tuple[ErrorCode, str] | None = None
         self._suspects: Suspects[ChildRequest] = Suspects()
         self.silent: Container[str] = frozenset()
@@ -229,11 +231,11 @@ class AttemptCoordinator:
             return
         del self._calls[request_id]
         if any(child.was_published for child in open_call.children):
-            # Move the id to the end: the oldest ids are removed first.
-            self._next_attempt.pop(request_id, None)
             self._next_attempt[request_id] = open_call.next_attempt
+            # The oldest ids are removed first.
+            self._next_attempt.move_to_end(request_id)
             if len(self._next_attempt) > MAX_REMEMBERED_IDS:
-                del self._next_attempt[next(iter(self._next_attempt))]
+                self._next_attempt.popitem(last=False)
         self._send_all(open_call, on.Stopped())
         open_call.finish(open_call.failure(ErrorCode.CLIENT_CLOSED, "the caller left the call"))
         open_call.clear()
