@@ -35,6 +35,7 @@ BUCKET: Final = "rollbus"
 """The bucket that all fleets of a server share. Each fleet has its own keys."""
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)
 """The lanes of the queue."""
+_PLAIN_NAME: Final = re.compile("[A-Za-z0-9_-]+")
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
@@ -44,6 +45,8 @@ def encode_token(name: str) -> str:
     Raises:
         ValueError: the name is empty or not Unicode, so it has no subject token.
     """
+    if _PLAIN_NAME.fullmatch(name):
+        return name
     if not name:
         raise ValueError("the name is empty; a subject token has at least one character")
     return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in name.encode())

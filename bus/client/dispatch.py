@@ -72,7 +72,7 @@ class PrefillDispatcher:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a prefill worker."""
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self._queues.values())) if self._queues else 0
 
     def num_workers(self, model: str) -> int | None:
         """Return the number of serving prefill workers, or None if no decode worker can use their KV blocks."""
@@ -190,14 +190,13 @@ class RequestDispatcher:
         self._woken = asyncio.Event()
         # True if the publisher is full: the next publish ack makes room for pending requests.
         self._is_waiting_for_acks = False
-        self._published: dict[str, ChildRequest] = {}
         # Requests in the queue, the least recently checked first.
         self._queued: dict[ChildRequest, _Queued] = {}
         self.queue_waits = DurationsByModel()
 
     def debug_state(self) -> dict[str, int]:
         """Return counts; see `Runtime.debug_state`."""
-        counts = {"pending": len(self._pending), "published": len(self._published), "queued": len(self._queued)}
+        counts = {"pending": len(self._pending), "queued": len(self._queued)}
         return counts | self.placement.debug_state() | self.publisher.debug_state()
 
     def add(self, child: ChildRequest) -> None:
@@ -235,8 +234,7 @@ class RequestDispatcher:
 
     def _remove_published(self, child: ChildRequest) -> None:
         self._queued.pop(child, None)
-        if self._published.pop(child.token, None) is not None:
-            self.publisher.remove(child.token)
+        if self.publisher.remove(child):
             self._resume_publishing()
 
     def _resume_publishing(self) -> None:
@@ -250,7 +248,7 @@ class RequestDispatcher:
         model, request = child.open_call.model, child.open_call.call.request
         serving, others = self._watcher.table.serving(model), self._watcher.snapshot.describe_others(model)
         wanted, lora = request.min_weight_version, request.lora
-        if child.token in self._published and (problem := self.publisher.problem(model, child.lane)):
+        if child in self.publisher and (problem := self.publisher.problem(model, child.lane)):
             return problem
         if lora is not None and all(lora not in (info.name for info in worker.loras) for worker in serving):
             return f"the request waits for a worker with the adapter {lora!r}{others}"
@@ -318,18 +316,21 @@ class RequestDispatcher:
             else:
                 await self._publish_placed([Placed(worker.worker, [child])])
         else:
-            await self._publish_placed(self.placement.place(child))
+            for destination, children in self.placement.place(child):
+                is_queue = destination is None
+                await self._send(possible if is_queue else replace(possible, direct_to=destination), *children)
 
     async def _publish_placed(self, placed: Sequence[Placed]) -> None:
         for worker, children in placed:
-            await self._send(replace(self._possible(children[0]), direct_to=worker), *children)
+            await self._send(self._possible(children[0], worker), *children)
 
-    def _possible(self, child: ChildRequest) -> on.PublishingPossible:
+    def _possible(self, child: ChildRequest, direct_to: str | None = None) -> on.PublishingPossible:
         open_call = child.open_call
         return on.PublishingPossible(
             max_bytes=self._max_bytes,
             is_served=open_call.model in self._watcher.snapshot.served,
             is_target_known=self._set_target(open_call),
+            direct_to=direct_to,
             num_prefill_workers=self.prefill.num_workers(open_call.model),
             prefill_min_tokens=self._prefill_min_tokens,
         )
@@ -355,6 +356,10 @@ class RequestDispatcher:
                         self.prefill.count_fallback(child, reason)
                     case _:
                         self._coordinator.execute(child, (instruction,))
+        if len(published) == 1:
+            [(publish, child)] = published
+            await self._publish((child,), publish.worker, publish.kv)
+            return
         # Samples for one worker with the same attempt number go into one message, if the worker supports that.
         for (worker, kv, _, _), group in groupby(published, self._message_of):
             await self._publish([child for _, child in group], worker, kv)
@@ -401,19 +406,18 @@ class RequestDispatcher:
                 kv=kv,
                 stream=call.streams,
                 request=msgspec.Raw(child.payload()),
-                siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
+                siblings=tuple([Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others]),
                 may_wait=child.may_wait,
                 given_id=call.request.request_id if call.is_mapped else "",
                 # Any decode worker may serve a decode phase.
                 placed_for=self.placement.reason(child) if kv is None or kv.is_prefill else "",
-                lost=_in_unix_time(child.stream.lost),
+                lost=_in_unix_time(child.stream.lost) if child.stream.lost else (),
             )
         )
 
     async def _publish_to_queue(self, child: ChildRequest, data: bytes) -> None:
-        self._published[child.token] = child
         await self.publisher.publish(
-            token=child.token,
+            token=child,
             model=child.open_call.model,
             lane=child.lane,
             data=data,
@@ -421,11 +425,8 @@ class RequestDispatcher:
             ttl_s=max(child.deadline - time.monotonic(), 0),
         )
 
-    def _on_publish_result(self, token: str, result: PublishResult) -> None:
+    def _on_publish_result(self, child: ChildRequest, result: PublishResult) -> None:
         self._resume_publishing()
-        child = self._published.pop(token, None)
-        if child is None:
-            return
         attempt = child.stream.attempt
         if result.ok:
             self._coordinator.send(child, on.Stored(attempt))
@@ -492,5 +493,5 @@ class RequestDispatcher:
 
 def _in_unix_time(lost: Sequence[LostAttempt]) -> tuple[LostAttempt, ...]:
     """Return lost attempts with their times on the clock of other machines."""
-    ahead_s = time.time() - time.monotonic() if lost else 0.0
+    ahead_s = time.time() - time.monotonic()
     return tuple(replace(each, at=round(each.at + ahead_s, 6)) for each in lost)

@@ -13,9 +13,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache, partial
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -61,12 +62,17 @@ MAX_REPEATS: Final = 1000
 """Maximum repeats at a time, because more would increase the load of a slow server."""
 MAX_UNANSWERED: Final = 65_536
 """Maximum publishes without an answer: a second of work for the server, a day of work for a trainer."""
+MAX_SUBJECTS: Final = 256
+"""Subjects that are kept: the lanes of some models."""
 _TOO_LARGE: Final = 10054
 _NOT_NOW: Final = frozenset({429, 503})
 """Temporary error codes: more than 10,000 publishes that are not on disk yet; no leader."""
 _IN_PROCESS: Final = 10158
 """JetStream's error for a repeated publish before the servers of a cluster agreed on the first one."""
 _NO_RESPONDERS: Final = "503"
+
+
+K = TypeVar("K", bound=Hashable)
 
 
 class _AnswerError(msgspec.Struct):
@@ -191,8 +197,8 @@ class PublisherStats:
 
 
 @dataclass(slots=True)
-class _UnansweredPublish:
-    token: str
+class _UnansweredPublish(Generic[K]):
+    token: K
     model: str
     lane: Lane
     subject: str
@@ -202,7 +208,7 @@ class _UnansweredPublish:
     published_at: float = 0.0
 
 
-class QueuePublisher:
+class QueuePublisher(Generic[K]):
     """Publishes requests to the queues of a fleet's models.
 
     Args:
@@ -211,29 +217,31 @@ class QueuePublisher:
     """
 
     def __init__(
-        self, nats: Connection, subjects: Subjects, client: str, on_result: Callable[[str, PublishResult], None]
+        self, nats: Connection, subjects: Subjects, client: str, on_result: Callable[[K, PublishResult], None]
     ) -> None:
         self._nats = nats
         self._subjects = subjects
         self._client = client
+        self._subject = lru_cache(maxsize=MAX_SUBJECTS)(partial(subjects.request, client))
         self._on_result = on_result
         self._inbox = ""
         self._numbers = itertools.count()
         # Oldest first, by the number in their reply subject.
-        self._unanswered: dict[int, _UnansweredPublish] = {}
-        self._number_of: dict[str, int] = {}
+        self._unanswered: dict[int, _UnansweredPublish[K]] = {}
+        self._number_of: dict[K, int] = {}
         self._has_unanswered = asyncio.Event()
         # By subject with unanswered publishes: the rounds of repeats since its last answer, and the reason.
         self._silences: dict[str, tuple[int, str]] = {}
         # By number: publishes that wait for room, and not for an answer.
-        self._kept: dict[int, _UnansweredPublish] = {}
+        self._kept: dict[int, _UnansweredPublish[K]] = {}
         self._held_back = HeldBack()
         self._has_kept, self._has_room = asyncio.Event(), asyncio.Event()
         self.stats = PublisherStats()
 
     def debug_state(self) -> dict[str, int]:
         """Return counts of the requests without a result, for tests. The names are not stable."""
-        return {"unanswered": len(self._unanswered), "kept_back": len(self._kept)}
+        counts = {"published": len(self._number_of), "unanswered": len(self._unanswered)}
+        return counts | {"kept_back": len(self._kept)}
 
     @property
     def is_full(self) -> bool:
@@ -263,7 +271,7 @@ class QueuePublisher:
 
     def add_room(self, model: str, lane: Lane) -> None:
         """Record that a request of this client has left the queue."""
-        self._add_room(self._subjects.request(self._client, model, lane))
+        self._add_room(self._subject(model, lane))
 
     def _add_room(self, subject: str) -> None:
         if self._held_back.holds(subject):
@@ -302,7 +310,7 @@ class QueuePublisher:
                 self._has_unanswered.clear()
                 self._silences.clear()
 
-    async def _note_silences(self, repeated: Iterable[_UnansweredPublish]) -> None:
+    async def _note_silences(self, repeated: Iterable[_UnansweredPublish[K]]) -> None:
         """Count the rounds of repeats of each subject. Log round 1, 2, 4, 8 ... with the reason."""
         for subject, each in {each.subject: each for each in repeated}.items():
             rounds, reason = self._silences.get(subject, (0, ""))
@@ -319,9 +327,9 @@ class QueuePublisher:
 
     def problem(self, model: str, lane: Lane) -> str:
         """Return why the queue has not confirmed publications to a lane, or an empty string if it has."""
-        return self._silences.get(self._subjects.request(self._client, model, lane), (0, ""))[1]
+        return self._silences.get(self._subject(model, lane), (0, ""))[1]
 
-    async def publish(self, *, token: str, model: str, lane: Lane, data: bytes, msg_id: str, ttl_s: float) -> None:
+    async def publish(self, *, token: K, model: str, lane: Lane, data: bytes, msg_id: str, ttl_s: float) -> None:
         """Publish one request. `on_result` receives the result. Wait only while too much data is unsent.
 
         Args:
@@ -342,7 +350,7 @@ class QueuePublisher:
             message = f"{MAX_UNANSWERED} requests of this client wait for the server's answer, or for room in the queue"
             self._on_result(token, PublishResult(ok=False, code=ErrorCode.QUEUE_FULL, message=message))
             return
-        subject = self._subjects.request(self._client, model, lane)
+        subject = self._subject(model, lane)
         number = next(self._numbers)
         unanswered = _UnansweredPublish(token, model, lane, subject, data, msg_id, time.monotonic() + ttl_s)
         self._number_of[token] = number
@@ -360,14 +368,23 @@ class QueuePublisher:
             if not is_published:
                 self.remove(token)
 
-    def remove(self, token: str) -> None:
-        """Remove `token`: expect no result and repeat nothing. The request may be in the queue."""
+    def __contains__(self, token: K) -> bool:
+        """Return True if the publish of `token` has no result yet."""
+        return token in self._number_of
+
+    def remove(self, token: K) -> bool:
+        """Remove `token`: expect no result and repeat nothing. The request may be in the queue.
+
+        Returns:
+            False if the publish has its result, or was removed before.
+        """
         number = self._number_of.pop(token, None)
         if number is not None and self._unanswered.pop(number, None) is None:
             del self._kept[number]
             self._held_back.discard(number)
+        return number is not None
 
-    async def _send(self, number: int, unanswered: _UnansweredPublish) -> None:
+    async def _send(self, number: int, unanswered: _UnansweredPublish[K]) -> None:
         now = time.monotonic()
         unanswered.published_at = now
         headers = {
@@ -376,9 +393,9 @@ class QueuePublisher:
         }
         await publish(self._nats, unanswered.subject, unanswered.data, reply=f"{self._inbox}.{number}", headers=headers)
 
-    async def _repeat(self, before: float) -> list[_UnansweredPublish]:
+    async def _repeat(self, before: float) -> list[_UnansweredPublish[K]]:
         """Repeat the publishes that were made before that time. Return those that were repeated."""
-        repeated: list[_UnansweredPublish] = []
+        repeated: list[_UnansweredPublish[K]] = []
         due: list[int] = []
         for number, unanswered in self._unanswered.items():
             if unanswered.published_at > before or len(due) == MAX_REPEATS:
@@ -396,7 +413,7 @@ class QueuePublisher:
             logger.info("queue.repeated client=%s publishes=%s", self._client, len(due))
         return repeated
 
-    async def _send_again(self, number: int, unanswered: _UnansweredPublish) -> bool:
+    async def _send_again(self, number: int, unanswered: _UnansweredPublish[K]) -> bool:
         """Publish a request again, as the newest one. Return False if the connection accepts no more."""
         self._unanswered[number] = unanswered
         self._has_unanswered.set()
@@ -410,7 +427,7 @@ class QueuePublisher:
             return False
         return True
 
-    def _keep_back(self, number: int, unanswered: _UnansweredPublish) -> None:
+    def _keep_back(self, number: int, unanswered: _UnansweredPublish[K]) -> None:
         """Hold the request back until this client's share of the lane has room."""
         self._unanswered.pop(number, None)
         self._kept[number] = unanswered
