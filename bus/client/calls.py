@@ -438,5 +438,5 @@ class Call:
         """Return the result of an ended call that was not streamed. A failed call has the tokens received before."""
         result = self.result or CallResult((), None)
         seconds = result.ended_at - (self.deadline_s - self.timeout_s)
-        times = {} if self.key is None else {"opened_at": self.opened_at, "ended_at": self.opened_at + seconds}
-        return join_samples(self.request, result.samples, self.error, self.model, self.key, **times)
+        times = (None, None) if self.key is None else (self.opened_at, self.opened_at + seconds)
+        return join_samples(self.request, result.samples, result.error, self.model, self.key, times)

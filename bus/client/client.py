@@ -398,10 +398,11 @@ class Client:
         is_over = False
         try:
             while True:
-                if batch.has_room and not is_over and not source.is_ready:
+                has_room = not is_over and batch.has_room
+                if has_room and not source.is_ready:
                     # For the next request, or for the end of one.
                     await batch.wait_for_news()
-                elif batch.has_room and not is_over:
+                elif has_room:
                     request = source.pop()
                     is_over = request is None
                     refused = None if request is None else await batch.open(request)

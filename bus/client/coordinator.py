@@ -27,6 +27,7 @@ from ..protocol.attempt.machine import OUT, TIMED, AttemptMachine, RequestState
 from ..protocol.attempt.suspects import Company, Engine, Suspects
 from ..protocol.fleet.presence import LostWorker, Survivor
 from ..protocol.queue.load import PrefixScope
+from ..protocol.queue.placement import PlacementNeeds
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
 from .config import MAX_MODELS, ClientStats
@@ -72,7 +73,7 @@ class OpenCall:
     @property
     def next_attempt(self) -> int:
         """Attempt number that no child has used."""
-        return max(child.stream.attempt for child in self.children) + 1
+        return max([child.stream.attempt for child in self.children]) + 1
 
     def finish(self, error: RequestError | None = None) -> None:
         """End the caller's side of the call. A second call of this method has no effect."""
@@ -111,22 +112,13 @@ class ChildRequest(AttemptMachine):
 
         self.avoids_queue = False
         """True if a silent worker had it. It then goes directly to another worker, if one serves."""
+        self.placed_with: tuple[PlacementNeeds, PrefixScope] | None = None
+        """The input of the placement of the current attempt. None: it was not placed."""
 
     @property
     def has_begun(self) -> bool:
         """True if the engine of its worker may have received the request."""
         return not self.may_wait or self.has_token
-
-    def stop_timer(self) -> None:
-        """Cancel the timer if the state that it belongs to has ended."""
-        if self.timer is not None and self.state not in TIMED:
-            self.timer.cancel()
-            self.timer = None
-
-    @property
-    def token(self) -> str:
-        """Id of this child request, unique among all calls of the client."""
-        return f"{self.open_call.serial}.{self.stream.child}"
 
     @property
     def msg_id(self) -> str:
@@ -141,7 +133,10 @@ class ChildRequest(AttemptMachine):
         return super().payload()
 
     def note(self, instructions: Sequence[Instruction]) -> None:
-        """Record instructions for the spans of the call, if the call is traced."""
+        """Cancel the timer of a state that has ended, and record instructions for the spans of a traced call."""
+        if self.timer is not None and self.state not in TIMED:
+            self.timer.cancel()
+            self.timer = None
         spans = self.open_call.call.spans
         if spans is not None:
             for instruction in instructions:
@@ -236,8 +231,8 @@ class AttemptCoordinator:
             self._next_attempt.move_to_end(request_id)
             if len(self._next_attempt) > MAX_REMEMBERED_IDS:
                 self._next_attempt.popitem(last=False)
-        self._send_all(open_call, on.Stopped())
-        open_call.finish(open_call.failure(ErrorCode.CLIENT_CLOSED, "the caller left the call"))
+        if not open_call.has_ended:
+            self._fail(open_call, open_call.failure(ErrorCode.CLIENT_CLOSED, "the caller left the call"))
         open_call.clear()
         call.count_dropped()
 
@@ -312,34 +307,39 @@ class AttemptCoordinator:
     def execute(self, child: ChildRequest, instructions: Sequence[Instruction]) -> None:
         """Execute all instructions of a child request except publications."""
         open_call = child.open_call
-        child.stop_timer()
-        child.note(instructions)
+        if child.timer is not None or open_call.call.spans is not None:
+            child.note(instructions)
         for instruction in instructions:
             match instruction:
-                case on.Schedule() if open_call.is_stopping:
-                    self._end_stopped(child)
-                case on.Schedule():
-                    self._publisher.add(child)
-                case on.WakeAt(at):
-                    delay_s = max(at - time.monotonic(), 0)
-                    child.timer = asyncio.get_running_loop().call_later(delay_s, self.send, child, on.TimePassed())
+                # The instructions of each request, then those of few.
+                case on.ClearSuspicion():
+                    self._clear_suspicion(child)
                 case on.RecordAdmission(waited_s):
                     self._publisher.record_admission(child, waited_s)
                 case on.Retract(refusal):
                     self._publisher.remove(child, refusal)
+                case on.Complete():
+                    self._clear_suspicion(child)
+                    self._finish_if_over(open_call)
+                case on.Schedule():
+                    self._schedule(child)
+                case on.WakeAt(at):
+                    delay_s = max(at - time.monotonic(), 0)
+                    child.timer = asyncio.get_running_loop().call_later(delay_s, self.send, child, on.TimePassed())
                 case on.AbortAttempt(worker, key):
                     self._abort_at(worker, key)
                 case on.CountLoss(is_retried):
                     self._count_loss(open_call.model, is_retried)
                 case on.Deliver(chunks):
                     open_call.call.deliver(chunks)
-                case on.ClearSuspicion():
-                    self._clear_suspicion(child)
-                case on.Complete():
-                    self._clear_suspicion(child)
-                    self._finish_if_over(open_call)
                 case on.Fail(error):
                     self._fail(open_call, error)
+
+    def _schedule(self, child: ChildRequest) -> None:
+        if child.open_call.is_stopping:
+            self._end_stopped(child)
+        else:
+            self._publisher.add(child)
 
     def _count_loss(self, model: str, is_retried: bool) -> None:
         self.stats.attempts_lost += 1

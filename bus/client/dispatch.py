@@ -294,8 +294,10 @@ class RequestDispatcher:
     async def _publish_pending(self) -> None:
         """Try to publish each pending request once. No local name may keep the last call's result alive while idle."""
         for _ in range(len(self._pending)):
-            self._is_waiting_for_acks = self._is_waiting_for_acks or self.publisher.is_full
-            if self.publisher.is_full or not self._nats.is_connected:
+            if self.publisher.is_full:
+                self._is_waiting_for_acks = True
+                return
+            if not self._nats.is_connected:
                 return
             await self._publish_or_wait(self._pending.popleft())
 

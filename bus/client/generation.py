@@ -1,6 +1,6 @@
 """The results of requests as arrays: of one request, and of a trainer's step over groups of answers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -240,49 +240,44 @@ def join_samples(
     error: RequestError | None,
     model: str | None = None,
     key: SampleKey | None = None,
-    **times: float,
+    times: tuple[float | None, float | None] = (None, None),
 ) -> Generation:
     """Return the first sample with the others as siblings. Without `samples`, return empty results.
 
     Args:
         model: the model that answered. None: the model that the request names.
         key: key of the first sample. None: the request was not sent.
-        times: `opened_at` and `ended_at` of a sent request.
+        times: Unix times at which a sent request was opened and has ended.
     """
     if not samples:
         samples = [
             ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)
         ]
-    sent: dict[str, Any] = {"model": model or request.model, **times}
-    first, *others = [_generation(request, sample, error, key, sent) for sample in samples]
+
+    def generation(sample: ChildResult) -> Generation:
+        stream, end = sample.stream, sample.stream.end
+        return Generation(
+            request=request,
+            request_id=request.request_id,
+            child=sample.child,
+            key=None if key is None else SampleKey(key.client, key.number, sample.child),
+            prompt_len=request.prompt_len,
+            start=stream.start,
+            finish_reason=FinishReason.ERROR if end is None or error is not None else end.finish_reason,
+            stop_reason=None if end is None else end.stop_reason,
+            cached_tokens=None if end is None else end.cached_tokens,
+            attempts=stream.num_attempts,
+            worker_ids=sample.workers,
+            exact=stream.is_exact,
+            error=error,
+            model=model or request.model,
+            opened_at=times[0],
+            ended_at=times[1],
+            **stream.arrays(),
+        )
+
+    first, *others = map(generation, samples)
     return replace(first, siblings=tuple(others)) if others else first
-
-
-def _generation(
-    request: GenerateRequest,
-    sample: ChildResult,
-    error: RequestError | None,
-    key: SampleKey | None,
-    sent: Mapping[str, Any],
-) -> Generation:
-    stream, end = sample.stream, sample.stream.end
-    return Generation(
-        request=request,
-        request_id=request.request_id,
-        child=sample.child,
-        key=None if key is None else SampleKey(key.client, key.number, sample.child),
-        prompt_len=request.prompt_len,
-        start=stream.start,
-        finish_reason=FinishReason.ERROR if end is None or error is not None else end.finish_reason,
-        stop_reason=None if end is None else end.stop_reason,
-        cached_tokens=None if end is None else end.cached_tokens,
-        attempts=stream.num_attempts,
-        worker_ids=sample.workers,
-        exact=stream.is_exact,
-        error=error,
-        **sent,
-        **stream.arrays(),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ first.
 
 import time
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
@@ -78,7 +78,7 @@ class RequestPlacement:
         self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
         # Followers of admitted leaders, with the worker that admitted the leader.
         self._admitted: list[tuple[str, list[ChildRequest]]] = []
-        self.silent: Container[str] = frozenset()  # workers that get no requests
+        self.silent: Collection[str] = frozenset()  # workers that get no requests
 
     def debug_state(self) -> dict[str, int]:
         """Return counts; see `Runtime.debug_state`."""
@@ -88,6 +88,8 @@ class RequestPlacement:
     @property
     def has_due(self) -> bool:
         """True if `pop_followers` has requests to return."""
+        if not self._leaders:
+            return bool(self._admitted)
         return bool(self._admitted) or any(leaders.has_due for leaders in self._leaders.values())
 
     # Presence of workers.
@@ -149,7 +151,13 @@ class RequestPlacement:
             leaders.queued.add(child)
             return (Placed(None, [child]),)
         able, wanted, scope = self._collect_candidates(child, self._loads(open_call.model))
-        siblings = [other for other in open_call.children if self._is_due_with(other, child)]
+        child.placed_with = wanted, scope
+        if wanted.is_for_any:
+            self._forget(child)
+            return self._queue([child])
+        siblings = [child]
+        if len(open_call.children) > 1:
+            siblings = [other for other in open_call.children if self._is_due_with(other, child)]
         for other in siblings:
             self._forget(other)
         # Each worker computes a prompt that is too short to be cached. Requests in the queue go first.
@@ -238,13 +246,16 @@ class RequestPlacement:
 
     def _collect_candidates(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]
-    ) -> tuple[list[WorkerLoad], PlacementNeeds, PrefixScope]:
+    ) -> tuple[Sequence[WorkerLoad], PlacementNeeds, PrefixScope]:
         """Return the workers that can serve a request, the input of its placement, and its scope."""
         asked = child.stream.asked
         version, lora = asked.min_weight_version or 0, asked.lora
-        able = [load for load in loads if load.has(version, lora) and load.worker not in self.silent]
+        able = loads
+        if version or lora is not None or self.silent:
+            able = [load for load in loads if load.has(version, lora) and load.worker not in self.silent]
         # An adapter may have the model's name.
-        lora_version = max((load.loras.get(lora or child.open_call.model, 0) for load in able), default=0)
+        name = lora or child.open_call.model
+        lora_version = max([load.loras.get(name, 0) for load in able if load.loras], default=0)
         scope = PrefixScope(lora, lora_version, asked.cache_salt)
         group_id = asked.group_id
         if group_id is None and len(child.open_call.children) > 1:
@@ -261,7 +272,10 @@ class RequestPlacement:
 
     def _pieces(self, child: ChildRequest, scope: PrefixScope) -> tuple[int, ...]:
         """Return the hashes of a prompt. They are computed once for all samples of a request."""
-        open_call, prompt = child.open_call, np.asarray(child.stream.asked.prompt_token_ids, np.int32)
+        open_call, asked = child.open_call, child.stream.asked
+        if asked.prompt_len < PIECE_TOKENS:
+            return ()
+        prompt = np.asarray(asked.prompt_token_ids, np.int32)
         if not child.is_first_attempt:
             return piece_hashes(prompt, scope)
         if open_call.pieces is None or open_call.pieces[0] != scope:
@@ -335,7 +349,7 @@ class RequestPlacement:
         held = self._held.get(child)
         was_placed = held is not None
         if held is None:
-            _, wanted, scope = self._collect_candidates(child, self._loads(child.open_call.model))
+            wanted, scope = child.placed_with or self._collect_candidates(child, self._loads(child.open_call.model))[1:]
             held = self._held[child] = _PlacedRequest(child.worker, wanted, scope, None)
         followers = self._end_lead(child)
         if followers:
@@ -354,7 +368,7 @@ class RequestPlacement:
         Returns:
             Requests that followed it and are due now.
         """
-        held = self._held.pop(child, None)
+        held, child.placed_with = self._held.pop(child, None), None
         followers = self._end_lead(child)
         if held is not None:
             self._note_answer(held)
@@ -381,7 +395,8 @@ class RequestPlacement:
         elif stream.end is None or held.cache is None:
             policy.loads.ended(held.worker)
         else:
-            policy.ended(held.cache, piece_hashes(stream.sequence(), held.scope), now)
+            is_piece = child.stream.asked.prompt_len + stream.num_tokens >= PIECE_TOKENS
+            policy.ended(held.cache, piece_hashes(stream.sequence(), held.scope) if is_piece else (), now)
             if held.placement is not None and stream.end.cached_tokens is not None:
                 self.stats.expected_cached_tokens += held.placement.cached_tokens
                 self.stats.placed_cached_tokens += stream.end.cached_tokens

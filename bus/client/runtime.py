@@ -186,20 +186,20 @@ class Runtime:
             raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
         if self.nats.lost is not None:
             raise self.nats.lost
-        request_id = request.wire_id
+        key = SampleKey(self.config.incarnation, next(self._numbers), 0)
+        call = Call(request, self._inbox, streams, self.tracer, key)
+        request_id = call.wire_id
         if request_id in self._calls:
             raise RequestRejected(
                 code=ErrorCode.DUPLICATE_REQUEST,
                 message=f"request id {request.request_id!r} is already in use by an open request of this client",
                 request_id=request.request_id,
             )
-        key = SampleKey(self.config.incarnation, next(self._numbers), child=0)
-        call = Call(request, self._inbox, streams, self.tracer, key)
         call.wait_limit = wait_limit
         call.other_loop = self.thread.other_loop()
         self._calls[request_id] = call
         try:
-            call.model = await self._resolve_model(call)
+            call.model = self._find_model(call) or await self._resolve_model(call)
             call.is_submitted = True
         finally:
             if not call.is_submitted:
@@ -209,13 +209,15 @@ class Runtime:
             self.thread.post(self.coordinator.abort, [request_id])
         return call
 
+    def _find_model(self, call: Call) -> str | None:
+        """Return the model of the call if a worker serves it or starts."""
+        model = self.models.fixed if call.request.model is None else call.request.model
+        return model if model in self.watcher.snapshot.awaited else None
+
     async def _resolve_model(self, call: Call) -> str:
-        models = self.models
-        model = models.fixed if call.request.model is None else call.request.model
-        if model is not None and model in self.watcher.snapshot.awaited:
-            return model
+        model = self.models.fixed if call.request.model is None else call.request.model
         try:
-            return await self.thread.run(models.resolve(model, call))
+            return await self.thread.run(self.models.resolve(model, call))
         except NoWorkers:
             if not call.is_aborted:
                 raise

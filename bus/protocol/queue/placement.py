@@ -55,8 +55,7 @@ class PlacementReason(enum.StrEnum):
     """No worker with room is better than the queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementNeeds:
+class PlacementNeeds(NamedTuple):
     """The input for the placement of a request."""
 
     prompt_tokens: int
@@ -69,6 +68,11 @@ class PlacementNeeds:
     """The id of the group of requests that share its prompt. They may be separate calls."""
     is_for_able_only: bool = False
     """True if a worker that serves the model cannot serve this request."""
+
+    @property
+    def is_for_any(self) -> bool:
+        """True if no worker can be better for it than the worker that takes it from the queue."""
+        return not (self.pieces or self.session_id or self.group_id or self.is_for_able_only)
 
     @property
     def session(self) -> int | None:
