@@ -5,13 +5,13 @@ its pull was lost, the server delivers the request again after `ack_wait_s`.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, cast
 
 from ...schemas.errors import BusBroken, BusClosed
@@ -142,6 +142,8 @@ class QueuePuller:
         self._subscription: Subscription | None = None
         self._woken = asyncio.Event()
         self._reconnects = 0
+        # Acks and naks of messages that were not handed over, at most those of one turn of the event loop.
+        self._answers: list[Callable[[], Awaitable[None]]] = []
         self.stats = PullerStats()
         self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
         """Called with each request that is returned immediately; must not block."""
@@ -182,9 +184,10 @@ class QueuePuller:
                     if self._nats.lost is not None:
                         raise
                     wait_s = RECONNECT_POLL_S
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._woken.wait()
+                timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._woken.set)
+                await self._woken.wait()
+                if timer is not None:
+                    timer.cancel()
         finally:
             self._is_paused = True
             await self._withdraw()
@@ -194,9 +197,11 @@ class QueuePuller:
         if self._nats.is_closed:
             raise self._nats.lost or BusClosed("the connection to NATS is closed")
         if not self._nats.is_connected:
+            self._answers.clear()
             return RECONNECT_POLL_S
-        if self._reconnects != self._nats.counters().reconnects:
-            self._reconnects = self._nats.counters().reconnects
+        await self._publish_answers()
+        if self._reconnects != self._nats.stats["reconnects"]:
+            self._reconnects = self._nats.stats["reconnects"]
             await self._withdraw()  # a server that was not restarted may still have the pulls
         if self._is_paused:
             await self._withdraw()
@@ -244,29 +249,35 @@ class QueuePuller:
                 await drain(self._nats, subscription)
             elif not self._nats.is_closed:
                 await subscription.unsubscribe()
+        await self._publish_answers()
         self._plan.reset()
 
-    async def _receive(self, message: Msg) -> None:
+    async def _publish_answers(self) -> None:
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            await answer()
+
+    def _receive(self, message: Msg) -> None:
         """Handle a request, or the end of a pull."""
         self._woken.set()
         if message.reply:
-            await self._receive_request(message)
+            self._receive_request(message)
         else:
             self._receive_status(message)
 
-    async def _receive_request(self, message: Msg) -> None:
+    def _receive_request(self, message: Msg) -> None:
         request = QueuedRequest(self._nats, message)
         # A redelivered request usually comes with others, which are not in `num_pending`.
         again = REDELIVERED if request.num_delivered > 1 else 0
         self._plan.count_message(request.lane, waiting=max(request.num_pending, again))
         if message.headers and PROBE_HEADER in message.headers:
             self.stats.probes += 1
-            await request.ack()
+            self._answers.append(request.ack)
             return
         if self._is_paused or self._room() <= -MAX_OVER:
             self.stats.given_back += 1
             self.on_given_back(request)
-            await request.nak(NAK_DELAY_S)
+            self._answers.append(partial(request.nak, NAK_DELAY_S))
             return
         self.stats.handed_over += 1
         self._on_request(request)

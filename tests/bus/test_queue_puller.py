@@ -198,11 +198,11 @@ async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(
         given_back: list[bytes] = []
         receive = worker.puller._receive_request
 
-        async def pause_first(message: Msg) -> None:
+        def pause_first(message: Msg) -> None:
             # Pause between the server's delivery and its receipt. After an earlier pause, the end of another pull may
             # wake the puller, which then withdraws its pulls before the request arrives.
             worker.puller.pause()
-            await receive(message)
+            receive(message)
 
         monkeypatch.setattr(worker.puller, "_receive_request", pause_first)
         worker.puller.on_given_back = lambda request: given_back.append(request.data)
