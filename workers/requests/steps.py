@@ -258,7 +258,7 @@ class StepDispatcher:
 
     def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
         """Batch the tokens of unstreamed requests. Forward the other tokens immediately."""
-        found = [self._requests.open(key) for key in batch.keys]
+        found = self._requests.open_all(batch.keys)
         gathered = [request for request in found if request is not None and request.gathers]
         if len(gathered) < len(found):
             others = [i for i, request in enumerate(found) if request is None or not request.gathers]

@@ -1,6 +1,6 @@
 """Worker requests: accepted requests that are in the engine, or whose queue message is not acked yet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Literal
 
@@ -175,6 +175,10 @@ class WorkerRequestTable:
     def open(self, name: str) -> WorkerRequest | None:
         """Return the open request of this engine name, or None."""
         return self._by_name.get(name)
+
+    def open_all(self, names: Iterable[str]) -> list[WorkerRequest | None]:
+        """Return the open request of each of these engine names, or None."""
+        return list(map(self._by_name.get, names))
 
     def names_using(self, lora: str | None) -> list[str]:
         """Return the engine names of the open requests that use this adapter, or of all if `lora` is None."""

@@ -125,13 +125,15 @@ class TokenBatcher:
         self._room = 0
         self.weight_version = 0
         """The version of the weights that sampled all batched tokens."""
-        # By slot and place in the run. Created for the first batch, which shows the data of a token.
-        self._token_ids: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
+        # Number of batches since the first token of the present ones. No run has more tokens.
+        self._num_batches = 0
+        # The places of all slots, `_room` for each. Created for the first batch, which shows the data of a token.
+        self._token_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._logprobs: npt.NDArray[np.float32] | None = None
         self._rows: Rows | None = None
-        # By slot.
-        self._counts: npt.NDArray[np.intp] = np.empty(0, np.intp)
-        self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        # By slot: its next place, and the difference between the position of a row and its place.
+        self._next: npt.NDArray[np.intp] = np.empty(0, np.intp)
+        self._offsets: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         """Return the number of requests with batched tokens."""
@@ -153,7 +155,7 @@ class TokenBatcher:
             return False
         if batch.routed_experts is None or self._rows is None:
             return batch.routed_experts is None and self._rows is None
-        shape, dtype = self._rows.shape[2:], self._rows.dtype
+        shape, dtype = self._rows.shape[1:], self._rows.dtype
         return batch.routed_experts.shape[1:] == shape and batch.routed_experts.dtype == dtype
 
     def add(self, batch: TokenBatch, weight_version: int) -> list[str]:
@@ -167,65 +169,70 @@ class TokenBatcher:
         """
         _check(batch)
         if not self._slots:
-            self.weight_version = weight_version
+            self.weight_version, self._num_batches = weight_version, 0
             if not self._room or not self._is_alike(batch):
                 self._make_columns(batch)
-        slots = self._find_slots(batch.keys)
-        places = self._counts[slots]
+        slots, begun = self._find_slots(batch.keys)
+        places = self._next[slots]
         if self._rows is not None and batch.routed_experts is not None and batch.routed_experts_starts is not None:
-            is_first = places == 0
-            self._starts[slots[is_first]] = batch.routed_experts_starts[is_first]
-            if not np.array_equal(self._starts[slots] + places, batch.routed_experts_starts):
-                self._forget_empty(batch.keys)
+            starts = batch.routed_experts_starts
+            if begun:
+                self._offsets[slots[begun]] = starts[begun] - places[begun]
+            if np.count_nonzero(self._offsets[slots] + places != starts):
+                self._forget(batch.keys, begun)
                 raise LocalProtocolError("the engine returned rows that do not follow the earlier rows")
-            self._rows[slots, places] = batch.routed_experts
-        self._token_ids[slots, places] = batch.token_ids
+            self._rows[places] = batch.routed_experts
+        self._token_ids[places] = batch.token_ids
         if self._logprobs is not None and batch.logprobs is not None:
-            self._logprobs[slots, places] = batch.logprobs
-        self._counts[slots] = places + 1
-        return [batch.keys[i] for i in np.flatnonzero(places + 1 == self._room)]
+            self._logprobs[places] = batch.logprobs
+        places += 1
+        self._next[slots] = places
+        self._num_batches += 1
+        if self._num_batches < self._room:
+            return []
+        return [batch.keys[i] for i in np.flatnonzero(places == (slots + 1) * self._room)]
 
     def _make_columns(self, batch: TokenBatch) -> None:
         rows = batch.routed_experts
         token_bytes = 4 + (0 if batch.logprobs is None else 4) + (0 if rows is None else rows[:1].nbytes)
         self._room = max(min(MAX_RUN_BYTES // token_bytes, MAX_RUN_TOKENS), 1)
-        self._free, self._counts = [], np.empty(0, np.intp)
-        self._token_ids = np.empty((0, self._room), np.int32)
-        self._logprobs = None if batch.logprobs is None else np.empty((0, self._room), np.float32)
-        self._rows = None if rows is None else np.empty((0, self._room, *rows.shape[1:]), rows.dtype)
-        self._starts = np.empty(0, np.int64)
+        self._free, self._next = [], np.empty(0, np.intp)
+        self._token_ids = np.empty(0, np.int32)
+        self._logprobs = None if batch.logprobs is None else np.empty(0, np.float32)
+        self._rows = None if rows is None else np.empty((0, *rows.shape[1:]), rows.dtype)
+        self._offsets = np.empty(0, np.int64)
 
-    def _find_slots(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
-        """Return the slot of each request. A request without a slot gets one with an empty run."""
+    def _find_slots(self, keys: Sequence[str]) -> tuple[npt.NDArray[np.intp], list[int]]:
+        """Return the slot of each request, and the indices of the requests that get a slot with an empty run."""
+        begun: list[int] = []
+        slot_of = self._slots.__getitem__
         try:
-            found = [self._slots[key] for key in keys]
+            return np.fromiter(map(slot_of, keys), np.intp, len(keys)), begun
         except KeyError:
-            found = [self._find_slot(key) for key in keys]
-        return np.array(found, np.intp)
+            begun = [i for i, key in enumerate(keys) if key not in self._slots]
+            for i in begun:
+                self._open(keys[i])
+            return np.fromiter(map(slot_of, keys), np.intp, len(keys)), begun
 
-    def _find_slot(self, key: str) -> int:
-        slot = self._slots.get(key)
-        if slot is None:
-            if not self._free:
-                self._grow()
-            slot = self._slots[key] = self._free.pop()
-            self._counts[slot] = 0
-        return slot
+    def _open(self, key: str) -> None:
+        if not self._free:
+            self._grow()
+        slot = self._slots[key] = self._free.pop()
+        self._next[slot] = slot * self._room
 
     def _grow(self) -> None:
         """Double the number of slots. Present slots keep their numbers."""
-        old = len(self._counts)
+        old = len(self._next)
         new = max(2 * old, FIRST_SLOTS)
         self._free = list(range(new - 1, old - 1, -1))
-        self._token_ids = _grow_column(self._token_ids, new)
-        self._logprobs = None if self._logprobs is None else _grow_column(self._logprobs, new)
-        self._rows = None if self._rows is None else _grow_column(self._rows, new)
-        self._counts, self._starts = _grow_column(self._counts, new), _grow_column(self._starts, new)
+        self._token_ids = _grow_column(self._token_ids, new * self._room)
+        self._logprobs = None if self._logprobs is None else _grow_column(self._logprobs, new * self._room)
+        self._rows = None if self._rows is None else _grow_column(self._rows, new * self._room)
+        self._next, self._offsets = _grow_column(self._next, new), _grow_column(self._offsets, new)
 
-    def _forget_empty(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if not self._counts[self._slots[key]]:
-                self.drop(key)
+    def _forget(self, keys: Sequence[str], begun: Sequence[int]) -> None:
+        for i in begun:
+            self.drop(keys[i])
 
     def pop(self, key: str) -> RequestStep | None:
         """Remove and return a request's run with its own arrays; None if the request has no batched tokens."""
@@ -233,13 +240,13 @@ class TokenBatcher:
         if slot is None:
             return None
         self._free.append(slot)
-        count = int(self._counts[slot])
+        first, past = slot * self._room, int(self._next[slot])
         return RequestStep(
             key=key,
-            token_ids=self._token_ids[slot, :count].copy(),
-            logprobs=None if self._logprobs is None else self._logprobs[slot, :count].copy(),
-            routed_experts=None if self._rows is None else self._rows[slot, :count].copy(),
-            routed_experts_start=0 if self._rows is None else int(self._starts[slot]),
+            token_ids=self._token_ids[first:past].copy(),
+            logprobs=None if self._logprobs is None else self._logprobs[first:past].copy(),
+            routed_experts=None if self._rows is None else self._rows[first:past].copy(),
+            routed_experts_start=0 if self._rows is None else int(self._offsets[slot]) + first,
         )
 
     def drop(self, key: str) -> None:
@@ -254,18 +261,17 @@ class TokenBatcher:
         self._slots.clear()
 
 
-def _grow_column(column: npt.NDArray[Any], slots: int) -> npt.NDArray[Any]:
-    grown = np.empty((slots, *column.shape[1:]), column.dtype)
+def _grow_column(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    grown = np.empty((size, *column.shape[1:]), column.dtype)
     grown[: len(column)] = column
     return grown
 
 
 def _check(batch: TokenBatch) -> None:
-    counts = {len(batch.keys), len(batch.token_ids)}
-    counts |= {len(part) for part in (batch.logprobs, batch.routed_experts) if part is not None}
-    if batch.routed_experts is not None:
-        counts.add(-1 if batch.routed_experts_starts is None else len(batch.routed_experts_starts))
-    if len(counts) != 1:
-        raise LocalProtocolError(
-            f"the engine returned a batch of {len(batch.keys)} requests with arrays of other lengths"
-        )
+    count, rows, starts = len(batch.keys), batch.routed_experts, batch.routed_experts_starts
+    if (
+        len(batch.token_ids) != count
+        or (batch.logprobs is not None and len(batch.logprobs) != count)
+        or (rows is not None and (len(rows) != count or starts is None or len(starts) != count))
+    ):
+        raise LocalProtocolError(f"the engine returned a batch of {count} requests with arrays of other lengths")

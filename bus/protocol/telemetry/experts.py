@@ -384,6 +384,9 @@ class ExpertBook:
         self._totals: _ByVersion = OrderedDict()
         self._open: _ByVersion = OrderedDict()
         self._version = 0
+        # The planes of `_version` in the present interval, valid until this time.
+        self._present = np.empty((0, 0), np.int64)
+        self._present_until = -math.inf
         self._pending: dict[Plane, list[Rows]] = {"prompt": [], "generated": []}
         self._num_pending = 0
         # Cached answers by first interval and window. They are valid for the present interval.
@@ -411,13 +414,17 @@ class ExpertBook:
 
     def _planes(self, weight_version: int, now: float) -> npt.NDArray[np.int64]:
         """Return the planes of this version in the present interval."""
+        if weight_version == self._version and now < self._present_until:
+            return self._present
         self._end_intervals(now)
         if weight_version != self._version:
             self._count_pending()
             self._version = weight_version
         if self._first_token_at is None:
             self._first_token_at = now + self._unix_offset
-        return self._planes_in(self._open, weight_version)
+        self._present = self._planes_in(self._open, weight_version)
+        self._present_until = (self._number + 2) * INTERVAL_S - self._unix_offset
+        return self._present
 
     def _planes_in(self, versions: _ByVersion, weight_version: int) -> npt.NDArray[np.int64]:
         planes = versions.get(weight_version)
@@ -457,6 +464,7 @@ class ExpertBook:
             self._add(self._totals, self._open)
             self._intervals.append((self._number + 1, self._open))
             self._open = OrderedDict()
+        self._present_until = -math.inf
         self._number = number
         while self._intervals and self._intervals[0][0] <= number - KEPT_INTERVALS:
             self._intervals.popleft()
