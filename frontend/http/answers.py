@@ -8,7 +8,8 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from ... import bus
-from .calls import first_error, merged, until_disconnect
+from .calls import first_error, merged
+from .edge import WhileConnected
 from .service import Service
 from .text import AnswerText
 from .tokens import CachedTokens, Tokens, Usage
@@ -125,7 +126,10 @@ async def collect_answers(
             not generate tokens after a stop string.
     """
     if may_stop:
-        await until_disconnect(http_request.receive, _read_updates(service, http_request, requests, choices))
+        with WhileConnected(http_request.scope):
+            async with aclosing(updates(service, http_request, requests, choices)) as found:
+                async for _ in found:
+                    pass
         return
     with first_error():
         async with asyncio.TaskGroup() as tasks:
@@ -133,14 +137,6 @@ async def collect_answers(
     generations = [each for task in running for each in (task.result(), *task.result().siblings)]
     for choice, generation in zip(choices, generations, strict=True):
         choice.add(Tokens.of_generation(generation, choice.request))
-
-
-async def _read_updates(
-    service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
-) -> None:
-    async with aclosing(updates(service, http_request, requests, choices)) as found:
-        async for _ in found:
-            pass
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None] = ()) -> Usage:

@@ -1,21 +1,18 @@
 """Execution of HTTP requests: a limit on open requests, cancellation after a disconnect, and answers in pieces."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import msgspec
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ... import bus
 from ...schemas.errors import RollbusError
-from .edge import SEND_BYTES
+from .edge import SEND_BYTES, ResponseSender, WhileConnected
 from .errors import HttpError, error_body, http_error
-
-T = TypeVar("T")
 
 NO_EVENT: Final = b""
 """Instead of an event: a comment keeps proxies and clients from closing a stream whose text is held back."""
@@ -72,26 +69,6 @@ def first_error() -> Iterator[None]:
         raise group.exceptions[0] from None
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work` and return its result. If the client disconnects, cancel `work`. The body must be read before.
-
-    Raises:
-        ClientDisconnect: the client disconnected. Errors of `work` are raised unchanged.
-    """
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_wait_for_disconnect(receive))
-            result = await work
-            watching.cancel()
-    return result
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientDisconnect
-
-
 class JsonPieces(Response):
     """A JSON answer that is created while it is sent, at the speed at which the client reads.
 
@@ -112,7 +89,8 @@ class JsonPieces(Response):
         Raises:
             ClientDisconnect: the client disconnected.
         """
-        await until_disconnect(receive, self._send(send))
+        with WhileConnected(scope):
+            await self._send(send)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -147,27 +125,24 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         async with aclosing(self._events):
-            await until_disconnect(receive, self._send(send))
+            with WhileConnected(scope):
+                await self._send(send, scope["state"]["delivery"])
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, delivery: ResponseSender) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body(_event(self._first)))
+        await delivery.write(_event(self._first))
         try:
             async for event in self._events:
-                await send(_body(_event(event)))
+                await delivery.write(_event(event))
         except (HttpError, RollbusError) as error:
             failure = error if isinstance(error, HttpError) else http_error(error)
-            await send(_body(b"data: %b\n\n" % error_body(failure), more=False))
+            await send({"type": "http.response.body", "body": _event(error_body(failure))})
         else:
-            await send(_body(END, more=False))
+            await send({"type": "http.response.body", "body": END})
 
 
 def _event(event: bytes) -> bytes:
     return b"data: %b\n\n" % event if event else PING
-
-
-def _body(data: bytes, *, more: bool = True) -> dict[str, object]:
-    return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 _Waiting: TypeAlias = "asyncio.Queue[tuple[int, bus.Chunk | Exception | None]]"

@@ -13,15 +13,13 @@ import uvicorn
 from ... import bus
 from . import Settings
 from .app import make_app
-from .edge import SEND_BYTES, Edge
+from .edge import SEND_BYTES, Connection, Edge
 from .openai.parsers import load_parsers
 
 STOP_TIMEOUT_S = 5
 """Seconds that open requests have to finish when the service stops. Then they are aborted."""
 KEEP_ALIVE_S: Final = 75
 """Seconds, longer than clients keep idle connections. Otherwise a client could send while the service closes."""
-MAX_HEAD_BYTES: Final = 64 << 10
-"""Limit for a request head."""
 MAX_TIMEOUT_MS: Final = 2**31 - 1
 """Limit of the socket option: 25 days."""
 WANTED_DESCRIPTORS: Final = 16_384
@@ -70,14 +68,12 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
             Edge(app, settings.client_timeout_s),
             ws="none",
             lifespan="off",
-            # httptools has no limit for a head, reads trailers as headers, and answers HTTP/1.0 with chunks.
-            http="h11",
+            http=Connection,
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
     )
     with closing(on):

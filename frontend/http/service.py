@@ -33,8 +33,8 @@ from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
-from .calls import Admission, EventStream, until_disconnect
-from .edge import given_request_id
+from .calls import Admission, EventStream
+from .edge import WhileConnected, given_request_id
 from .errors import HttpError
 from .live.fleet import LiveFleet
 from .metrics import Metrics
@@ -315,7 +315,8 @@ class Service:
             RollbusError: as `rollbus.Client.complete`.
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
-            generation = await until_disconnect(http_request.receive, self._complete(http_request, request))
+            with WhileConnected(http_request.scope):
+                generation = await self._complete(http_request, request)
             progress.finished(generation)
             return generation
 
@@ -445,7 +446,8 @@ class Service:
         """Start a stream after its first event, because an error before that event sets the HTTP status."""
         async with AsyncExitStack() as unless_begun:
             unless_begun.push_async_callback(events.aclose)
-            first = await until_disconnect(request.receive, anext(events))
+            with WhileConnected(request.scope):
+                first = await anext(events)
             unless_begun.pop_all()
         return EventStream(first, events, headers)
 

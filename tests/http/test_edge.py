@@ -15,8 +15,9 @@ import pytest
 
 from rollbus.frontend.http import Settings, server
 from rollbus.frontend.http.app import ADMIN, DATA
+from rollbus.frontend.http.edge import MAX_HEAD_BYTES
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.server import MAX_HEAD_BYTES, WANTED_DESCRIPTORS, raise_descriptor_limit
+from rollbus.frontend.http.server import WANTED_DESCRIPTORS, raise_descriptor_limit
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import Http, Serve, client_of, in_flight, make_byte_level, save
@@ -89,9 +90,12 @@ TOKEN_IN_TRAILER = (
     b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nAuthorization: Bearer admin\r\n\r\n"
 )
 
+STREAM = json.dumps({**BODY, "stream": True}).encode()
+OLD_STREAM = post_head(PATH, len(STREAM)).replace(b"1.1\r\n", b"1.0\r\nAuthorization: Bearer data\r\n") + STREAM
+
 
 async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) -> None:
-    """Other bytes get 400, and a head without an end its end. An answer to HTTP/1.0 has no chunks.
+    """Other bytes get 400, and a head or a trailer without an end its end. An answer to HTTP/1.0 has no chunks.
 
     A token in a trailer gives no access, because a proxy does not check trailers.
     """
@@ -100,6 +104,8 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
         "long head": HEALTH + b"X: " + b"x" * 2 * MAX_HEAD_BYTES,
         "HTTP/1.0": HEALTH.replace(b"1.1", b"1.0") + b"\r\n",
         "trailer": TOKEN_IN_TRAILER,
+        "long trailer": TOKEN_IN_TRAILER.removesuffix(b"\r\n") + b"X: " + b"x" * 2 * MAX_HEAD_BYTES,
+        "HTTP/1.0 stream": OLD_STREAM,
     }
     found = {}
     async with serve(TOKENS) as http:
@@ -110,6 +116,10 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
     assert b" 200 " not in found["long head"]
     assert (b"connection: close" in found["HTTP/1.0"], b"chunked" in found["HTTP/1.0"]) == (True, False)
     assert b" 401 " in found["trailer"].splitlines()[0]
+    assert b" 200 " not in found["long trailer"]
+    head, _, events = found["HTTP/1.0 stream"].partition(b"\r\n\r\n")
+    assert (b"connection: close" in head, b"chunked" in head) == (True, False)
+    assert (events[:6], events[-14:]) == (b"data: ", b"data: [done]\n\n")
 
 
 async def test_idle_connections_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
-from starlette.types import Message
 
 import rollbus
 from rollbus.frontend.http import Settings, metrics
@@ -56,12 +56,8 @@ async def a_service(nats_url: str, fleet: str) -> AsyncIterator[Service]:
 
 def a_request() -> Request:
     """Return the HTTP request of a client that never disconnects."""
-
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    return Request({"type": "http", "headers": [], "state": {"waited_s": 0.0}}, receive)
+    connection = SimpleNamespace(is_lost=False, watches=set())
+    return Request({"type": "http", "headers": [], "state": {"waited_s": 0.0, "connection": connection}})
 
 
 def wanted(max_tokens: int, n: int = 1, **fields: object) -> rollbus.GenerateRequest:
