@@ -131,10 +131,14 @@ async def collect_answers(
                 async for _ in found:
                     pass
         return
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(service.complete(http_request, each)) for each in requests]
-    generations = [each for task in running for each in (task.result(), *task.result().siblings)]
+    if len(requests) == 1:
+        results = [await service.complete(http_request, requests[0])]
+    else:
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(service.complete(http_request, each)) for each in requests]
+        results = [task.result() for task in running]
+    generations = [each for result in results for each in (result, *result.siblings)]
     for choice, generation in zip(choices, generations, strict=True):
         choice.add(Tokens.of_generation(generation, choice.request))
 

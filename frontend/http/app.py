@@ -44,6 +44,8 @@ DATA: RouteTable = {
 """Routes that require the data token or the admin token."""
 ADMIN: RouteTable = {**control.ADMIN_ROUTES, **reads.TIMELINE_ROUTES}
 """Routes that require the admin token: they change the fleet or show other clients' requests."""
+FREQUENT = frozenset({path for _, path in (*generate.ROUTES, *openai.ROUTES)})
+"""Paths of the routes of tokens."""
 CLIENT_GONE = 499
 """nginx's status: the client disconnected before it had the answer."""
 CLIENT_STALLED = 408
@@ -60,6 +62,8 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
         *_routes(service, DATA, settings.token, settings.admin_token),
         *_routes(service, ADMIN, settings.admin_token),
     ]
+    # Starlette tries the routes in this order. The routes of tokens come first, because they are frequent.
+    routes.sort(key=lambda route: not isinstance(route, Route) or route.path not in FREQUENT)
     # A web page does not know the token. If a token is missing, the origin check separates pages from clients.
     is_open = settings.token is None or settings.admin_token is None
     app = Starlette(

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter as Counts
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, TypeVar
 
-import numpy as np
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -189,6 +189,34 @@ class HttpRequestRecord:
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
+class VersionSeries:
+    """The series of one weight version of a model. Each exists from its first use on."""
+
+    def __init__(self, metrics: "Metrics", labels: tuple[str, str]) -> None:
+        self._metrics = metrics
+        self.labels = labels
+
+    @cached_property
+    def tokens(self) -> Counter:
+        """Generated tokens."""
+        return self._metrics.tokens.labels(*self.labels)
+
+    @cached_property
+    def routing_bytes(self) -> Counter:
+        """Bytes of routed experts."""
+        return self._metrics.routing_bytes.labels(*self.labels)
+
+    @cached_property
+    def first_token(self) -> Histogram:
+        """Seconds to the first token."""
+        return self._metrics.first_token.labels(*self.labels)
+
+    @cached_property
+    def inter_token(self) -> Histogram:
+        """Seconds between tokens."""
+        return self._metrics.inter_token.labels(*self.labels)
+
+
 class Metrics:
     """The metrics of one service, in their own registry."""
 
@@ -199,7 +227,7 @@ class Metrics:
         self._fleet = FleetCollector(rb)
         self._registry.register(self._fleet)
         ProcessCollector(registry=self._registry)
-        self._versions: dict[str, OrderedDict[str, None]] = {}
+        self._versions: dict[str, OrderedDict[int, VersionSeries]] = {}
         # Number of open token requests by model, the least recently used model first; and the metrics with this label.
         self._models: OrderedDict[str, int] = OrderedDict()
         self._of_models: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
@@ -322,20 +350,22 @@ class Metrics:
             self.seconds.labels(model).observe(time.perf_counter() - progress.begun)
             self._note_use(model, -1)
 
-    def version(self, model: str, weight_version: int) -> str:
-        """Return the label of a version.
+    def version(self, model: str, weight_version: int) -> VersionSeries:
+        """Return the series of a version.
 
         If there are too many versions, remove the series of the least recently used one.
         """
-        label = str(weight_version)
         known = self._versions.setdefault(model, OrderedDict())
-        known[label] = None
-        known.move_to_end(label)
-        if len(known) > MAX_VERSIONS:
-            oldest, _ = known.popitem(last=False)
-            for metric in (self.tokens, self.routing_bytes, self.first_token, self.inter_token):
-                metric.remove(model, oldest)
-        return label
+        series = known.get(weight_version)
+        if series is None:
+            series = known[weight_version] = VersionSeries(self, (model, str(weight_version)))
+            if len(known) > MAX_VERSIONS:
+                _, oldest = known.popitem(last=False)
+                for metric in (self.tokens, self.routing_bytes, self.first_token, self.inter_token):
+                    metric.remove(*oldest.labels)
+        else:
+            known.move_to_end(weight_version)
+        return series
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -356,27 +386,26 @@ class GenerationTimer:
 
     def add(self, chunk: bus.Chunk) -> None:
         """Count a received chunk."""
-        metrics, child = self.metrics, chunk.child
-        labels = self.model, metrics.version(self.model, chunk.weight_version)
+        child, num_tokens = chunk.child, chunk.num_tokens
+        series = self.metrics.version(self.model, chunk.weight_version)
         if chunk.routed_experts is not None:
-            metrics.routing_bytes.labels(*labels).inc(len(chunk.routed_experts.data))
-        if not chunk.num_tokens:
+            series.routing_bytes.inc(len(chunk.routed_experts.data))
+        if not num_tokens:
             return
         now = time.perf_counter()
         last = self._last.get(child)
         if last is None:
-            metrics.first_token.labels(*labels).observe(now - self.begun)
+            series.first_token.observe(now - self.begun)
         else:
-            metrics.inter_token.labels(*labels).observe((now - last) / chunk.num_tokens)
+            series.inter_token.observe((now - last) / num_tokens)
         self._last[child] = now
-        metrics.tokens.labels(*labels).inc(chunk.num_tokens)
+        series.tokens.inc(num_tokens)
 
     def finished(self, generation: bus.Generation) -> None:
         """Count a result that was not streamed."""
         for sample in (generation, *generation.siblings):
-            for version, count in zip(*np.unique(sample.weight_versions, return_counts=True), strict=True):
-                labels = self.model, self.metrics.version(self.model, int(version))
-                self.metrics.tokens.labels(*labels).inc(int(count))
+            for version, count in sorted(Counts(sample.weight_versions.tolist()).items()):
+                self.metrics.version(self.model, version).tokens.inc(count)
             if sample.routed_experts is not None and len(sample.weight_versions):
-                labels = self.model, self.metrics.version(self.model, int(sample.weight_versions[-1]))
-                self.metrics.routing_bytes.labels(*labels).inc(sample.routed_experts.nbytes)
+                series = self.metrics.version(self.model, int(sample.weight_versions[-1]))
+                series.routing_bytes.inc(sample.routed_experts.nbytes)
