@@ -135,13 +135,14 @@ class PatchedNatsClient(Client):
 
         Return False immediately if the connection is lost, because the answer was lost with it.
         """
-        answers = self._pongs_received  # without a connection, `flush` returns without an error
+        pong = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self.flush()
+                await self._send_ping(pong)
+                await pong
         except (nats_errors.Error, OSError):  # a TimeoutError is an OSError
             return False
-        return self.is_connected and self._pongs_received > answers
+        return self.is_connected
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
         """Send a request as nats-py does. It can be cancelled at any moment.
@@ -375,16 +376,18 @@ class PatchedNatsClient(Client):
         return parse_headers(headers) or None if headers else None
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        if not self.is_connected:
+            raise nats_errors.ConnectionReconnectingError
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
         try:
             # nats-py sends a ping before the bytes that wait to be sent.
-            if self.is_connected and self._pending:
-                self._wire.writelines(self._pending)
-                self._pending, self._pending_data_size = [], 0
-            await super()._send_ping(future)
+            self._wire.writelines([*self._pending, b"PING\r\n"])
         except OSError as error:
             await self._process_op_err(error)
             if future is not None:  # a caller waits for the answer
                 raise
+        else:
+            self._pending, self._pending_data_size = [], 0
 
     async def _process_pong(self) -> None:
         # The future of an abandoned flush() is already done. Setting its result would end the reading task.

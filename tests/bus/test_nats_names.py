@@ -32,7 +32,6 @@ PRIVATE_NAMES = {
     "_pending": "",
     "_pending_data_size": "",
     "_pongs": "",
-    "_pongs_received": "",
     "_process_connect_init": "(self) -> 'None'",
     "_process_err": "(self, err_msg: 'str') -> 'None'",
     "_process_headers": "(self, headers) -> 'Optional[Dict[str, str]]'",
