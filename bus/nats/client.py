@@ -162,16 +162,14 @@ class PatchedNatsClient(Client):
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         """Publish as nats-py does. The headers count towards `max_payload`, as they do in the server."""
-        if self.is_closed:
-            raise nats_errors.ConnectionClosedError
-        if self.is_draining_pubs:
-            raise nats_errors.ConnectionDrainingError
-        if not self.is_connected and len(payload) + self._pending_data_size > self._max_pending_size:
-            raise nats_errors.OutboundBufferLimitError
-        for name in (subject, reply) if reply else (subject,):
-            if name.split() != [name]:
-                raise nats_errors.BadSubjectError
         size = len(payload)
+        if self._status != Client.CONNECTED:
+            if self.is_closed or self.is_draining_pubs:
+                raise nats_errors.ConnectionClosedError
+            if not self.is_connected and size + self._pending_data_size > self._max_pending_size:
+                raise nats_errors.OutboundBufferLimitError
+        if subject.split() != [subject] or (reply and reply.split() != [reply]):
+            raise nats_errors.BadSubjectError
         if headers is None:
             head = f"PUB {subject} {reply} {size}\r\n".encode()
         else:

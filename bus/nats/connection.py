@@ -294,7 +294,7 @@ async def publish(
         ) from error
     except nats_errors.OutboundBufferLimitError as error:
         raise BusBroken("the connection to NATS is down, and the buffer of unsent messages is full") from error
-    except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
+    except nats_errors.ConnectionClosedError as error:
         if isinstance(nats, Connection) and nats.lost is not None:
             raise nats.lost from error
         raise BusClosed("the connection to NATS is closed") from error
