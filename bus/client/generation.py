@@ -223,8 +223,7 @@ def _unfit(problem: str, allowed: str) -> InvalidRequest:
     return InvalidRequest(field="rest", problem=problem, allowed=allowed)
 
 
-@dataclass(frozen=True, slots=True)
-class ChildResult:
+class ChildResult(NamedTuple):
     """The result of one child of a request."""
 
     child: int
@@ -260,7 +259,7 @@ def join_samples(
             request=request,
             request_id=request.request_id,
             child=sample.child,
-            key=None if key is None else SampleKey(key.client, key.number, sample.child),
+            key=key if key is None or not sample.child else SampleKey(key.client, key.number, sample.child),
             prompt_len=request.prompt_len,
             start=stream.start,
             finish_reason=FinishReason.ERROR if end is None or error is not None else end.finish_reason,
