@@ -240,7 +240,7 @@ def build_request(
     request: Request,
     target: RequestTarget,
     *,
-    sampling: Mapping[str, Any],
+    sampling: Mapping[str, Any] | bus.SamplingParams,
     fields: Mapping[str, Any],
     names: Mapping[str, str],
 ) -> bus.GenerateRequest:
@@ -250,7 +250,8 @@ def build_request(
     sets the deadline. On the bus, the names of sessions and groups are specific to this user.
 
     Args:
-        sampling: fields of `rollbus.SamplingParams`. If `max_tokens` is None, the rest of the model's context is used.
+        sampling: the sampling parameters, or their fields. If `max_tokens` is None, the rest of the model's context is
+            used.
         fields: other fields of `rollbus.GenerateRequest`, at least `prompt_token_ids`. If `request_id` is None, a new
             id is generated.
         names: the route's names of the bus's fields, see `named_errors`.
@@ -273,7 +274,7 @@ def build_request(
     user = service.user_of(request)
     with named_errors(names):
         built = bus.GenerateRequest(
-            sampling=bus.SamplingParams(**sampling),
+            sampling=sampling if isinstance(sampling, bus.SamplingParams) else bus.SamplingParams(**sampling),
             **{
                 **given,
                 **{name: _of_user(user, name, given[name]) for name in ("session_id", "group_id")},

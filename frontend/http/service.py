@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,6 +131,7 @@ class _Waiting:
     request: bus.GenerateRequest = field(compare=False)
     due: asyncio.Future[None] = field(compare=False)
     """Done as soon as the request may go to the fleet. It then counts as open."""
+    has_ended: bool = field(compare=False, default=False)
 
     @property
     def model(self) -> str:
@@ -167,10 +169,12 @@ class Turns:
         arrived_at, due = time.monotonic(), asyncio.get_running_loop().create_future()
         waiting = _Waiting(request.priority, next(self._serials), user, request, due)
         bisect.insort(self._waiting.setdefault(waiting.model, {}).setdefault(user, []), waiting)
-        with ExitStack() as until_end:
-            until_end.callback(self._end, waiting)
+        end = partial(self._end, waiting)
+        try:
             self._call_up(waiting.model)
-            yield FleetTurn(request if due.done() else await self._wait(waiting), arrived_at, until_end.close)
+            yield FleetTurn(request if due.done() else await self._wait(waiting), arrived_at, end)
+        finally:
+            end()
 
     async def _wait(self, waiting: _Waiting) -> bus.GenerateRequest:
         begun, request = time.monotonic(), waiting.request
@@ -216,6 +220,9 @@ class Turns:
             del self._waiting[waiting.model]
 
     def _end(self, waiting: _Waiting) -> None:
+        if waiting.has_ended:
+            return
+        waiting.has_ended = True
         if not waiting.due.done():
             self._leave(waiting)
         else:
@@ -305,7 +312,11 @@ class Service:
 
     def user_of(self, request: Request) -> str:
         """Return a key for the user of a request."""
-        return user_of(request, self.settings.token, self.settings.admin_token)
+        state = request.scope["state"]
+        if "user" not in state:
+            state["user"] = user_of(request, self.settings.token, self.settings.admin_token)
+        user: str = state["user"]
+        return user
 
     async def complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
         """Return the finished result. If the HTTP client disconnects, abort the request.

@@ -113,11 +113,11 @@ def json_logprobs(logprobs: Logprobs | None, here: slice = slice(None)) -> list[
     """Return the logprobs in the slice as JSON represents them. Return an empty list if they were not requested."""
     if logprobs is None:
         return []
-    values: list[Any] = logprobs[here].tolist()
-    # numpy takes longer than this for the few tokens of a chunk. NaN and alternatives are left to numpy.
-    if logprobs.ndim == 1 and min(values, default=0.0) >= JSON_MINUS_INFINITY:
-        return values
-    return np.maximum(logprobs[here], JSON_MINUS_INFINITY).tolist()
+    values: list[float] = logprobs[here].tolist()
+    # numpy takes longer than `min` for the few tokens of a chunk. NaN and alternatives are left to numpy.
+    if logprobs.ndim > 1 or not min(values, default=0.0) >= JSON_MINUS_INFINITY:
+        values = np.maximum(logprobs[here], JSON_MINUS_INFINITY).tolist()
+    return values
 
 
 def _join(parts: Sequence[Array | None]) -> Array | None:

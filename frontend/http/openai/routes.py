@@ -119,7 +119,8 @@ async def _prepare(service: Service, request: Request, body: AnyBody, clock: Req
     names = bus_names(body, "prompt")
     with named_errors(names):
         # Check before the tokenizer is loaded and a long prompt is tokenized.
-        check_sampling(bus.SamplingParams(**sampling), target.capabilities)
+        params = bus.SamplingParams(**sampling)
+        check_sampling(params, target.capabilities)
     question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
     load = partial(service.tokenizer, target.worker)
     tokenizer = await load() if options.text or body.bad_words else None
@@ -138,12 +139,15 @@ async def _prepare(service: Service, request: Request, body: AnyBody, clock: Req
         reading = Reading(body, question, plan)
         sampling = reading.constrain(sampling)
         options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
+    if body.bad_words or reading is not None:
+        with named_errors(names):
+            params = bus.SamplingParams(**sampling)
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         check_length(prompt.field, len(prompt.token_ids), target)
         names["prompt_token_ids"] = prompt.field
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
-        made = build_request(service, request, target, sampling=sampling, fields=of_prompt, names=names)
+        made = build_request(service, request, target, sampling=params, fields=of_prompt, names=names)
         with named_errors(names):
             # The HTTP request has one id. The first prompt uses it unchanged; later prompts add their index.
             requests.append(replace(made, **_later_id(requests[0], index)) if requests else made)
