@@ -25,7 +25,8 @@ from ..schemas.request import GenerateRequest
 from ..schemas.sampling import SamplingParams
 from ..schemas.weights import Canary
 from .auth.credentials import Credentials, Tls
-from .client.client import BatchTimes, Client, connect
+from .client.batches import BatchTimes
+from .client.client import Client, connect
 from .client.config import ClientStats
 from .client.fleet import Fleet
 from .client.fleet_state import FleetState

@@ -94,14 +94,14 @@ INITIAL_CREDIT_BYTES: Final = 256 * 1024
 """Bytes that a worker may send on a new link before the client's first message. The limit is small because a client may
 never read."""
 DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
-"""Bytes of results that the caller of `complete_many` has not read. Above this limit, the client sends no more
+"""Bytes of results that callers have not read. Above this limit, `complete_many` and `stream_many` send no more
 requests."""
 DEFAULT_MAX_BUFFERED_BYTES: Final = 256 * 1024**2
 """Bytes of a record's rows that are not on the disk. A disk that takes 50 MB a second writes them in five seconds."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
-"""Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
+"""Requests that `complete_many` or `stream_many` keeps open: two full batches of a typical engine (256 sequences)."""
 MAX_IN_FLIGHT: Final = 1_000_000
-"""Requests that `complete_many` can keep open: more than a thousand workers run at once."""
+"""Requests that they can keep open: more than a thousand workers run at once."""
 MAX_STEP_GROUPS: Final = 65_536
 """Groups in a step of a trainer: more than any batch has, and their results still fit into memory."""
 MAX_OVER: Final = 8.0

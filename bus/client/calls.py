@@ -221,11 +221,11 @@ class Inbox:
     def __init__(self, call_in_owner_loop: Callable[[Callable[[], None]], None]) -> None:
         self._call_in_owner_loop = call_in_owner_loop
         # The bus thread appends, the caller's loop pops. Each open call is in it at most once, which bounds it.
-        self._calls: deque[Call] = deque()
+        self._calls: deque[Call | SharedInbox] = deque()
         self._is_due = False
         self.unread = Unread()
 
-    def add(self, call: "Call") -> None:
+    def add(self, call: "Call | SharedInbox") -> None:
         """Schedule `call.notify` in the caller's loop. Call this on the bus thread."""
         if call.is_due:
             return
@@ -246,6 +246,70 @@ class Inbox:
             else:
                 call.notify_caller()
 
+    def count_read(self, num_bytes: int) -> None:
+        """Count bytes of a call that its reader has left as read."""
+        self.unread.read += num_bytes
+
+
+class SharedInbox:
+    """The unread chunks of several calls with one reader. One wake-up serves all chunks that arrive before it.
+
+    Args:
+        inbox: notifies the reader, and each call of its end.
+        wake: wakes the reader. Called in the reader's loop.
+    """
+
+    other_loop: Final = None
+    """As in `Call`. `notify` runs in the owner's loop and calls `wake` in the reader's."""
+
+    def __init__(self, inbox: Inbox, wake: Callable[[], None]) -> None:
+        self._inbox = inbox
+        self._wake = wake
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.unread = inbox.unread
+        self.chunks: deque[tuple[Chunk, int]] = deque()
+        """Chunks with their sizes. The bus thread appends, the reader's loop pops. The calls' limits bound it."""
+        # Bytes that `take` has counted as read, of calls that the reader has not left.
+        self._taken = 0
+        self.is_due = False
+
+    def add(self, call: "Call") -> None:
+        """Notify the reader of chunks of a call, or the call of its end. Call this on the bus thread."""
+        if call.result is not None:
+            self._inbox.add(call)
+        elif not self.is_due:
+            self._loop = call.other_loop
+            self._inbox.add(self)
+
+    def notify(self) -> None:
+        """Wake the reader. Call this in the owner's loop."""
+        _call_in(self._loop, self._wake)
+
+    def take(self) -> list[Chunk]:
+        """Return all chunks, and count them as read. Call this in the reader's loop."""
+        unread = self.chunks
+        taken = [unread.popleft() for _ in range(len(unread))]
+        num_bytes = sum([size for _, size in taken])
+        self._taken += num_bytes
+        self.unread.read += num_bytes
+        return [chunk for chunk, _ in taken]
+
+    def count_read(self, num_bytes: int) -> None:
+        """Count the bytes of a call that its reader has left as read, except those that `take` has counted."""
+        taken = min(num_bytes, self._taken)
+        self._taken -= taken
+        self.unread.read += num_bytes - taken
+
+
+def _call_in(loop: asyncio.AbstractEventLoop | None, callback: Callable[[], None]) -> None:
+    """Call `callback` in the loop of another thread. None: call it here."""
+    if loop is None:
+        callback()
+        return
+    # If that loop was closed, nobody waits.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
+
 
 @dataclass(eq=False, slots=True)
 class Call:
@@ -255,7 +319,7 @@ class Call:
 
     Args:
         request: the caller's request.
-        inbox: notifies the caller's loop.
+        inbox: notifies the caller's loop. A shared one also gets the chunks.
         streams: True if the caller reads single chunks, False if it reads the complete `Generation`.
         tracer: starts the trace of the request. None: tracing is off.
 
@@ -264,7 +328,7 @@ class Call:
     """
 
     request: GenerateRequest
-    inbox: Inbox
+    inbox: Inbox | SharedInbox
     streams: bool
     tracer: InitVar[Tracer | None] = None
     key: SampleKey | None = None
@@ -318,6 +382,8 @@ class Call:
         self.children = expand_children(sent)
         self.payloads = [encode(child) for child in self.children]
         self.deadline_s = time.monotonic() + self.timeout_s
+        if isinstance(self.inbox, SharedInbox):
+            self._chunks = self.inbox.chunks
 
     def __repr__(self) -> str:
         """Return one line with the state."""
@@ -345,6 +411,9 @@ class Call:
             self.delivered += size
             self.inbox.unread.delivered += size
             if self.streams:
+                if self.is_mapped:
+                    # Not `replace`, which checks the chunk again.
+                    force_setattr(chunk, "request_id", self.request.request_id)
                 self._chunks.append((chunk, size))
         if self.streams and chunks and not self.is_due:
             self.inbox.add(self)
@@ -372,12 +441,7 @@ class Call:
 
     def notify_caller(self) -> None:
         """Call `notify` in the loop of the caller. Call this in the owner's loop."""
-        if self.other_loop is None:
-            self.notify()
-            return
-        # If that loop was closed, nobody waits.
-        with contextlib.suppress(RuntimeError):
-            self.other_loop.call_soon_threadsafe(self.notify)
+        _call_in(self.other_loop, self.notify)
 
     def when_ended(self, callback: Callable[["Call"], None]) -> None:
         """Call `callback` once when the call has ended, or immediately if it has ended."""
@@ -397,9 +461,6 @@ class Call:
                 chunk, size = self._chunks.popleft()
                 self._num_read_bytes += size
                 self.inbox.unread.read += size
-                if self.is_mapped:
-                    # Not `replace`, which checks the chunk again.
-                    force_setattr(chunk, "request_id", self.request.request_id)
                 return chunk
             if result is None:
                 # As `_wait_for_notification`, without another coroutine for each token.
@@ -428,7 +489,9 @@ class Call:
 
     def abandon(self) -> None:
         """Stop reading this call and count its buffered results as read."""
-        self._count_read(self.delivered - self._num_read_bytes)
+        num_bytes = self.delivered - self._num_read_bytes
+        self._num_read_bytes += num_bytes
+        self.inbox.count_read(num_bytes)
 
     def _count_read(self, num_bytes: int) -> None:
         self._num_read_bytes += num_bytes

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike
 
-from ...schemas.chunk import FinishReason
+from ...schemas.chunk import Chunk, ChunkError, FinishReason
 from ...schemas.errors import InvalidRequest, RequestError
 from ...schemas.request import GenerateRequest, num_kept_rows
 from ...schemas.rows import Rows
@@ -248,10 +249,7 @@ def join_samples(
         key: key of the first sample. None: the request was not sent.
         times: Unix times at which a sent request was opened and has ended.
     """
-    if not samples:
-        samples = [
-            ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)
-        ]
+    samples = samples or _empty_samples(request)
 
     def generation(sample: ChildResult) -> Generation:
         stream, end = sample.stream, sample.stream.end
@@ -277,6 +275,20 @@ def join_samples(
 
     first, *others = map(generation, samples)
     return replace(first, siblings=tuple(others)) if others else first
+
+
+def failed_ends(request: GenerateRequest, samples: Sequence[ChildResult], error: RequestError) -> list[Chunk]:
+    """Return a terminal chunk with `error` for each sample of a failed request that has none. Call this once."""
+    cause = ChunkError.of(error)
+    open_streams = (one.stream for one in samples or _empty_samples(request) if one.stream.end is None)
+    ends = [stream.fail(cause) for stream in open_streams]
+    for end in ends:
+        force_setattr(end, "request_id", request.request_id)
+    return ends
+
+
+def _empty_samples(request: GenerateRequest) -> list[ChildResult]:
+    return [ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Final
@@ -37,7 +37,7 @@ from ..objects.uploads import Uploads
 from ..protocol.fleet.leases import DEFAULT_LEASE_S
 from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker, WaitLimit
 from ..tracing.spans import TracingStats, make_tracer
-from .calls import Call, CallResult, Inbox
+from .calls import Call, CallResult, Inbox, SharedInbox
 from .config import ClientConfig, ClientStats
 from .coordinator import AttemptCoordinator
 from .dispatch import RequestDispatcher
@@ -168,13 +168,25 @@ class Runtime:
             # Closing waits for the collector, which may be slow.
             await asyncio.to_thread(self.tracer.close)
 
-    async def open(self, request: GenerateRequest, *, streams: bool, wait_limit: WaitLimit | None = None) -> Call:
+    def share_inbox(self, wake: Callable[[], None]) -> SharedInbox:
+        """Return an inbox that several calls share. `wake` wakes their reader."""
+        return SharedInbox(self._inbox, wake)
+
+    async def open(
+        self,
+        request: GenerateRequest,
+        *,
+        streams: bool,
+        wait_limit: WaitLimit | None = None,
+        inbox: SharedInbox | None = None,
+    ) -> Call:
         """Submit `request`. The caller must `remove` the call afterwards.
 
         This waits only if no worker seems to serve the model or to start.
 
         Args:
             wait_limit: limit for the time without a serving worker before the first chunk. None: until the deadline.
+            inbox: inbox that gets the chunks. None: the call keeps them for its own reader.
 
         Raises:
             RequestRejected: the request was not published.
@@ -187,7 +199,7 @@ class Runtime:
         if self.nats.lost is not None:
             raise self.nats.lost
         key = SampleKey(self.config.incarnation, next(self._numbers), 0)
-        call = Call(request, self._inbox, streams, self.tracer, key)
+        call = Call(request, self._inbox if inbox is None else inbox, streams, self.tracer, key)
         request_id = call.wire_id
         if request_id in self._calls:
             raise RequestRejected(

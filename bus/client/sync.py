@@ -8,7 +8,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from itertools import islice
@@ -24,12 +24,14 @@ from ...schemas.request import GenerateRequest, TokenIds
 from ...schemas.sampling import SamplingParams
 from ..protocol.fleet.presence import WaitLimit
 from . import client as with_asyncio
-from .client import Batch, BatchTimes, Client, Requests, check_request, runtime_of
+from .batches import Batch, BatchTimes, ChunkBatch, Requests, ResultBatch, check_request
+from .client import Client, runtime_of
 from .config import ClientStats
 from .fleet import Fleet
 from .generation import Generation, GroupStep
 from .groups import GroupSampler, InexactGroups, Prompt
 from .record_writer import RunRecorder
+from .runtime import Runtime
 from .thread import CLEAN_UP_S, LoopThread
 
 R = TypeVar("R")
@@ -402,9 +404,23 @@ class BlockingClient:
                 field is wrong.
             NoWorkers, ValueError, BusClosed, Exception: as `Client.complete_many`.
         """
+        return self._drain(lambda runtime: ResultBatch(runtime, max_in_flight, times), requests, fields)
+
+    def stream_many(
+        self, requests: Requests, *, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT, **fields: Any
+    ) -> Generator[list[Chunk], None, None]:
+        """Yield the chunks of many requests, all that have arrived at once, as `Client.stream_many` does.
+
+        Requests and errors are those of `complete_many`.
+        """
+        return self._drain(lambda runtime: ChunkBatch(runtime, max_in_flight), requests, fields)
+
+    def _drain(
+        self, make: Callable[[Runtime], Batch[R]], requests: Requests, fields: Mapping[str, Any]
+    ) -> Generator[R, None, None]:
         requests = _check_iterable("requests", requests)
         owner, source = self._connected, iter(requests)
-        batch, is_over = Batch(runtime_of(self._awaited), max_in_flight=max_in_flight, times=times), False
+        batch, is_over = make(runtime_of(self._awaited)), False
         try:
             while True:
                 if batch.has_room and not is_over:
@@ -413,11 +429,12 @@ class BlockingClient:
                     except StopIteration:
                         is_over = True
                         continue
-                    refused = owner.run_blocking(batch.open(request))
-                    if refused is not None:
-                        yield refused
+                    rejected = owner.run_blocking(batch.open(request))
+                    if rejected is not None:
+                        yield rejected
                 elif batch.num_in_flight:
-                    yield owner.run_blocking(batch.next_result())
+                    if (returned := owner.run_blocking(batch.read())) is not None:
+                        yield returned
                 else:
                     break
         finally:

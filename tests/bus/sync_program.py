@@ -41,6 +41,7 @@ def be_interrupted(url: str, fleet: str) -> None:
             "complete_many": lambda: list(rb.complete_many([endless("complete_many")])),
             "generate": lambda: [None for _ in rb.generate(endless("generate"))],
             "groups": groups.step,
+            "stream_many": lambda: list(rb.stream_many([endless("stream_many")])),
             "wait_for_workers": lambda: rb.fleet.wait_for_workers(1000),
         }
         interrupted = [name for name, call in calls.items() if is_interrupted(rb, call)]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbus
-from rollbus.bus.client import client as batch_times
+from rollbus.bus.client import batches
 from rollbus.bus.client.calls import Call, CallResult, Inbox
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode, InvalidRequest, RequestFailed
@@ -336,7 +336,7 @@ def test_an_endless_batch_uses_bounded_memory(pauses: list[int], percent: float)
     """
     ends = ends_of(pauses)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_times, "MAX_TIMES", 16)
+        patch.setattr(batches, "MAX_TIMES", 16)
         times = times_of(ends)
         assert len(times._times_s) < 16
     number = number_of(ends, percent)

@@ -36,6 +36,8 @@ async def scenario(nats_url: str, fleet: str) -> None:
         async with contextlib.aclosing(rb.complete_many(requests, max_in_flight=3)) as results:
             for _ in range(6):
                 await anext(results)
+        async with contextlib.aclosing(rb.stream_many(requests, max_in_flight=3)) as lists:
+            await anext(lists)
         open_at_the_end = rb.generate(sized(**endless))
         await anext(open_at_the_end)
         await rb.fleet.state()

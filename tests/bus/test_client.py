@@ -88,8 +88,9 @@ async def test_every_request_method_raises_no_workers_without_a_worker(nats_url:
             async for _ in rb.generate(sized()):
                 pass
         with pytest.raises(NoWorkers):
-            async for _ in rb.complete_many([sized()]):
-                pass
+            await all_of(rb.complete_many([sized()]))
+        with pytest.raises(NoWorkers):
+            await all_of(rb.stream_many([sized()]))
         assert (await rb.fleet.state()).workers == ()
 
 

@@ -442,8 +442,8 @@ async def test_ctrl_c_ends_only_the_call(nats_url: str, fleet: str, one_worker: 
     async with one_worker() as (rb, _, engine):
         [[interrupted, answers]] = await run("be_interrupted", nats_url, fleet)
         await until_idle(engine, rb)
-    assert interrupted == ["complete", "complete_many", "generate", "groups", "wait_for_workers"]
-    assert answers == ["length"] * 5
+    assert interrupted == ["complete", "complete_many", "generate", "groups", "stream_many", "wait_for_workers"]
+    assert answers == ["length"] * 6
 
 
 async def test_a_forked_process_cannot_use_the_client_of_its_parent(

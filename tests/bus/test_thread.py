@@ -452,6 +452,7 @@ def calls(rb: rollbus.Client, fleet: rollbus.Fleet) -> dict[str, Callable[[], Co
         "complete": lambda: rb.complete(greedy(1, 2)),
         "generate": lambda: anext(rb.generate(greedy(1, 2))),
         "complete_many": lambda: anext(rb.complete_many([greedy(1, 2)])),
+        "stream_many": lambda: anext(rb.stream_many([greedy(1, 2)])),
         "abort": lambda: rb.abort(["x"]),
         "state": fleet.state,
         "pause": fleet.pause,
@@ -507,7 +508,9 @@ async def test_a_client_works_from_the_live_loop_of_another_thread(nats_url: str
                     assert len((await rb.fleet.state()).workers) == 1
                     streamed = [chunk async for chunk in rb.generate(greedy(1, 2))]
                     many = [one async for one in rb.complete_many([greedy(1, 2)] * 3, max_in_flight=1)]
-                    assert sum(chunk.num_tokens for chunk in streamed) == 2
+                    async for chunks in rb.stream_many([greedy(1, 2)] * 3, max_in_flight=1):
+                        streamed += chunks
+                    assert sum(chunk.num_tokens for chunk in streamed) == 8
                     return len((await rb.complete(greedy(1, 2))).token_ids) + len(many)
 
             assert await asyncio.to_thread(asyncio.run, use()) == 5

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
 
 import rollbus
 from rollbus.bus.client.generation import Generation
+from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import EngineDead, ErrorCode, NoWorkers, RequestError, RequestFailed
 from rollbus.schemas.presence import WorkerState
 from rollbus.schemas.request import GenerateRequest
@@ -17,7 +19,7 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticF
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
 from tests.support.hand_worker import chunk, failure, hand_worker, request
-from tests.support.invariants import observing
+from tests.support.invariants import check_stream, observing
 from tests.support.processes import worker_process
 from tests.support.requests import error_of, greedy
 
@@ -85,6 +87,26 @@ async def test_only_requests_that_kill_engines_fail_as_poison(
     }
     assert all(len(results[request.request_id].token_ids) == 20 for request in good)
     assert sum(map(len, deaths)) <= 6
+
+
+async def test_streams_of_dead_engines_resume_for_a_reader_of_many(nats_url: str, fleet: str) -> None:
+    """`stream_many` returns each stream without a gap across dead engines, and ends the others as poison (I1 to I3)."""
+    requests = [greedy(BAD if index == 20 else index, 60, request_id=f"r{index}") for index in range(40)]
+    found: dict[str, list[Chunk]] = defaultdict(list)
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        restarting_worker(nats_url, fleet, "a") as first,
+        restarting_worker(nats_url, fleet, "b") as second,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        async for chunks in rb.stream_many(requests):
+            for one in chunks:
+                found[one.request_id].append(one)
+    assert first or second
+    for each in requests:
+        check_stream(found[each.request_id], each)
+    assert {name for name, [*_, last] in found.items() if last.error is not None} == {"r20"}
+    assert max(chunks[-1].attempt for chunks in found.values()) > 0
 
 
 async def test_requests_with_a_token_never_fail_as_poison(nats_url: str, fleet: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from ....schemas.chunk import Chunk, End, FinishReason, PromptLogprobs, RoutedExperts
+from ....schemas.chunk import Chunk, ChunkError, End, FinishReason, PromptLogprobs, RoutedExperts
 from ....schemas.errors import RemoteProtocolError
 from ....schemas.limits import MAX_TOKEN_ID, MAX_TOKENS
 from ....schemas.messages import KvTransfer
@@ -466,6 +466,10 @@ class ResponseStream:
         self._held = []
         return self._finish(*(self._find_reached_end() or (FinishReason.ABORT, None)))
 
+    def fail(self, error: ChunkError) -> Chunk:
+        """End the stream, which must be open, with an error. Return the terminal chunk."""
+        return self._finish(FinishReason.ERROR, None, error)
+
     def _start_over(self) -> None:
         self._kept, self._token_ids = [], []
         self._num_chunks = self.num_tokens = self._num_rows = 0
@@ -484,7 +488,7 @@ class ResponseStream:
         reason = why_ended(self._request.sampling, token_ids)
         return None if reason is None else (reason, int(token_ids[-1]) if reason is FinishReason.STOP else None)
 
-    def _finish(self, reason: FinishReason, stop_reason: int | None) -> Chunk:
+    def _finish(self, reason: FinishReason, stop_reason: int | None, error: ChunkError | None = None) -> Chunk:
         return self._deliver(
             Chunk(
                 request_id=self._request.request_id,
@@ -497,6 +501,7 @@ class ResponseStream:
                     num_tokens=self.num_tokens,
                     num_rows=self._num_rows,
                     stop_reason=stop_reason,
+                    error=error,
                     routed_experts_start=self.start if self._num_rows else None,
                 ),
                 lora_version=self._lora_version,
