@@ -43,6 +43,8 @@ _ADDRESS: Final = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%]+\]):(\d{1,5})", re.AS
 MIN_APART_BYTES: Final = 8 * 1024
 """Minimum size of a payload that is sent without a copy, separately from its command. Above it, a copy costs more than
 three pieces."""
+ACCOUNT_S: Final = 1.0
+"""Seconds for the server to say which account a client has."""
 SILENT_S: Final = 1.0
 """Seconds after which an attempt without a byte from the server counts as silent, also if the server closed it."""
 
@@ -143,6 +145,19 @@ class PatchedNatsClient(Client):
         except (nats_errors.Error, OSError):  # a TimeoutError is an OSError
             return False
         return self.is_connected
+
+    async def is_in_only_account(self) -> bool:
+        """Return True if this client has the account of a server without users; False also if this cannot be found out.
+
+        Nothing is imported into that account. A program that could forge the answer would have the same rights there.
+        """
+        if self._server_info.get("auth_required"):
+            return False
+        try:
+            answer = await self.request("$SYS.REQ.USER.INFO", timeout=ACCOUNT_S)
+            return bool(msgspec.json.decode(answer.data)["data"]["account"] == "$G")
+        except (nats_errors.Error, TimeoutError, msgspec.DecodeError, LookupError, TypeError):
+            return False
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
         """Send a request as nats-py does. It can be cancelled at any moment.

@@ -19,7 +19,7 @@ from ...schemas.request import Lane
 from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
 from ..nats.library import Msg, Subscription
-from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
+from ..protocol.queue.pull_plan import MAX_OVER, PULLED_BYTES, STANDING_S, Pull, PullPlan, PullStatus, decode_status
 from ..subjects import LANES, Subjects
 from .streams import PROBE_HEADER, QueueLimits, ensure_queue, stream_name
 
@@ -36,6 +36,7 @@ REDELIVERED: Final = 16
 """Requests to pull after a redelivered one: some of the requests of a lost worker."""
 _PROBE: Final = b'{"batch":1,"no_wait":true}'
 _SMALL_PROBE: Final = b'{"batch":1,"no_wait":true,"max_bytes":%d}'
+_BATCH: Final = b'{"batch":%d,"no_wait":true,"max_bytes":%d}'
 _STANDING: Final = b'{"batch":1,"expires":%d}' % int(STANDING_S * 1e9)
 _CLIENT_AT: Final = 4
 """The place of the client in `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
@@ -213,6 +214,7 @@ class QueuePuller:
             if not await self._ensure():
                 return ENSURE_RETRY_S
         if self._subscription is None:
+            self._plan.is_batched = await self._nats.is_in_only_account()
             self._inbox = self._nats.new_inbox()
             self._subscription = await subscribe(self._nats, f"{self._inbox}.*", self._receive)
         now = time.monotonic()
@@ -234,10 +236,13 @@ class QueuePuller:
         return True
 
     async def _publish(self, pull: Pull) -> None:
-        payload = _STANDING if pull.is_standing else _PROBE
-        if pull.max_bytes is not None:
+        payload, count = _STANDING if pull.is_standing else _PROBE, pull.num_pulls
+        if self._plan.is_batched and count > 1:
+            # The few pulls of large requests have no limit of bytes, because one request may have more.
+            payload, count = _BATCH % (count, PULLED_BYTES if pull.max_bytes else -1), 1
+        elif pull.max_bytes is not None:
             payload = _SMALL_PROBE % pull.max_bytes
-        for _ in range(pull.num_pulls):
+        for _ in range(count):
             self.stats.pulls += 1
             await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")
 

@@ -68,7 +68,8 @@ class World:
             if sent < pull.num_pulls and pull.is_standing:
                 self.standing[pull.number] = (pull.lane, self.now + STANDING_S)
             elif sent < pull.num_pulls:
-                self.messages.extend([Ended(pull.number)] * (pull.num_pulls - sent))
+                ends = 1 if self.plan.is_batched else pull.num_pulls - sent
+                self.messages.extend([Ended(pull.number)] * ends)
         assert not pulls or self.num_expected <= self.plan.claimed <= self.room + MAX_OVER
         return pulls
 
@@ -146,16 +147,21 @@ def play(world: World, events: list[Callable[[World], None]]) -> None:
 
 
 @pytest.mark.slow
-@given(st.lists(EVENTS, min_size=20, max_size=40))
-def test_a_pull_claims_at_most_three_more_requests_than_the_room(events: list[Callable[[World], None]]) -> None:
+@given(st.lists(EVENTS, min_size=20, max_size=40), st.booleans())
+def test_a_pull_claims_at_most_three_more_requests_than_the_room(
+    events: list[Callable[[World], None]], is_batched: bool
+) -> None:
     """After each pull, at most three more requests than the room may arrive, regardless of earlier events."""
-    play(World(), events)  # World.pull asserts the rule
+    world = World()
+    world.plan.is_batched = is_batched
+    play(world, events)  # World.pull asserts the rule
 
 
-@given(st.lists(EVENTS, max_size=40))
-def test_a_worker_with_room_finally_pulls_every_lane(events: list[Callable[[World], None]]) -> None:
+@given(st.lists(EVENTS, max_size=40), st.booleans())
+def test_a_worker_with_room_finally_pulls_every_lane(events: list[Callable[[World], None]], is_batched: bool) -> None:
     """A worker with room finally receives all waiting requests, and then has a pull on each lane."""
     world = World()
+    world.plan.is_batched = is_batched
     play(world, events)
     world.room = 1000
     world.advance(LOST_S + STANDING_S)
@@ -337,6 +343,21 @@ def test_if_requests_may_be_large_a_pull_limits_their_size_or_number() -> None:
     (pull,) = world.pull()
 
     assert pull.num_pulls == MAX_BATCH
+
+
+def test_the_end_of_a_batched_pull_is_the_end_of_all_its_messages() -> None:
+    """A pull that is published once for many messages has one end, after which the lane is pulled again."""
+    world = World(room=100)
+    world.plan.is_batched = True
+    world.settle()
+    world.standing.clear()
+    world.plan.count_message("resume", waiting=10)
+    (probe,) = world.pull()
+    assert probe.num_pulls == 20
+    world.plan.count_message("resume", waiting=0)
+    world.plan.end_pull(probe.number, PullStatus.EMPTY, world.now)
+
+    assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", True)]
 
 
 def test_a_lost_pull_is_repeated() -> None:

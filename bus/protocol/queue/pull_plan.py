@@ -1,7 +1,8 @@
 """Decides what a worker pulls next from its model's queue, and what a client with a full share of it holds back.
 
-Each pull asks for one message. A server that transfers the answers of a pull between accounts ends them at the first
-empty message (nats-server#6172). An empty request would hide the requests behind it, and these would count as poison.
+Each pull asks for one message, unless the queue is in the worker's own account. A server that transfers the answers of
+a pull between accounts ends them at the first empty message (nats-server#6172). An empty request would hide the
+requests behind it, and these would count as poison.
 """
 
 import enum
@@ -130,6 +131,8 @@ class PullPlan:
 
     def __init__(self, lanes: Sequence[Lane], max_payload: int) -> None:
         self._few = max(1, min(MAX_BATCH, PULLED_BYTES // max(1, max_payload)))
+        self.is_batched = False
+        """True if all pulls of one number are published as one pull, which has one end."""
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
         self._num_messages = 0
@@ -231,7 +234,7 @@ class PullPlan:
         """Record that one pull ended without a message. The end of a pull that counted as lost has no effect."""
         for state in self._lanes.values():
             if state.number == number and state.left and answer is not PullStatus.COMPLETE:
-                state.left -= 1
+                state.left = 0 if self.is_batched else state.left - 1
                 if answer is PullStatus.TOO_LARGE:
                     state.few_until = now + FEW_S
                     continue
