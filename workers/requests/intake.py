@@ -167,12 +167,13 @@ class RequestIntake:
     def accept(self, message: QueuedRequest) -> None:
         """Accept a request from the queue, or return it for another worker."""
         self.stats.taken += 1
-        if not self._lifecycle.may_publish():
-            self.stats.not_serving += 1
-        elif self._is_stopping or len(self._incoming) >= MAX_ARRIVALS or not self._lifecycle.may_accept():
+        if self._lifecycle.may_accept() and not self._is_stopping and len(self._incoming) < MAX_ARRIVALS:
+            if (incoming := self._decode(message.client, message.data, message)) is not None:
+                self._add(incoming)
+        elif self._lifecycle.may_publish():
             self._nak([message])
-        elif (incoming := self._decode(message.client, message.data, message)) is not None:
-            self._add(incoming)
+        else:
+            self.stats.not_serving += 1
 
     def accept_direct(self, client: str, data: bytes) -> None:
         """Accept each sample of a placed request separately. Reject samples that get no slot and may not wait."""

@@ -102,15 +102,15 @@ class _LaneState:
     few_until: float = 0.0
     """Until this time, no probe limits the size of messages."""
 
-    def limit(self, now: float) -> int:
+    def limit(self, now: float, few: int) -> int:
         """Return the number of messages to ask for at once; 0: the lane takes no turns now.
 
-        It is twice the number that waited: in a burst, more messages have arrived since. A pull that finds nothing
-        costs the server as much as a pull that delivers a message.
+        It is the number that waited, and twice that number up to `few`: at the start of a burst, more messages have
+        arrived since. A pull that finds nothing costs the server as much as a pull that delivers a message.
         """
         if self.left:
             return 0 if self.is_standing else self.left
-        return 0 if self.not_before > now else max(1, 2 * self.waiting)
+        return 0 if self.not_before > now else max(1, self.waiting, min(2 * self.waiting, few))
 
 
 class PullPlan:
@@ -184,7 +184,7 @@ class PullPlan:
         """Return the number of the next `room` messages that each lane delivers, with those of its open probe."""
         limits, shares, most = {}, {}, min(room, MAX_BATCH)
         for lane, state in self._lanes.items():
-            limits[lane], shares[lane] = state.limit(now), 0
+            limits[lane], shares[lane] = state.limit(now, self._few), 0
             if now < state.few_until:
                 most = min(most, self._few)
         for turn in range(self._num_messages, self._num_messages + most):
