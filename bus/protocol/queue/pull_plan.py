@@ -205,8 +205,11 @@ class PullPlan:
         waiting = tuple([lane for lane, state in self._lanes.items() if state.waiting])
         if waiting:
             return waiting
-        oldest = min([state.seen_empty_at for state in self._lanes.values()])
-        return () if now - oldest <= STANDING_S else None
+        since = now - STANDING_S
+        for state in self._lanes.values():
+            if state.seen_empty_at < since:
+                return None
+        return ()
 
     def _pull(
         self, lane: Lane, count: int, now: float, *, max_bytes: int | None = None, is_standing: bool = False

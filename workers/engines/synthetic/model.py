@@ -406,8 +406,8 @@ class SyntheticModel:
     @staticmethod
     def logprobs(choices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
         """Return the log probability of each choice."""
-        logprobs: npt.NDArray[np.float32] = _LOGPROBS[(choices >> np.uint64(40)) & np.uint64(1023)]
-        return logprobs
+        # numpy converts other indices than signed integers.
+        return _LOGPROBS.take(((choices >> np.uint64(40)) & np.uint64(1023)).view(np.int64))
 
     def top_logprobs(self, choice: int, width: int | None) -> TopLogprobs | None:
         """Return the `width` most likely tokens at the position of `choice`; None: no tokens are wanted."""
