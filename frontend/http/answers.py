@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from ... import bus
 from .calls import first_error, merged
-from .edge import WhileConnected
+from .edge import while_connected
 from .service import Service
 from .text import AnswerText
 from .tokens import CachedTokens, Tokens, Usage
@@ -126,7 +126,7 @@ async def collect_answers(
             not generate tokens after a stop string.
     """
     if may_stop:
-        with WhileConnected(http_request.scope):
+        with while_connected(http_request.scope):
             async with aclosing(updates(service, http_request, requests, choices)) as found:
                 async for _ in found:
                     pass

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ... import bus
 from ...schemas.errors import RollbusError
-from .edge import SEND_BYTES, ResponseSender, WhileConnected
+from .edge import SEND_BYTES, ResponseSender, while_connected
 from .errors import HttpError, error_body, http_error
 
 NO_EVENT: Final = b""
@@ -89,7 +89,7 @@ class JsonPieces(Response):
         Raises:
             ClientDisconnect: the client disconnected.
         """
-        with WhileConnected(scope):
+        with while_connected(scope):
             await self._send(send)
 
     async def _send(self, send: Send) -> None:
@@ -125,7 +125,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         async with aclosing(self._events):
-            with WhileConnected(scope):
+            with while_connected(scope):
                 await self._send(send, scope["state"]["delivery"])
 
     async def _send(self, send: Send, delivery: ResponseSender) -> None:

@@ -6,8 +6,8 @@ each event of a stream. The system closes dead connections.
 
 import asyncio
 import uuid
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from starlette.datastructures import Headers
@@ -52,15 +52,17 @@ class Connection(HttpToolsProtocol):
 
     Attributes:
         is_lost: True if the client has disconnected.
-        watches: blocks that end if the client disconnects.
+        waiting: tasks that are cancelled if the client disconnects.
     """
+
+    scope: Any
+    """Scope of the current request. It has no method until the head is complete."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.is_lost = False
-        self.watches: set[WhileConnected] = set()
+        self.waiting: list[asyncio.Task[Any]] = []
         self._unparsed_bytes = 0
-        self._is_head = True
 
     def data_received(self, data: bytes) -> None:
         """Parse the next bytes. Reject a head, a trailer or the size of a chunk that does not end."""
@@ -69,19 +71,14 @@ class Connection(HttpToolsProtocol):
         if self._unparsed_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("Invalid HTTP request received.")
 
-    def on_message_begin(self) -> None:
-        """Begin a request."""
-        self._is_head = True
-        super().on_message_begin()
-
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header. Ignore a trailer: a proxy does not check trailers, so a token in one gives no access."""
-        if self._is_head:
+        if "method" not in self.scope:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the application for a request."""
-        self._unparsed_bytes, self._is_head = 0, False
+        self._unparsed_bytes = 0
         super().on_headers_complete()
         self.scope["state"].update(connection=self, cycle=self.cycle)
 
@@ -90,54 +87,36 @@ class Connection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         super().on_body(body)
 
-    def on_message_complete(self) -> None:
-        """End the body."""
-        self._unparsed_bytes = 0
-        super().on_message_complete()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """End the blocks that need the client."""
         super().connection_lost(exc)
         self.is_lost = True
-        for watch in self.watches:
-            watch.cancel()
+        for task in self.waiting:
+            task.cancel()
 
 
-class WhileConnected:
-    """A block that is cancelled if the client disconnects. It then raises `ClientDisconnect`.
+@contextmanager
+def while_connected(scope: Scope) -> Iterator[None]:
+    """Cancel the block if the client of a request disconnects.
 
-    Args:
-        scope: of the request.
+    Raises:
+        ClientDisconnect: the client disconnected.
     """
-
-    __slots__ = ("_cancelling", "_connection", "_has_cancelled", "_task")
-
-    def __init__(self, scope: Scope) -> None:
-        self._connection: Connection = scope["state"]["connection"]
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelling = 0
-        self._has_cancelled = False
-
-    def __enter__(self) -> None:
-        if self._connection.is_lost:
-            raise ClientDisconnect
-        self._task = asyncio.current_task()
-        if self._task is not None:
-            self._cancelling = self._task.cancelling()
-            self._connection.watches.add(self)
-
-    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
-        self._connection.watches.discard(self)
-        if self._has_cancelled and self._task is not None:
-            is_own = self._task.uncancel() <= self._cancelling
-            if is_own and kind is not None and issubclass(kind, asyncio.CancelledError):
-                raise ClientDisconnect from None
-
-    def cancel(self) -> None:
-        """Cancel the block."""
-        if self._task is not None and not self._has_cancelled:
-            self._has_cancelled = True
-            self._task.cancel()
+    connection: Connection = scope["state"]["connection"]
+    task, was_lost = asyncio.current_task(), connection.is_lost
+    if was_lost or task is None:
+        raise ClientDisconnect
+    cancelling = task.cancelling()
+    connection.waiting.append(task)
+    try:
+        yield
+    except asyncio.CancelledError:
+        # Another cancellation, for example by the server, has precedence.
+        if connection.is_lost and task.uncancel() <= cancelling:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        connection.waiting.remove(task)
 
 
 class Edge:

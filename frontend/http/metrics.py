@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -196,25 +196,11 @@ class VersionSeries:
         self._metrics = metrics
         self.labels = labels
 
-    @cached_property
-    def tokens(self) -> Counter:
-        """Generated tokens."""
-        return self._metrics.tokens.labels(*self.labels)
-
-    @cached_property
-    def routing_bytes(self) -> Counter:
-        """Bytes of routed experts."""
-        return self._metrics.routing_bytes.labels(*self.labels)
-
-    @cached_property
-    def first_token(self) -> Histogram:
-        """Seconds to the first token."""
-        return self._metrics.first_token.labels(*self.labels)
-
-    @cached_property
-    def inter_token(self) -> Histogram:
-        """Seconds between tokens."""
-        return self._metrics.inter_token.labels(*self.labels)
+    def __getattr__(self, name: str) -> Any:
+        """Return the series of a metric: `tokens`, `routing_bytes`, `first_token` or `inter_token`."""
+        series = getattr(self._metrics, name).labels(*self.labels)
+        setattr(self, name, series)
+        return series
 
 
 class Metrics:

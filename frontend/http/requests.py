@@ -26,7 +26,7 @@ from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, list_na
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request_fields import check_model_limits
-from .edge import REQUEST_ID_HEADER, WhileConnected, given_request_id
+from .edge import REQUEST_ID_HEADER, given_request_id, while_connected
 from .errors import HttpError, http_error, invalid, without_paths
 from .metrics import HttpRequestRecord
 from .service import MIN_LEFT_S, Service
@@ -118,7 +118,7 @@ async def find_target(
     target = _find_announced(service, model)
     if target is None:
         timeout_s = _timeout_s(service, request, timeout_s)
-        with WhileConnected(request.scope):
+        with while_connected(request.scope):
             target = await _wait_for_target(service, request, model, timeout_s)
     service.is_for(request, (target.worker.model,))
     request.state.seen.model = target.worker.model

@@ -35,7 +35,7 @@ from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
 from .calls import Admission, EventStream
-from .edge import WhileConnected, given_request_id
+from .edge import given_request_id, while_connected
 from .errors import HttpError
 from .live.fleet import LiveFleet
 from .metrics import Metrics
@@ -326,7 +326,7 @@ class Service:
             RollbusError: as `rollbus.Client.complete`.
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
-            with WhileConnected(http_request.scope):
+            with while_connected(http_request.scope):
                 generation = await self._complete(http_request, request)
             progress.finished(generation)
             return generation
@@ -457,7 +457,7 @@ class Service:
         """Start a stream after its first event, because an error before that event sets the HTTP status."""
         async with AsyncExitStack() as unless_begun:
             unless_begun.push_async_callback(events.aclose)
-            with WhileConnected(request.scope):
+            with while_connected(request.scope):
                 first = await anext(events)
             unless_begun.pop_all()
         return EventStream(first, events, headers)

@@ -56,7 +56,7 @@ async def a_service(nats_url: str, fleet: str) -> AsyncIterator[Service]:
 
 def a_request() -> Request:
     """Return the HTTP request of a client that never disconnects."""
-    connection = SimpleNamespace(is_lost=False, watches=set())
+    connection = SimpleNamespace(is_lost=False, waiting=[])
     return Request({"type": "http", "headers": [], "state": {"waited_s": 0.0, "connection": connection}})
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..edge import WhileConnected
+from ..edge import while_connected
 from ..errors import HttpError
 from .events import EventName
 
@@ -140,7 +140,7 @@ class ViewerStream(Response):
         """Send the events."""
         self._request.state.delivery.limit_wait(VIEWER_TIMEOUT_S)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with WhileConnected(scope):
+        with while_connected(scope):
             await self._viewer.send_to(send)
 
 
