@@ -34,7 +34,7 @@ from bench.ways import (
     event_reader,
     rate,
     rollbus_chunks,
-    rollbus_whole,
+    rollbus_many,
     serve,
     vllm_server,
 )
@@ -98,7 +98,7 @@ async def http_server(model: str) -> AsyncIterator[Run]:
 
 
 WAYS: dict[str, Callable[[str], AbstractAsyncContextManager[Run]]] = {
-    "rollbus": lambda model: rollbus_whole("--model", model, "--engine-args", json.dumps(ENGINE_ARGS)),
+    "rollbus": lambda model: rollbus_many("--model", model, "--engine-args", json.dumps(ENGINE_ARGS), streams=False),
     "rollbus-chunks": lambda model: rollbus_chunks("--model", model, "--engine-args", json.dumps(ENGINE_ARGS)),
     "vllm-http": http_server,
     "vllm-delta": in_process,

@@ -37,7 +37,7 @@ from starlette.routing import Route
 
 from bench.processes import Way, answer, bus_request, own_process
 from bench.report import Load, Report, parse_loads, program
-from bench.ways import Prompts, Result, Run, ask, cpu_ms, event_reader, rate, rollbus_chunks, rollbus_whole, serve
+from bench.ways import Prompts, Result, Run, ask, cpu_ms, event_reader, rate, rollbus_chunks, rollbus_many, serve
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
 from rollbus.frontend.cli.tables import Spread, Value
@@ -94,7 +94,8 @@ async def sse() -> AsyncIterator[Run]:
 
 
 WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
-    "rollbus": partial(rollbus_whole, *SYNTHETIC, routing=False),
+    "rollbus": partial(rollbus_many, *SYNTHETIC, streams=False, routing=False),
+    "rollbus-many": partial(rollbus_many, *SYNTHETIC, streams=True, routing=False),
     "rollbus-chunks": partial(rollbus_chunks, *SYNTHETIC, routing=False),
     "sse": sse,
     "engine": engine_alone,

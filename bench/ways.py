@@ -57,6 +57,13 @@ class Result:
         self.rows += rows
         self.chunks += 1
 
+    def add_part(self, part: rollbus.Chunk | rollbus.Generation) -> None:
+        """Add a chunk or a whole result of rollbus."""
+        if part.error is not None or part.logprobs is None:
+            raise RuntimeError(f"no tokens with logprobs: {part!r}")
+        rows = 0 if part.routed_experts is None else part.routed_experts.shape[0]
+        self.add(part.token_ids.tolist(), part.logprobs.tolist(), rows)
+
 
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], Awaitable[Iterable[Result]]]
@@ -88,20 +95,23 @@ def at_once(one: Callable[[list[int], int, Result], Coroutine[Any, Any, None]]) 
 
 
 @asynccontextmanager
-async def rollbus_whole(*worker_args: str, routing: bool | None = None) -> AsyncIterator[Run]:
-    """Run `complete_many`: whole results, for which the worker batches the tokens."""
+async def rollbus_many(*worker_args: str, streams: bool, routing: bool | None = None) -> AsyncIterator[Run]:
+    """Run one loop for all requests.
+
+    With `streams`, `stream_many` returns all chunks that have come. Without, `complete_many` returns whole results, for
+    which the worker batches the tokens.
+    """
     async with on_the_bus(*worker_args) as rb:
 
-        async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+        async def run(prompts: Prompts, max_tokens: int) -> Iterable[Result]:
             started = time.perf_counter()
-            results = []
             requests = [bus_request(prompt, max_tokens, routing=routing) for prompt in prompts]
-            async for generation in rb.complete_many(requests, max_in_flight=len(requests)):
-                if generation.error is not None or generation.logprobs is None:
-                    raise RuntimeError(f"no result: {generation.error}")
-                results.append(Result(started))
-                results[-1].add(generation.token_ids.tolist(), generation.logprobs.tolist(), _count(generation))
-            return results
+            results = {request.request_id: Result(started) for request in requests}
+            many = rb.stream_many if streams else rb.complete_many
+            async for parts in many(requests, max_in_flight=len(requests)):
+                for part in parts if isinstance(parts, list) else [parts]:
+                    results[part.request_id].add_part(part)
+            return results.values()
 
         yield run
 
@@ -113,15 +123,9 @@ async def rollbus_chunks(*worker_args: str, routing: bool | None = None) -> Asyn
 
         async def one(prompt: list[int], max_tokens: int, result: Result) -> None:
             async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=routing)):
-                if chunk.logprobs is None:
-                    raise RuntimeError(f"the chunk has no logprobs: {chunk!r}")
-                result.add(chunk.token_ids.tolist(), chunk.logprobs.tolist(), _count(chunk))
+                result.add_part(chunk)
 
         yield at_once(one)
-
-
-def _count(part: rollbus.Chunk | rollbus.Generation) -> int:
-    return 0 if part.routed_experts is None else part.routed_experts.shape[0]
 
 
 @asynccontextmanager
