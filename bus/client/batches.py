@@ -230,6 +230,11 @@ class ChunkBatch(Batch[list[Chunk]]):
     def _rejected(self, request: GenerateRequest, error: RequestError) -> list[Chunk]:
         return failed_ends(request, (), error)
 
+    def close(self) -> None:
+        """Abort all requests in flight, and drop their chunks."""
+        super().close()
+        self._shared.close()
+
 
 def check_request(drawn: Any, fields: Mapping[str, Any]) -> GenerateRequest:
     """Return `drawn` if it is a request. If it is token ids, return the request with these fields.

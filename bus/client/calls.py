@@ -224,6 +224,13 @@ class Inbox:
         self._calls: deque[Call | SharedInbox] = deque()
         self._is_due = False
         self.unread = Unread()
+        self.shared: set[SharedInbox] = set()
+        """Open inboxes that notify their readers through this one."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of results that no caller has read. Any thread may read this property."""
+        return self.unread.num_bytes + sum([one.unread.num_bytes for one in tuple(self.shared)])
 
     def add(self, call: "Call | SharedInbox") -> None:
         """Schedule `call.notify` in the caller's loop. Call this on the bus thread."""
@@ -246,13 +253,11 @@ class Inbox:
             else:
                 call.notify_caller()
 
-    def count_read(self, num_bytes: int) -> None:
-        """Count bytes of a call that its reader has left as read."""
-        self.unread.read += num_bytes
-
 
 class SharedInbox:
     """The unread chunks of several calls with one reader. One wake-up serves all chunks that arrive before it.
+
+    The reader must `close` it.
 
     Args:
         inbox: notifies the reader, and each call of its end.
@@ -266,12 +271,12 @@ class SharedInbox:
         self._inbox = inbox
         self._wake = wake
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.unread = inbox.unread
-        self.chunks: deque[tuple[Chunk, int]] = deque()
-        """Chunks with their sizes. The bus thread appends, the reader's loop pops. The calls' limits bound it."""
-        # Bytes that `take` has counted as read, of calls that the reader has not left.
-        self._taken = 0
+        # Its own counters: chunks are counted as read together. Sizes beside them would cost a tuple for each.
+        self.unread = Unread()
+        self.chunks: deque[Chunk] = deque()
+        """The bus thread appends, the reader's loop pops. The limits of the calls bound it."""
         self.is_due = False
+        inbox.shared.add(self)
 
     def add(self, call: "Call") -> None:
         """Notify the reader of chunks of a call, or the call of its end. Call this on the bus thread."""
@@ -287,18 +292,14 @@ class SharedInbox:
 
     def take(self) -> list[Chunk]:
         """Return all chunks, and count them as read. Call this in the reader's loop."""
+        # The bus thread counts a chunk before it appends it. At most one is counted too early, until the next call.
+        self.unread.read = self.unread.delivered
         unread = self.chunks
-        taken = [unread.popleft() for _ in range(len(unread))]
-        num_bytes = sum([size for _, size in taken])
-        self._taken += num_bytes
-        self.unread.read += num_bytes
-        return [chunk for chunk, _ in taken]
+        return [unread.popleft() for _ in range(len(unread))]
 
-    def count_read(self, num_bytes: int) -> None:
-        """Count the bytes of a call that its reader has left as read, except those that `take` has counted."""
-        taken = min(num_bytes, self._taken)
-        self._taken -= taken
-        self.unread.read += num_bytes - taken
+    def close(self) -> None:
+        """Count nothing of these calls any more. Call this in the reader's loop."""
+        self._inbox.shared.discard(self)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop | None, callback: Callable[[], None]) -> None:
@@ -368,6 +369,8 @@ class Call:
     result: CallResult | None = None
     """Result of the call. None while it is open. Set after the last chunk was appended."""
     _chunks: deque[tuple[Chunk, int]] = field(init=False, default_factory=deque)
+    _shared: deque[Chunk] | None = field(init=False, default=None)
+    """Chunks of the shared inbox. None: the call has its own reader."""
     # Written by both threads, in the order that `Inbox` describes.
     is_due: bool = False
 
@@ -383,7 +386,7 @@ class Call:
         self.payloads = [encode(child) for child in self.children]
         self.deadline_s = time.monotonic() + self.timeout_s
         if isinstance(self.inbox, SharedInbox):
-            self._chunks = self.inbox.chunks
+            self._shared = self.inbox.chunks
 
     def __repr__(self) -> str:
         """Return one line with the state."""
@@ -414,7 +417,10 @@ class Call:
                 if self.is_mapped:
                     # Not `replace`, which checks the chunk again.
                     force_setattr(chunk, "request_id", self.request.request_id)
-                self._chunks.append((chunk, size))
+                if self._shared is None:
+                    self._chunks.append((chunk, size))
+                else:
+                    self._shared.append(chunk)
         if self.streams and chunks and not self.is_due:
             self.inbox.add(self)
 
@@ -489,9 +495,10 @@ class Call:
 
     def abandon(self) -> None:
         """Stop reading this call and count its buffered results as read."""
-        num_bytes = self.delivered - self._num_read_bytes
-        self._num_read_bytes += num_bytes
-        self.inbox.count_read(num_bytes)
+        if self._shared is not None:
+            # The shared inbox counts what its reader takes.
+            self._num_read_bytes = self.delivered
+        self._count_read(self.delivered - self._num_read_bytes)
 
     def _count_read(self, num_bytes: int) -> None:
         self._num_read_bytes += num_bytes

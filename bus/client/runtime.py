@@ -113,7 +113,7 @@ class Runtime:
     @property
     def unread_bytes(self) -> int:
         """Bytes of results that no caller has read."""
-        return self._inbox.unread.num_bytes
+        return self._inbox.unread_bytes
 
     def stats(self) -> ClientStats:
         """Return a copy of the counters. Any thread may call this."""
