@@ -252,8 +252,13 @@ async def drain(
     make: Callable[[], Batch[R]], requests: "Requests | AsyncRequests", fields: Mapping[str, Any]
 ) -> AsyncGenerator[R, None]:
     """Send the requests through a new batch, and yield what it returns. See `Client.complete_many`."""
+
+    def wake() -> None:
+        batch.news.set()
+
+    # The batch must be closed, so what may fail comes before it.
+    source = Source("requests", requests, lambda drawn: check_request(drawn, fields), wake)
     batch = make()
-    source = Source("requests", requests, lambda drawn: check_request(drawn, fields), batch.news.set)
     is_over = False
     try:
         while True:

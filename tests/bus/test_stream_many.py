@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import rollbus
 from rollbus.bus.client.calls import Call, CallResult, Inbox, SharedInbox
+from rollbus.bus.client.client import runtime_of
 from rollbus.schemas.chunk import Chunk
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.request import GenerateRequest
@@ -125,6 +126,9 @@ async def test_leaving_the_loop_aborts_all_requests(nats_url: str, fleet: str, o
         async with contextlib.aclosing(rb.stream_many(requests)) as lists:
             await anext(lists)
         await until_idle(engine, rb)
+        with pytest.raises(rollbus.InvalidRequest, match="requests is 1; allowed"):
+            await all_of(rb.stream_many(1))  # type: ignore[arg-type]
+        assert not runtime_of(rb)._inbox.shared
         await until_true(lambda: not rb.stats().unread_bytes)
         await asyncio.to_thread(without_asyncio)
         await until_idle(engine, rb)
