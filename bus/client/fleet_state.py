@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_ACK_BYTES: Final = 256 << 10
 """Maximum size of an ack that is decoded. Acks of reads have up to several megabytes. The ack of new weights has the
 routed experts of a canary: 46 KB with 61 layers."""
-MAX_PENDING: Final = 8192
-"""Maximum number of waiting messages, about one or two seconds of acks. Further messages are dropped. The command
-result of the controller is not affected."""
-MAX_PENDING_BYTES: Final = 64 << 20
 READS: Final = (ReadExperts, ReadRequest, State)
 STATE: Final = State(id="x").command
 READ_ACK: Final = b'"command":"read_'
@@ -244,10 +240,12 @@ class FleetWatch:
             undo.push_async_callback(self._unlisten)
             if self._may_hear_commands:
                 try:
-                    await self._subscribe(self._subjects.controls, self._on_command)
+                    self._subscriptions += [
+                        await subscribe_permitted(self._nats, self._subjects.controls, self._on_command)
+                    ]
                 except PermissionDenied:
                     self._may_hear_commands = False
-            await self._subscribe(self._subjects.acks, self._on_ack)
+            self._subscriptions += [await subscribe_permitted(self._nats, self._subjects.acks, self._on_ack)]
             undo.pop_all()
 
     async def _unlisten(self) -> None:
@@ -255,12 +253,6 @@ class FleetWatch:
             subscription = self._subscriptions.pop()
             if not self._nats.is_closed:
                 await subscription.unsubscribe()
-
-    async def _subscribe(self, subject: str, handler: Callable[[Msg], None]) -> None:
-        subscription = await subscribe_permitted(
-            self._nats, subject, handler, max_pending_msgs=MAX_PENDING, max_pending_bytes=MAX_PENDING_BYTES
-        )
-        self._subscriptions.append(subscription)
 
     def _on_command(self, message: Msg) -> None:
         controller = message.subject.rpartition(".")[2]

@@ -372,14 +372,7 @@ async def publish_permitted(nats: Connection, subject: str, data: bytes, headers
         await nats.confirm(timeout_s=ANSWER_S)
 
 
-async def subscribe_permitted(
-    nats: Connection,
-    subject: str,
-    handler: Handler,
-    *,
-    max_pending_msgs: int,
-    max_pending_bytes: int,
-) -> Subscription:
+async def subscribe_permitted(nats: Connection, subject: str, handler: Handler) -> Subscription:
     """Subscribe, and wait until the server has checked the user's permission, if the server answers.
 
     Raises:
@@ -388,9 +381,7 @@ async def subscribe_permitted(
     """
     async with AsyncExitStack() as undo:
         async with nats.denials.expected(subject, "subscribe"):
-            subscription = await subscribe(
-                nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
-            )
+            subscription = await subscribe(nats, subject, handler)
             # Otherwise each reconnect would subscribe again, and after a cancellation no caller owns the subscription.
             undo.push_async_callback(_end, nats, subscription)
             await nats.confirm(timeout_s=ANSWER_S)

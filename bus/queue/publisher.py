@@ -255,7 +255,7 @@ class QueuePublisher(Generic[K]):
             BusClosed: the connection is closed.
         """
         self._inbox = self._nats.new_inbox()
-        await subscribe(self._nats, f"{self._inbox}.*", self._receive_ack, max_pending_msgs=2 * MAX_UNANSWERED)
+        await subscribe(self._nats, f"{self._inbox}.*", self._receive_ack)
 
     async def run(self) -> None:
         """Repeat publishes without an answer until cancelled: after `REPEAT_S`, and after a lost connection.

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Final
 
-from ...bus.nats.connection import MAX_PENDING_BYTES, MAX_PENDING_MSGS, Connection, subscribe_permitted
+from ...bus.nats.connection import Connection, subscribe_permitted
 from ...bus.nats.library import Error, Msg, Subscription
 from ...bus.subjects import Subjects
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, PermissionDenied, RemoteProtocolError
@@ -85,10 +85,9 @@ class StartCheck:
         Users that an earlier release created may not subscribe. The worker then compares nothing.
         """
         self._listens_since = time.monotonic()
-        limits = {"max_pending_msgs": MAX_PENDING_MSGS, "max_pending_bytes": MAX_PENDING_BYTES}
         subject = Subjects(self._config.fleet).presences
         try:
-            self._subscription = await subscribe_permitted(nats, subject, self._receive, **limits)
+            self._subscription = await subscribe_permitted(nats, subject, self._receive)
         except PermissionDenied as exc:
             logger.warning("peers.subscription_denied error=%s remedy=%s", exc, "rollbus auth init")
         except (BusBroken, BusClosed) as exc:
