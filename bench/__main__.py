@@ -31,6 +31,7 @@ BENCHES = (
     "accounts",
     "flood",
     "experts",
+    "instructions",
 )
 
 

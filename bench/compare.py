@@ -4,8 +4,8 @@
 
 The other commit is checked out into a temporary directory and runs with the packages of this environment. Both commits
 run the bench in turns. A figure is worse if its best round is worse than the worst round of the other commit. The unit
-at the end of its name decides what is better: more for `per_s` and `times`, less for times, CPU and bytes. Figures with
-other units are shown only.
+at the end of its name decides what is better: more for `per_s` and `times`, less for times, CPU and bytes. Counts of
+`instructions` are worse if they grew by more than 3 %. Figures with other units are shown only.
 """
 
 import json
@@ -22,6 +22,9 @@ from bench.report import ROOT
 from rollbus.frontend.cli.tables import table_text
 
 LESS = ("_ms", "_us", "_s", "_bytes", "_kb", "_mb")
+COUNTS = ("instructions", "c_calls")
+"""Figures of `bench.instructions`, which the load of the machine does not change."""
+COUNT_NOISE = 0.03
 Figures = dict[tuple[str, str], list[float]]
 """By row and column: the figure of each round."""
 
@@ -30,6 +33,8 @@ def is_worse(column: str, before: Sequence[float], after: Sequence[float]) -> bo
     """Return True if the rounds after a change are all worse than those before it."""
     if column.endswith("_per_s") or column.startswith("times_"):
         return max(after) < min(before)
+    if column in COUNTS:
+        return median(after) > (1 + COUNT_NOISE) * median(before)
     return column.endswith(LESS) and min(after) > max(before)
 
 
