@@ -9,6 +9,7 @@ import pytest
 
 from bench.__main__ import BENCHES
 from bench.compare import is_worse
+from bench.profile import flame_graph, read_stacks
 from tests.support.processes import ROOT
 from tests.support.waits import SOON_S
 
@@ -61,6 +62,16 @@ def test_a_figure_is_worse_if_its_best_round_is_worse_than_the_other_commits_wor
         assert is_worse(column, [10.0, 12.0], worse)
         assert not is_worse(column, [10.0, 12.0], as_good)
     assert not is_worse("chunks", [10.0], [1.0])
+
+
+def test_a_flame_graph_has_a_box_for_each_function_with_enough_samples() -> None:
+    """Samples of one function count together, whatever the line. Functions below half a percent are left out."""
+    calls = read_stacks("t;Runner.run (r.py:1);a (x.py:1);b (x.py:2) 90\nt;Runner.run (r.py:1);a (x.py:3) 110\nt;c 1\n")
+    picture = flame_graph(calls, "client")
+
+    assert "<title>a (x.py) 99.5%</title>" in picture
+    assert "<title>b (x.py) 44.8%</title>" in picture
+    assert picture.count("<title>") == 3
 
 
 def test_each_bench_has_a_short_run() -> None:
