@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +27,7 @@ SEND_BYTES: Final = 64 << 10
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Limit for a request head."""
+NOT_HTTP: Final = "Invalid HTTP request received."
 BODILESS: Final = frozenset({204, 304})
 """Statuses of answers without a body."""
 
@@ -66,10 +68,35 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the next bytes. Reject a head, a trailer or the size of a chunk that does not end."""
+        self._unset_keepalive_if_required()
         self._unparsed_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            self._parse_again(data[upgrade.args[0] :])
+        except HttpParserError:
+            self.send_400_response(NOT_HTTP)
         if self._unparsed_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("Invalid HTTP request received.")
+            self.send_400_response(NOT_HTTP)
+
+    def _parse_again(self, rest: bytes) -> None:
+        """Parse a request again without its offer of another protocol, because httptools ignores its body otherwise.
+
+        Args:
+            rest: the bytes after the head.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self.send_400_response(NOT_HTTP)
+            return
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                lines += [b"connection: close"] if b"close" in value.lower() else []
+            elif name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        self.parser = HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header. Ignore a trailer: a proxy does not check trailers, so a token in one gives no access."""
@@ -79,6 +106,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the application for a request."""
         self._unparsed_bytes = 0
+        if self.parser.should_upgrade():
+            return
         super().on_headers_complete()
         self.scope["state"].update(connection=self, cycle=self.cycle)
 
@@ -86,6 +115,11 @@ class Connection(HttpToolsProtocol):
         """Add a part of the body."""
         self._unparsed_bytes = 0
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the blocks that need the client."""

@@ -92,6 +92,7 @@ TOKEN_IN_TRAILER = (
 
 STREAM = json.dumps({**BODY, "stream": True}).encode()
 OLD_STREAM = post_head(PATH, len(STREAM)).replace(b"1.1\r\n", b"1.0\r\nAuthorization: Bearer data\r\n") + STREAM
+NEW_STREAM = OLD_STREAM.replace(b"1.0\r\n", b"1.1\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n")
 
 
 async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) -> None:
@@ -106,6 +107,8 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
         "trailer": TOKEN_IN_TRAILER,
         "long trailer": TOKEN_IN_TRAILER.removesuffix(b"\r\n") + b"X: " + b"x" * 2 * MAX_HEAD_BYTES,
         "HTTP/1.0 stream": OLD_STREAM,
+        "HTTP/2 offered": NEW_STREAM,
+        "CONNECT": b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     }
     found = {}
     async with serve(TOKENS) as http:
@@ -120,6 +123,8 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
     head, _, events = found["HTTP/1.0 stream"].partition(b"\r\n\r\n")
     assert (b"connection: close" in head, b"chunked" in head) == (True, False)
     assert (events[:6], events[-14:]) == (b"data: ", b"data: [done]\n\n")
+    assert b"data: [done]" in found["HTTP/2 offered"]
+    assert b" 400 " in found["CONNECT"].splitlines()[0]
 
 
 async def test_idle_connections_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
