@@ -33,6 +33,9 @@ ALL_PRESENCES: Final = f"{PREFIX}.*.presence.*"
 """The subjects of the presence of the workers of all fleets, which only a server without users lets a client read."""
 BUCKET: Final = "rollbus"
 """The bucket that all fleets of a server share. Each fleet has its own keys."""
+CLIENT_CONNECTION: Final = "rollbus client "
+WORKER_CONNECTION: Final = "rollbus worker "
+"""Names of connections, before the name of the client or the id of the worker."""
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)
 """The lanes of the queue."""
 _PLAIN_NAME: Final = re.compile("[A-Za-z0-9_-]+")

@@ -28,7 +28,7 @@ from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent
 from ..bus.queue.puller import PullerStats, QueuePuller
 from ..bus.queue.streams import ensure_queue
-from ..bus.subjects import Subjects
+from ..bus.subjects import WORKER_CONNECTION, Subjects
 from ..schemas.errors import (
     BusBroken,
     BusClosed,
@@ -174,7 +174,7 @@ class Worker:
         """
         self._nats = await open_connection(
             self._config.server,
-            name=f"rollbus worker {self._config.worker_id}",
+            name=f"{WORKER_CONNECTION}{self._config.worker_id}",
             on_reconnect=self._on_reconnect,
             on_error=self._on_error,
         )

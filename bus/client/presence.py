@@ -20,7 +20,7 @@ from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence, WorkerState
 from ..control.store import DesiredStore
 from ..logs import RejectionCount
-from ..nats.connection import Connection, publish
+from ..nats.connection import Connection, names_of_subscribers, publish
 from ..nats.failures import describe_reachable
 from ..nats.jetstream import Unanswered
 from ..nats.library import Msg
@@ -28,7 +28,7 @@ from ..protocol.fleet.desired import desired_loras, effective, shows_ack
 from ..protocol.fleet.presence import LostWorker, PresenceTable, Survivor, accepts_whole_requests
 from ..queue.publisher import QueueProbes
 from ..queue.streams import QueueDepth, delete_queue, queue_depths
-from ..subjects import Subjects
+from ..subjects import CLIENT_CONNECTION, WORKER_CONNECTION, Subjects
 from .calls import Call
 from .config import ClientConfig
 from .coordinator import AttemptCoordinator
@@ -84,6 +84,9 @@ class PresenceWatcher:
         self._changed = asyncio.Event()
         self._pinged_at = -PING_WAIT_S
         self._listening_since = -FIRST_WAIT_S
+        # True if no call has read the answers to the ping of this watch.
+        self._is_unread = False
+        self._connected: _SharedRead[frozenset[str] | None] = _SharedRead()
         self.snapshot = self.table.snapshot
         self.client: str | None = None
         self.rejected = RejectionCount()
@@ -140,25 +143,45 @@ class PresenceWatcher:
         self.table.restart_leases(time.monotonic())
         self._pinged_at = -PING_WAIT_S
         self._listening_since = time.monotonic()
+        self._is_unread = True
         await self._ping()
 
     async def known_workers(self) -> tuple[WorkerPresence, ...]:
-        """Return the latest presence of live workers, after all had time to answer since the watch began."""
-        left_s = self._listening_since + FIRST_WAIT_S - time.monotonic()
-        if left_s > 0:
-            await self.wait_until(lambda: False, left_s)
+        """Return the latest presence of live workers, after all have answered since the watch began.
+
+        If the server does not tell which workers are connected to it, wait until all had time to answer.
+        """
+        if self._first_left_s() > 0:
+            names = await self._connected.get(self._connected_workers)
+            await self.wait_until(lambda: bool(names) and all(map(self.table.get, names or ())), self._first_left_s())
         return self.table.workers()
+
+    def _first_left_s(self) -> float:
+        return self._listening_since + FIRST_WAIT_S - time.monotonic()
+
+    async def _connected_workers(self) -> frozenset[str] | None:
+        """Return the ids of the connected workers. None: other programs may answer pings. Empty: unknown, or none."""
+        # A worker that is flooded with pings does not receive them for some seconds, but it receives commands.
+        subjects = self.subjects.ping, self.subjects.control(self.client or "~")
+        found = await names_of_subscribers(self._nats, *subjects)
+        names = [name for name in found or () if not name.startswith(CLIENT_CONNECTION)]
+        if not all(name.startswith(WORKER_CONNECTION) for name in names):
+            return None
+        return frozenset(name.removeprefix(WORKER_CONNECTION) for name in names)
 
     async def wait_for_acked(self, acks: Collection[Ack], timeout_s: float) -> None:
         """Wait until presence shows what these acks of recorded commands say, for at most `timeout_s` seconds."""
         await self.wait_until(lambda: all(shows_ack(self.table.get(ack.worker), ack) for ack in acks), timeout_s)
 
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
-        """Ask all workers for their state, and return the answers of the next half second.
+        """Ask all workers for their state, and return the answers of the next half second, or of a new watch.
 
         Raises:
             BusBroken: the connection to NATS is gone.
         """
+        is_first, self._is_unread = self._is_unread and self._first_left_s() > 0, False
+        if is_first:
+            return await self.known_workers()
         await self._ping()
         await self.wait_until(lambda: False, PING_WAIT_S)
         return self.table.workers()

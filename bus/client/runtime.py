@@ -36,6 +36,7 @@ from ..nats.library import Msg, SlowConsumerError
 from ..objects.uploads import Uploads
 from ..protocol.fleet.leases import DEFAULT_LEASE_S
 from ..protocol.fleet.presence import LEASE_MARGIN_S, LostWorker, WaitLimit
+from ..subjects import CLIENT_CONNECTION
 from ..tracing.spans import TracingStats, make_tracer
 from .calls import Call, CallResult, Inbox, SharedInbox
 from .config import ClientConfig, ClientStats
@@ -66,7 +67,7 @@ class Runtime:
         self.config = config
         self.nats = nats = Connection(
             config.server,
-            name=f"rollbus client {config.client}",
+            name=f"{CLIENT_CONNECTION}{config.client}",
             on_reconnect=self._restart_leases,
             on_error=self._handle_error,
         )

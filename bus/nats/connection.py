@@ -7,7 +7,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ...schemas.errors import BusBroken, BusClosed, LocalProtocolError, RollbusError, ServerUnreachable
+import msgspec
+
+from ...schemas.errors import (
+    BusBroken,
+    BusClosed,
+    LocalProtocolError,
+    PermissionDenied,
+    RollbusError,
+    ServerUnreachable,
+)
 from ..auth.credentials import Signatures
 from ..subjects import PREFIX
 from .client import Handler, PatchedNatsClient
@@ -42,6 +51,26 @@ MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of these messages, equal to the server's limit for a slow client. A higher limit would gain little."""
 ANSWER_S: Final = 3.0
 """Seconds for the server's answer. If the server does not answer, other calls report that."""
+LIST_S: Final = 0.5
+"""Seconds for the server to list the connections of its account, which takes milliseconds."""
+MAX_CONNECTIONS: Final = 2048
+"""Most connections that a server lists: up to a megabyte of JSON."""
+
+
+class _Listed(msgspec.Struct):
+    """A connection or an account in the server's answer."""
+
+    name: str = ""
+    leafnodes: int = 0
+
+
+class _Lists(msgspec.Struct):
+    connections: list[_Listed] = []
+    account_statz: list[_Listed] = []
+
+
+class _Answer(msgspec.Struct):
+    data: _Lists
 
 
 @dataclass(slots=True, kw_only=True)
@@ -333,6 +362,30 @@ async def subscribe(
         )
     except nats_errors.ConnectionClosedError as error:
         raise BusClosed("the connection to NATS is closed") from error
+
+
+async def names_of_subscribers(nats: Connection, *subjects: str) -> frozenset[str] | None:
+    """Return the names of all connections that receive one of these subjects.
+
+    None: the server does not tell, or other servers may have more of them: a cluster, or leaf nodes. Users of rollbus
+    may not ask, because the answer has the addresses of all connections.
+    """
+    if nats.user is not None or nats.is_in_cluster:
+        return None
+    try:
+        accounts = (await _list_own(nats, "STATZ", {})).account_statz
+        asked = [{"filter_subject": subject, "limit": MAX_CONNECTIONS} for subject in subjects]
+        lists = [(await _list_own(nats, "CONNZ", query)).connections for query in asked]
+    except (PermissionDenied, nats_errors.Error, OSError, msgspec.MsgspecError):
+        return None
+    if not accounts or accounts[0].leafnodes or max(map(len, lists)) == MAX_CONNECTIONS:
+        return None
+    return frozenset(connection.name for listed in lists for connection in listed)
+
+
+async def _list_own(nats: Connection, what: str, query: dict[str, Any]) -> _Lists:
+    answer = await nats.request(f"$SYS.REQ.ACCOUNT.PING.{what}", msgspec.json.encode(query), timeout=LIST_S)
+    return msgspec.json.decode(answer.data, type=_Answer).data
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import pytest
 
 import rollbus
 from rollbus.bus.client import config
+from rollbus.bus.client import presence as watching
 from rollbus.bus.client.config import BOUNDS_S, DurationsByModel
 from rollbus.bus.control.updates import provision
 from rollbus.bus.nats.connection import connected, publish
@@ -210,3 +211,39 @@ async def test_each_attempt_with_an_offer_counts_its_wait_once(nats_url: str, fl
     assert before == {}
     assert (sum(once.counts), sum(twice.counts)) == (1, 2)
     assert 0 < once.total_s < twice.total_s
+
+
+@pytest.fixture
+def long_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a new client wait for ever for workers that might still answer."""
+    monkeypatch.setattr(watching, "FIRST_WAIT_S", math.inf)
+
+
+async def test_a_new_client_waits_for_the_answer_of_each_connected_worker(
+    long_first_wait: None, nats_url: str, fleet: str
+) -> None:
+    """A new client knows the fleet when all workers that are connected to the server have answered."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="a"),
+        synthetic_worker(nats_url, fleet, worker_id="b"),
+        rollbus.connect(nats_url, fleet=fleet) as first,
+    ):
+        await first.fleet.wait_for_workers(2)
+        for _ in range(10):
+            async with busy_timeout(SOON_S), rollbus.connect(nats_url, fleet=fleet) as rb:
+                state = await rb.fleet.state()
+            assert [worker.worker for worker in state.workers] == ["a", "b"]
+
+
+async def test_a_new_client_waits_longer_beside_other_programs(
+    long_first_wait: None, nats_url: str, fleet: str
+) -> None:
+    """If a program without a known name answers pings, a new client waits until all had time to answer."""
+    async with (
+        hand_worker(nats_url, fleet),
+        synthetic_worker(nats_url, fleet),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await rb.fleet.state()

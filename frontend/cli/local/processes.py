@@ -18,9 +18,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from ....bus.nats.connection import connected, publish
+from ....bus.nats.connection import connected, publish, subscribe
+from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
-from ....bus.subjects import Subjects
+from ....bus.subjects import WORKER_CONNECTION, Subjects
 from ....schemas.errors import EXIT_DUPLICATE_WORKER, BusBroken
 from ....schemas.messages import encode_json
 from ....schemas.presence import WorkerPresence, WorkerState
@@ -180,14 +181,23 @@ class StartAnnouncer:
 
     async def _announce(self, worker: str, start: _Start) -> None:
         try:
-            async with connected(self._server_of(worker), name="rollbus up") as nats:
+            name, is_asked = f"{WORKER_CONNECTION}{worker}", asyncio.Event()
+
+            async def answer(_ping: Msg) -> None:
+                is_asked.set()
+
+            async with connected(self._server_of(worker), name=name) as nats:
+                await subscribe(nats, self._subjects.ping, answer)
                 while True:
+                    is_asked.clear()
                     left_s = start.at - time.monotonic()
                     why = f"{start.why} in {left_s:.0f} s" if left_s > 0 else start.why or None
                     awaited_s = max(self._start_timeout_s + left_s, 0.0)
                     presence = self._presence(worker, start.incarnation, WorkerState.STARTING, awaited_s, why)
                     await publish(nats, self._subjects.presence(worker), encode_json(presence))
-                    await asyncio.sleep(ANNOUNCE_EVERY_S)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(ANNOUNCE_EVERY_S):
+                            await is_asked.wait()
         except BusBroken as exc:
             logger.warning("worker.announce_failed worker=%s error=%s", worker, exc)
 
