@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final, get_args
@@ -130,6 +129,8 @@ def is_hub_id(model: str) -> bool:
 
 def computes_on_cpu() -> bool:
     """Return True if the installed vLLM is a build for CPUs, which uses no GPU."""
+    from importlib.metadata import PackageNotFoundError, version
+
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         return True
     try:
@@ -144,6 +145,8 @@ def pip_install(extra: str) -> str:
 
     If rollbus was not installed from an index, `direct_url.json` (PEP 610) has its origin.
     """
+    from importlib.metadata import PackageNotFoundError, distribution
+
     package = f"rollbus[{extra}]"
     try:
         origin = json.loads(distribution("rollbus").read_text("direct_url.json") or "{}")
