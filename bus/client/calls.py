@@ -346,7 +346,7 @@ class Call:
     children: list[GenerateRequest] = field(init=False)
     """Request of each sample."""
     payloads: list[bytes] = field(init=False)
-    """Encoded `children`. Encoding here makes a request that cannot be encoded fail before it is submitted."""
+    """Encoded `children`, until the call is submitted. A request that cannot be encoded fails here, before that."""
     deadline_s: float = field(init=False)
     """Deadline on `time.monotonic()`."""
     spans: CallSpans | None = field(init=False, default=None)
@@ -368,7 +368,8 @@ class Call:
     """Bytes received. A streamed call frees them as the caller reads; other calls free them when the caller leaves."""
     result: CallResult | None = None
     """Result of the call. None while it is open. Set after the last chunk was appended."""
-    _chunks: deque[tuple[Chunk, int]] = field(init=False, default_factory=deque)
+    _chunks: deque[tuple[Chunk, int]] | None = None
+    """Chunks that the caller has not read. None before the first one, because an empty deque has 600 bytes."""
     _shared: deque[Chunk] | None = field(init=False, default=None)
     """Chunks of the shared inbox. None: the call has its own reader."""
     # Written by both threads, in the order that `Inbox` describes.
@@ -417,10 +418,12 @@ class Call:
                 if self.is_mapped:
                     # Not `replace`, which checks the chunk again.
                     force_setattr(chunk, "request_id", self.request.request_id)
-                if self._shared is None:
-                    self._chunks.append((chunk, size))
-                else:
+                if self._shared is not None:
                     self._shared.append(chunk)
+                elif self._chunks is None:
+                    self._chunks = deque([(chunk, size)])
+                else:
+                    self._chunks.append((chunk, size))
         if self.streams and chunks and not self.is_due:
             self.inbox.add(self)
 

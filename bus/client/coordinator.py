@@ -31,6 +31,7 @@ from ..protocol.queue.placement import PlacementNeeds
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
 from .config import MAX_MODELS, ClientStats
+from .deadlines import Deadlines
 from .generation import ChildResult
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class OpenCall:
             ChildRequest(self, ResponseStream(request, child=index, attempt=attempt, keep=not call.streams), payload)
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
         ]
+        call.payloads = []
         self.target_version: int | None = None
         """Target weight version of the model when the call was submitted. None until it is known, and if the request
         does not need it."""
@@ -67,8 +69,6 @@ class OpenCall:
         """True if all children have their terminal chunk, or if the call has failed."""
         self.is_stopping = False
         """True if the children end with their present tokens and are not published again."""
-        self.timer: asyncio.TimerHandle | None = None
-        """Timer that ends the call at its deadline."""
 
     @property
     def next_attempt(self) -> int:
@@ -80,8 +80,6 @@ class OpenCall:
         if self.has_ended:
             return
         self.has_ended = True
-        if self.timer is not None:
-            self.timer.cancel()
         if (spans := self.call.spans) is not None:
             spans.ended(self.model, self.children, self.call.streams, None if error is None else error.code)
         self.call.finish(CallResult([child.result() for child in self.children], error))
@@ -180,6 +178,7 @@ class AttemptCoordinator:
         # Next attempt number of each used id. Late chunks belong to an earlier attempt.
         # Not a dict, which finds its first key only behind the places of all removed ones.
         self._next_attempt: OrderedDict[str, int] = OrderedDict()
+        self._deadlines: Deadlines[OpenCall] = Deadlines(self._expire)
         self._failure: tuple[ErrorCode, str] | None = None
         self._suspects: Suspects[ChildRequest] = Suspects()
         self.silent: Container[str] = frozenset()
@@ -213,8 +212,7 @@ class AttemptCoordinator:
         if self._failure is not None:
             self._fail(open_call, open_call.failure(*self._failure))
             return
-        left_s = max(call.deadline_s - time.monotonic(), 0)
-        open_call.timer = asyncio.get_running_loop().call_later(left_s, self._expire, open_call)
+        self._deadlines.add(open_call, call.deadline_s)
         for child in open_call.children:
             self._publisher.add(child)
 
@@ -225,6 +223,7 @@ class AttemptCoordinator:
         if open_call is None or open_call.call is not call:
             return
         del self._calls[request_id]
+        self._deadlines.remove(open_call, call.deadline_s)
         if any(child.was_published for child in open_call.children):
             self._next_attempt[request_id] = open_call.next_attempt
             # The oldest ids are removed first.
@@ -290,6 +289,8 @@ class AttemptCoordinator:
         open_call.finish(error)
 
     def _expire(self, open_call: OpenCall) -> None:
+        if open_call.has_ended:
+            return
         waiting = [child for child in open_call.children if child.is_open and child.worker is None]
         stage = "admission" if waiting else "generation"
         message = f"the request was not finished within {open_call.call.timeout_s:g} s"

@@ -385,6 +385,8 @@ class RequestDispatcher:
             for child in children if others else ():
                 await self._publish([child], worker, kv)
             return
+        # While the request waits, it is kept once: the client rarely publishes it again.
+        first.drop_payload()
         self._coordinator.stats.requests += len(children)
         try:
             if worker is None:

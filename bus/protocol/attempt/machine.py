@@ -38,6 +38,7 @@ DECODE_BYTES: Final = 1024
 MAX_UNREADABLE_WORKERS: Final = 2
 """The number of workers with undecodable frames at which the request fails. A single worker may itself be broken."""
 NOTHING: Final[Sequence[Instruction]] = ()
+NO_WORKER: Final[frozenset[str]] = frozenset()
 
 
 class RequestState(enum.StrEnum):
@@ -211,7 +212,7 @@ class AttemptMachine:
         self._request = stream.asked
         self._payload: bytes | None = payload
         self._last_error: RequestError | None = None
-        self._unreadable_at: set[str] = set()
+        self._unreadable_at: frozenset[str] = NO_WORKER
         self._has_failed_handover = False
         self.is_placed = False
         """True if its worker received it directly, not from the queue."""
@@ -272,6 +273,10 @@ class AttemptMachine:
         if self._payload is None:
             self._payload = encode(self._request)
         return self._payload
+
+    def drop_payload(self) -> None:
+        """Keep the encoded request no longer. `payload` encodes it again for a further message."""
+        self._payload = None
 
     def add(self, chunk: Chunk, now: float) -> tuple[Sequence[Chunk], Sequence[Instruction]]:
         """Handle a chunk of the worker that has the current attempt, or of a worker that rejects it.
@@ -444,7 +449,7 @@ class AttemptMachine:
 
     def _lose(self, lost: on.Lost, now: float) -> Sequence[Instruction]:
         if lost.unreadable_at is not None:
-            self._unreadable_at.add(lost.unreadable_at)
+            self._unreadable_at |= {lost.unreadable_at}
             if len(self._unreadable_at) >= MAX_UNREADABLE_WORKERS:
                 return self._fail(lost.error, now)
         if self.stream.num_attempts >= MAX_ATTEMPTS:
