@@ -137,8 +137,9 @@ class Tour:
         self._begin(1)
         self._write("A tiny mixture-of-experts model with random weights, and a second set of weights for later")
         with waiting("creating the models"):
-            model = await make_tiny_moe(self.state_dir)
-            next_weights = await make_tiny_moe(self.state_dir, seed=NEXT_SEED)
+            async with asyncio.TaskGroup() as tasks:
+                making = [tasks.create_task(make_tiny_moe(self.state_dir, seed=seed)) for seed in (0, NEXT_SEED)]
+            model, next_weights = (task.result() for task in making)
         for folder in (model, next_weights):
             self._write(f"      {folder}")
         self._write(f"      ({took(started)})")
@@ -153,7 +154,8 @@ class Tour:
             model=model,
             served_model=TINY_MOE,
             worker_flags=(*flags, *roots),
-            restarts=RestartRule(),
+            # The tour itself kills the worker, so the cause does not last.
+            restarts=RestartRule(first_delay_s=0.0),
         )
         async with AsyncExitStack() as stack:
             with waiting("starting"):
