@@ -1,7 +1,5 @@
 """Output that waits for its chunk: tokens and rows, in the form in which they leave."""
 
-from collections import deque
-
 import numpy as np
 import numpy.typing as npt
 
@@ -133,7 +131,7 @@ class RowBuffer:
 
     def __init__(self) -> None:
         # No part is empty. Only the last may grow.
-        self._parts: deque[Buffer | memoryview] = deque()
+        self._parts: list[Buffer | memoryview] = []
 
     def add(self, rows: Rows) -> None:
         """Append C-contiguous `rows`. Large ones must not change any more."""
@@ -169,7 +167,7 @@ class RowBuffer:
         if rest:
             self._parts[0] = rest
         else:
-            self._parts.popleft()
+            del self._parts[0]
         return data
 
     def clear(self) -> None:

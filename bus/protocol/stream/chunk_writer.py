@@ -8,7 +8,6 @@ once and in order. Only the last chunk has an `End`, with the totals of all chun
 chunk, so the stream can be resumed after a chunk with tokens.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -121,9 +120,9 @@ class ChunkWriter:
         # Of the last step, or of the failure or abort.
         self._weight_version = 0
         self._lora_version: int | None = None
-        # Output that was not handed out.
-        self._prompt_logprobs: deque[PromptLogprobs] = deque()
-        self._runs: deque[TokenBuffer] = deque()
+        # Output that was not handed out. Lists are short; an empty deque has 600 bytes.
+        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._runs: list[TokenBuffer] = []
         # The last run, after its tokens have left: most tokens are of the same kind as those before.
         self._empty_run: TokenBuffer | None = None
         self._rows = RowBuffer()
@@ -372,7 +371,7 @@ class ChunkWriter:
         weight_version, lora_version = self._weight_version, self._lora_version
         token_ids, logprobs, top, mask, kv_recomputed = b"", None, None, None, None
         if prompt_logprobs is not None:
-            self._prompt_logprobs.popleft()
+            del self._prompt_logprobs[0]
             self.unsent_bytes -= _count_prompt_bytes(prompt_logprobs)
         if self._runs:
             run = self._runs[0]
@@ -383,7 +382,7 @@ class ChunkWriter:
                 token_ids, logprobs, top, mask = run.pop(num_tokens)
                 self._num_tokens += num_tokens
                 if not run.num_tokens:
-                    self._empty_run = self._runs.popleft()
+                    self._empty_run = self._runs.pop(0)
         chunk = Chunk(
             request_id=self.key.request_id,
             attempt=self.key.attempt,
