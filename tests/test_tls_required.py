@@ -95,6 +95,37 @@ def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: 
         run_on(loop, loses_its_server(server))
 
 
+class ForgingServer(PlainServer):
+    """A server without TLS that begins with messages for the subscriptions of the connection before."""
+
+    def say_info(self, one: socket.socket, **more: Any) -> None:
+        """Send the messages, and then the INFO."""
+        one.sendall(b"".join(b"MSG secret.subject %d 6\r\nforged\r\n" % sid for sid in range(9)))
+        super().say_info(one, **more)
+
+
+async def receives_nothing_without_tls(server: TlsServer, forging: ForgingServer) -> None:
+    """Reconnect first to a server without TLS that sends messages."""
+    received: list[bytes] = []
+    async with opened(server.server) as connection:
+        await subscribe(connection, "secret.subject", lambda message: received.append(message.data))
+        await connection.flush()
+        server.go_away()
+        forging.listen(server.port)
+        await until_true(lambda: len(forging.received) >= 2)
+        forging.go_away()
+        server.listen()
+        await until_true(lambda: connection.is_connected)
+    assert received == []
+
+
+@on_both_loops
+def test_messages_before_tls_are_ignored_at_a_reconnect(tmp_path: Path, loop: str) -> None:
+    """At a reconnect, no subscription receives a message that came before the TLS handshake."""
+    with TlsServer(tmp_path).running() as server:
+        run_on(loop, receives_nothing_without_tls(server, ForgingServer()))
+
+
 async def closes_at_a_silent_server(server: TlsServer, silent: "SilentServer") -> None:
     """Close a connection with unsent bytes while the reachable server has sent nothing yet."""
     async with opened(server.server) as connection:

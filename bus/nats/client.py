@@ -258,13 +258,13 @@ class PatchedNatsClient(Client):
         subscription = self._subs.get(sid)
         if type(subscription) is not _HandledSubscription:
             return False
+        if not self.is_connected:
+            return True  # until TLS and the server's first answer, an attacker could have sent it
         if reply and subscription.skips_streamed and reply.startswith(b"$JS.ACK."):
             self.on_streamed(subject)
             return True
         if subscription.call is None:
             return False
-        if self._status != Client.CONNECTED and (self.is_closed or self.is_reconnecting):
-            return True
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(payload)
         try:

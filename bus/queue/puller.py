@@ -197,10 +197,9 @@ class QueuePuller:
         """Execute one step. Return the seconds until the next step; None: wait until woken."""
         if self._nats.is_closed:
             raise self._nats.lost or BusClosed("the connection to NATS is closed")
-        if not self._nats.is_connected:
-            self._answers.clear()
-            return RECONNECT_POLL_S
         await self._publish_answers()
+        if not self._nats.is_connected:
+            return RECONNECT_POLL_S
         if self._reconnects != self._nats.stats["reconnects"]:
             self._reconnects = self._nats.stats["reconnects"]
             await self._withdraw()  # a server that was not restarted may still have the pulls

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -158,6 +159,28 @@ def test_batched_rows_at_a_wrong_position_end_only_their_requests() -> None:
     assert todo.abort == [wrong]
     assert [chunk.error.code for chunk in ear.chunks("wrong") if chunk.error] == [ErrorCode.PROTOCOL_ERROR]
     assert tokens(ear, "right") == [[7, 5]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"routed_experts": np.full((1, 8, 4), 5, np.uint8)},
+        {"routed_experts": np.full((1, 4, 4), 5, np.uint16)},
+        {"token_ids": np.empty(0, np.int32)},
+        {"logprobs": np.empty(0, np.float32)},
+        {"routed_experts_starts": None},
+    ],
+)
+def test_a_streamed_token_with_wrong_arrays_ends_its_request(wrong: dict[str, Any]) -> None:
+    """A streamed token whose row or arrays have another shape than the model's ends its request."""
+    links, ear = linked()
+    name, _ = ear.offer("r", routing=True)
+    links.add_steps([step(name, rows=(0, 2))], NOW)
+    todo = links.add_steps([msgspec.structs.replace(batch_of(name, row=2), **wrong)], NOW)
+    ear.hear()
+
+    assert todo.abort == [name]
+    assert [chunk.error.code for chunk in ear.chunks("r") if chunk.error] == [ErrorCode.PROTOCOL_ERROR]
 
 
 # The bytes that a worker holds for clients that do not read: counted and bounded.

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...bus.protocol.states import WorkerRequestEvent
-from ...bus.protocol.stream.engine_step import MAX_RUN_BYTES, RequestStep, TokenBatch, TokenBatcher
+from ...bus.protocol.stream.chunk_writer import check_row_kind
+from ...bus.protocol.stream.engine_step import MAX_RUN_BYTES, RequestStep, TokenBatch, TokenBatcher, check_batch
 from ...bus.protocol.telemetry.experts import ExpertBook, Window, is_countable
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, LocalProtocolError, RequestError
@@ -289,6 +290,16 @@ class StepDispatcher:
         self, batch: TokenBatch, found: Sequence[WorkerRequest | None], now: float, instructions: Instructions
     ) -> None:
         """Forward one token to each of these requests. The arrays are cut as bytes, once for all requests."""
+        try:
+            check_batch(batch)
+            if batch.routed_experts is not None:
+                # All requests with rows have those of the engine's model.
+                kinds = (one.writer.routing for one in found if one is not None)
+                check_row_kind(batch.routed_experts, next(filter(None, kinds), None))
+        except LocalProtocolError as exc:
+            for failed in filter(None, found):
+                self._fail_invalid_output(failed, exc, instructions)
+            return
         version, loras = self._versions.weight_version, self._versions.loras
         ids = batch.token_ids.astype("<i4", copy=False).tobytes()
         logprobs = None if batch.logprobs is None else batch.logprobs.astype("<f4", copy=False).tobytes()

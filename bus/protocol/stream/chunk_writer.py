@@ -51,6 +51,24 @@ def check_mask(mask: SamplingMask, num_tokens: int, max_bytes: int) -> None:
         )
 
 
+def check_row_kind(rows: Rows, routing: RoutedExpertsInfo | None) -> None:
+    """Check the shape and dtype of rows.
+
+    Args:
+        routing: the routed experts of the model; None: the rows are not used.
+
+    Raises:
+        LocalProtocolError: they are of another model.
+    """
+    if routing is None:
+        return
+    wanted = (routing.num_layers, routing.top_k)
+    if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
+        raise LocalProtocolError(
+            f"the engine returned rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
+        )
+
+
 CHUNK_OVERHEAD_BYTES = 256
 """More than msgpack needs for the numbers, headers and nil fields of one chunk."""
 SEGMENT_BYTES = 256 * 1024
@@ -81,6 +99,7 @@ class ChunkWriter:
 
     Attributes:
         key: the argument.
+        routing: the argument.
         segment_bytes: the argument; the caller may change it before the first step is added.
         max_mask_bytes: the maximum bytes of ids in one token's sampling mask. The caller may set it before the first
             step is added.
@@ -104,7 +123,7 @@ class ChunkWriter:
     ) -> None:
         self.key = key
         self._prompt_len = prompt_len
-        self._routing = routing
+        self.routing = routing
         self._start = start
         self.segment_bytes = segment_bytes
         self.max_mask_bytes = SEGMENT_BYTES
@@ -149,7 +168,7 @@ class ChunkWriter:
             LocalProtocolError: the step's arrays contradict each other or the row rule; nothing was added.
         """
         num_tokens = len(step.token_ids)
-        rows = step.routed_experts if self._routing is not None else None
+        rows = step.routed_experts if self.routing is not None else None
         num_rows = 0 if rows is None else len(rows)
         self._check(step, num_tokens)
         if rows is not None and num_rows:
@@ -205,7 +224,7 @@ class ChunkWriter:
             LocalProtocolError: as `append_step`; nothing was added.
         """
         self._check_open()
-        if row is not None and self._routing is not None:
+        if row is not None and self.routing is not None:
             most = self._prompt_len - self._start + self.taken_tokens + 1
             if len(row) != self._row_bytes or row_start != self._start + self._taken_rows or self._taken_rows >= most:
                 raise LocalProtocolError(
@@ -253,21 +272,14 @@ class ChunkWriter:
             raise LocalProtocolError("the engine returned KV parameters before the request's last step")
 
     def _check_rows(self, rows: Rows, start: int) -> None:
-        routing = self._routing
+        check_row_kind(rows, self.routing)
         position = self._start + self._taken_rows
-        if routing is None:
-            return
-        wanted = (routing.num_layers, routing.top_k)
-        if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
-            raise LocalProtocolError(
-                f"the engine returned rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
-            )
         if start != position:
             raise LocalProtocolError(f"the engine returned rows from position {start}, expected {position}")
 
     def _check_row_rule(self, step: RequestStep, num_tokens: int, num_rows: int) -> None:
         """Check that each row has an existing position and, at the end, that the number of rows is correct."""
-        if self._routing is None:
+        if self.routing is None:
             return
         most = self._prompt_len - self._start + num_tokens
         if num_rows > most:
@@ -391,7 +403,7 @@ class ChunkWriter:
             weight_version=weight_version,
             token_ids_data=token_ids,
             logprobs_data=logprobs,
-            routed_experts=None if self._routing is None else self._pop_rows(self._routing, num_rows, is_terminal),
+            routed_experts=None if self.routing is None else self._pop_rows(self.routing, num_rows, is_terminal),
             top_logprobs=top,
             prompt_logprobs=prompt_logprobs,
             end=self._make_end(self._ending) if is_terminal and self._ending is not None else None,
@@ -421,7 +433,7 @@ class ChunkWriter:
             num_tokens=self._num_tokens,
             num_rows=self._num_rows,
             cached_tokens=self._cached_tokens,
-            routed_experts_start=None if self._routing is None else self._start,
+            routed_experts_start=None if self.routing is None else self._start,
         )
 
     def fail(self, error: ChunkError, weight_version: int) -> Chunk:

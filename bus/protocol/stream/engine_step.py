@@ -167,7 +167,7 @@ class TokenBatcher:
         Raises:
             LocalProtocolError: its arrays contradict each other, or rows do not follow earlier rows; nothing was added.
         """
-        _check(batch)
+        check_batch(batch)
         if not self._slots:
             self.weight_version, self._num_batches = weight_version, 0
             if not self._room or not self._is_alike(batch):
@@ -267,7 +267,12 @@ def _grow_column(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return grown
 
 
-def _check(batch: TokenBatch) -> None:
+def check_batch(batch: TokenBatch) -> None:
+    """Check that all arrays have the data of as many requests.
+
+    Raises:
+        LocalProtocolError: they do not.
+    """
     count, rows, starts = len(batch.keys), batch.routed_experts, batch.routed_experts_starts
     if (
         len(batch.token_ids) != count
