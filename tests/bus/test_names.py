@@ -89,7 +89,8 @@ async def test_a_new_client_gets_the_list_of_all_known_models(nats_url: str, fle
     The error names the command that forgets a model. A request that names its model is not affected.
     """
     async with synthetic_worker(nats_url, fleet, worker_id="wa", model="a"), client(nats_url, fleet) as rb:
-        await until(rb.fleet.known_models, ("a",))
+        await rb.fleet.wait_for_workers(model="a")
+        await rb.fleet.resume()  # stores a state, by which the model stays known
     async with synthetic_worker(nats_url, fleet, worker_id="wb", model="b"), client(nats_url, fleet) as rb:
         await rb.fleet.wait_for_workers(model="b")
         with pytest.raises(InvalidRequest) as caught:
