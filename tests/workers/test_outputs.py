@@ -84,35 +84,6 @@ def test_the_end_of_a_request_flushes_its_batched_tokens() -> None:
     assert (end.num_tokens, end.num_rows, links.dispatcher.is_gathering) == (6, 7, False)
 
 
-@pytest.mark.parametrize(("num_rows", "chunks"), [(2, [2]), (300, [1, 1])])
-def test_a_small_first_step_leaves_with_the_batched_tokens(num_rows: int, chunks: list[int]) -> None:
-    """The first step of an unstreamed request leaves with its batched tokens, unless it has much data of the prompt."""
-    links, ear = linked()
-    name, _ = ear.offer("r", prompt_len=num_rows, gathers=True, routing=True)
-    links.add_steps([step(name, rows=(0, num_rows))], NOW)
-    ear.hear()
-    assert links.dispatcher.is_gathering == (len(chunks) == 1)
-    assert len(tokens(ear, "r")) == len(chunks) - 1
-    links.add_steps([batch_of(name, row=num_rows)], NOW)
-    links.flush()
-    ear.hear()
-
-    assert [len(ids) for ids in tokens(ear, "r")] == chunks
-
-
-def test_a_held_first_token_leaves_at_the_flush() -> None:
-    """A first token without later tokens leaves at the flush. That of an ended request is discarded."""
-    links, ear = linked()
-    kept, _ = ear.offer("kept", gathers=True)
-    ended, _ = ear.offer("ended", gathers=True)
-    links.add_steps([step(kept), step(ended)], NOW)
-    links.fail([ended], RequestError(code=ErrorCode.TIMEOUT, message="late"))
-    links.flush()
-    ear.hear()
-
-    assert (len(tokens(ear, "kept")), tokens(ear, "ended"), links.dispatcher.is_gathering) == (1, [], False)
-
-
 def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
     """Tokens keep the version with which they were generated, also if they leave under a later version."""
     links, ear = linked()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...bus.protocol.states import WorkerRequestEvent
 from ...bus.protocol.stream.chunk_writer import check_row_kind
-from ...bus.protocol.stream.engine_step import MAX_RUN_BYTES, RequestStep, TokenBatch, TokenBatcher, check_batch
+from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch, TokenBatcher, check_batch
 from ...bus.protocol.telemetry.experts import ExpertBook, Window, is_countable
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, LocalProtocolError, RequestError
@@ -210,15 +210,13 @@ class StepDispatcher:
         self._stats = stats
         self._fail = fail
         self._gathering = TokenBatcher()
-        # Unstreamed requests whose first token is written and waits for the tokens of `_gathering`.
-        self._held: dict[str, WorkerRequest] = {}
         self.experts = ExpertCounter()
         """Counts the experts that the model's routers chose for the tokens."""
 
     @property
     def is_gathering(self) -> bool:
         """True if there are batched tokens that no outbound has yet."""
-        return bool(self._held) or len(self._gathering) > 0
+        return len(self._gathering) > 0
 
     def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float, instructions: Instructions) -> None:
         """Add the output of one engine step. Fail and abort requests with invalid output."""
@@ -243,9 +241,8 @@ class StepDispatcher:
         had_token = request.has_token
         if not self._forward_early(request, step, now, instructions):
             return
-        is_held = request.gathers and not had_token and step.finish_reason is None and _is_small(step)
         if not self._flush_request(request, instructions) or not self._forward(
-            request, step, self._versions.weight_version, instructions, is_held=is_held
+            request, step, self._versions.weight_version, instructions
         ):
             return
         self.experts.add_step(step, request, self._versions.weight_version, now)
@@ -347,11 +344,6 @@ class StepDispatcher:
                 self._gathering.drop(name)
             else:
                 self._flush_request(request, instructions)
-        for request in self._held.values():
-            if self._requests.is_open(request):
-                request.outbound.sender.touch(request.writer, 0)
-                self._outbound.touch(request.outbound)
-        self._held.clear()
 
     def _flush_request(self, request: WorkerRequest, instructions: Instructions) -> bool:
         """Forward the batched tokens of an open request. Return False if that failed the request."""
@@ -377,31 +369,17 @@ class StepDispatcher:
         return True
 
     def _forward(
-        self,
-        request: WorkerRequest,
-        step: RequestStep,
-        weight_version: int,
-        instructions: Instructions,
-        *,
-        is_held: bool = False,
+        self, request: WorkerRequest, step: RequestStep, weight_version: int, instructions: Instructions
     ) -> bool:
-        """Forward a step of an open request. Return False if that failed the request.
-
-        Args:
-            is_held: True if the output may wait for the next batched tokens of the request.
-        """
+        """Forward a step of an open request. Return False if that failed the request."""
         if weight_version != request.timeline.weight_version and len(step.token_ids):
             request.timeline.begin_version(weight_version, request.writer.taken_tokens)
         lora_version = None if request.lora is None else self._versions.loras.get(request.lora)
         try:
-            request.outbound.sender.encode_step(request.origin.key, step, weight_version, lora_version, is_held=is_held)
+            request.outbound.sender.encode_step(request.origin.key, step, weight_version, lora_version)
         except LocalProtocolError as exc:
             self._fail_invalid_output(request, exc, instructions)
             return False
-        if is_held:
-            self._held[request.name] = request
-            return True
-        self._held.pop(request.name, None)
         self._outbound.touch(request.outbound)
         return True
 
@@ -414,10 +392,3 @@ class StepDispatcher:
     def clear(self) -> None:
         """Remove all batched tokens."""
         self._gathering.clear()
-        self._held.clear()
-
-
-def _is_small(step: RequestStep) -> bool:
-    """Return True if a first step has no more data than batched tokens may have. More prompt data must not wait."""
-    rows = step.routed_experts
-    return step.prompt_logprobs is None and (rows is None or rows.nbytes <= MAX_RUN_BYTES)

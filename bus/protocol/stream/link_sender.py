@@ -191,18 +191,9 @@ class LinkSender:
         self._add_terminal(writer.fail(error, weight_version))
 
     def encode_step(
-        self,
-        key: RequestKey,
-        step: RequestStep,
-        weight_version: int,
-        lora_version: int | None = None,
-        *,
-        is_held: bool = False,
+        self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
     ) -> None:
         """Add the output of an engine step to an open request. The versions are those that sampled the output.
-
-        Args:
-            is_held: True: the output leaves only with the next output of the request, or after `touch`.
 
         Raises:
             LocalProtocolError: as `ChunkWriter.append_step`; nothing was added.
@@ -213,8 +204,6 @@ class LinkSender:
         writer.append_step(step, weight_version, lora_version)
         if writer.is_ended and not writer.unsent_bytes:
             self._finish(writer)
-        elif is_held:
-            self._unsent_bytes += writer.unsent_bytes - before
         else:
             self.touch(writer, writer.unsent_bytes - before)
 
@@ -407,17 +396,11 @@ class PlainSender:
         return self._writer.has_left and self._terminal is None
 
     def encode_step(
-        self,
-        key: RequestKey,
-        step: RequestStep,
-        weight_version: int,
-        lora_version: int | None = None,
-        *,
-        is_held: bool = False,
+        self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
     ) -> None:
         """Add the output of an engine step to request `key`, the only one.
 
-        The versions are those that sampled the output. `is_held` has no effect, as `frames` returns all output.
+        The versions are those that sampled the output.
 
         Raises:
             LocalProtocolError: as `ChunkWriter.append_step`; nothing was added.
