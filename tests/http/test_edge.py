@@ -389,9 +389,8 @@ async def test_a_stop_ends_waiting_requests_and_streams_and_keeps_commands(
                 )
                 whole = tasks.create_task(client.post(f"{http.url}/inference/v1/generate", json=STOPPING_LONG))
                 waiting = tasks.create_task(client.post(f"{http.url}/v1/rl/pause", json={"mode": "wait"}))
-                desired: dict[str, DesiredState] = {}
-                while "synthetic" not in desired or "pause" not in desired["synthetic"].registers:
-                    desired = dict((await rb.fleet.state()).desired)
+                while "pause" not in getattr((await rb.fleet.state()).desired.get("synthetic"), "registers", ()):
+                    pass
             for answer in (await whole, await waiting):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
             with pytest.raises(httpx.HTTPError):
