@@ -31,7 +31,8 @@ async def test_an_abort_ends_a_running_request_with_its_tokens_so_far(one_worker
     ):
         completing = tasks.create_task(rb.complete(sized(max_tokens=ENDLESS, request_id="whole")))
         async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS, request_id="stream"))) as stream:
-            chunks = [await anext(stream) for _ in range(3)]
+            # Longer than the worker batches the tokens of the other request.
+            chunks = [await anext(stream) for _ in range(200)]
             assert await rb.abort(["stream", "whole"]) == ["stream", "whole"]
             chunks += await all_of(stream)
         generation = await completing

@@ -274,7 +274,8 @@ async def _replicate(connection: Connection) -> list[str]:
     return [
         info.get("name") or info["config"]["name"]
         for info in infos
-        if not info["cluster"].get("leader")
+        # A server that has just got a replica may not show it yet.
+        if not info.get("cluster", {}).get("leader")
         or sum(replica["current"] for replica in info["cluster"].get("replicas") or ()) < len(NAMES) - 1
     ]
 
