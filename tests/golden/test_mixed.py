@@ -40,6 +40,7 @@ from tests.schemas.strategies import plain
 from tests.support.disagg import SHAPES, filtered
 from tests.support.invariants import observing
 from tests.support.requests import Load
+from tests.support.waits import until_true
 
 ADDED = {"from": "the future", "list": [1, {"a": None}]}
 """The value that a later release adds at each possible place."""
@@ -205,7 +206,7 @@ async def test_a_fleet_of_two_releases_has_the_same_results(
         assert {generation.attempts for generation in results} == {1}
         assert (stats.bad_messages, observer.history.problems) == (0, [])
         assert {"ack", "frame", "presence"} <= set(for_client.counts)
-        assert {"client", "link", "req"} <= set(for_worker.counts)
+        await until_true(lambda: {"client", "link", "req"} <= set(for_worker.counts))
         assert min((for_client.counts + for_worker.counts).values()) > 0
         await observer.check_at_rest()
 
