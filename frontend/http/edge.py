@@ -13,6 +13,7 @@ from typing import Any, Final
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -27,7 +28,11 @@ SEND_BYTES: Final = 64 << 10
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Limit for a request head."""
+MAX_QUEUED: Final = 32
+"""Requests of a connection that may wait for earlier answers. Clients that pipeline send fewer. Others are cut off."""
 NOT_HTTP: Final = "Invalid HTTP request received."
+HOSTS: Final = {"1.0": (0, 1), "1.1": (1,)}
+"""Versions of HTTP that are served, and how many `Host` headers a request of them may have."""
 BODILESS: Final = frozenset({204, 304})
 """Statuses of answers without a body."""
 
@@ -50,7 +55,7 @@ def given_request_id(headers: Mapping[str, str]) -> str | None:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a client. It limits heads, ignores trailers, and reports the client's disconnect.
+    """One connection of a client. It limits heads and queues, ignores trailers, and reports the client's disconnect.
 
     Attributes:
         is_lost: True if the client has disconnected.
@@ -59,15 +64,20 @@ class Connection(HttpToolsProtocol):
 
     scope: Any
     """Scope of the current request. It has no method until the head is complete."""
+    cycle: Any
+    """The last request that has arrived, and its answer; None before the first request."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.is_lost = False
         self.waiting: list[asyncio.Task[Any]] = []
         self._unparsed_bytes = 0
+        self._is_refused = False
 
     def data_received(self, data: bytes) -> None:
         """Parse the next bytes. Reject a head, a trailer or the size of a chunk that does not end."""
+        if self._is_refused:
+            return
         self._unset_keepalive_if_required()
         self._unparsed_bytes += len(data)
         try:
@@ -75,8 +85,25 @@ class Connection(HttpToolsProtocol):
         except HttpParserUpgrade as upgrade:
             self._parse_again(data[upgrade.args[0] :])
         except HttpParserError:
+            self._refuse()
+        if self._unparsed_bytes > MAX_HEAD_BYTES and not self._is_refused:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Close the connection after the answers that are due, or after 400. Until then, ignore what arrives."""
+        self._is_refused = True
+        last = self.cycle
+        if last is None or last.response_complete:
             self.send_400_response(NOT_HTTP)
-        if self._unparsed_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            return
+        last.keep_alive = False
+        # If the body of the last request is complete, the fault is behind it.
+        if not last.more_body or last.response_started:
+            return
+        if self.pipeline:
+            refusal: Any = PlainTextResponse(NOT_HTTP, 400)
+            self.pipeline[0] = last, refusal
+        else:
             self.send_400_response(NOT_HTTP)
 
     def _parse_again(self, rest: bytes) -> None:
@@ -87,7 +114,7 @@ class Connection(HttpToolsProtocol):
         """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
-            self.send_400_response(NOT_HTTP)
+            self._refuse()
             return
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         for name, value in self.headers:
@@ -104,10 +131,17 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application for a request."""
+        """Start the application for a request, or queue the request behind earlier ones.
+
+        Raises:
+            HttpParserError: it is not HTTP/1.0 or 1.1, its host is not clear, or too many requests are queued.
+        """
         self._unparsed_bytes = 0
         if self.parser.should_upgrade():
             return
+        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers].count(b"host")
+        if version not in HOSTS or hosts not in HOSTS[version] or len(self.pipeline) >= MAX_QUEUED:
+            raise HttpParserError(NOT_HTTP)
         super().on_headers_complete()
         self.scope["state"].update(connection=self, cycle=self.cycle)
 
@@ -120,6 +154,8 @@ class Connection(HttpToolsProtocol):
         """End the body."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            # uvicorn pauses for a long body and for a queued request. A disconnect is noticed only by reading.
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the blocks that need the client."""
@@ -176,6 +212,8 @@ class Edge:
             if not delivery.has_begun:
                 refusal = error_response(HttpError(503, "the service is stopping", code="stopping"))
                 await refusal(scope, receive, delivery.send)
+        # uvicorn notes a disconnect only for the last request that has arrived, and logs an error for others.
+        scope["state"]["cycle"].disconnected |= scope["state"]["connection"].is_lost
 
 
 class ResponseSender:

@@ -15,7 +15,7 @@ import pytest
 
 from rollbus.frontend.http import Settings, server
 from rollbus.frontend.http.app import ADMIN, DATA
-from rollbus.frontend.http.edge import MAX_HEAD_BYTES
+from rollbus.frontend.http.edge import MAX_HEAD_BYTES, MAX_QUEUED
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.server import WANTED_DESCRIPTORS, raise_descriptor_limit
 from rollbus.schemas.presence import WorkerState
@@ -109,6 +109,13 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
         "HTTP/1.0 stream": OLD_STREAM,
         "HTTP/2 offered": NEW_STREAM,
         "CONNECT": b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        "HTTP/0.9": b"GET /health\r\n\r\n",
+        "HTTP/0.9 with a host": HEALTH.replace(b"1.1", b"0.9") + b"\r\n",
+        "no host": b"GET /health HTTP/1.1\r\n\r\n",
+        "two hosts": HEALTH + b"host: other\r\n\r\n",
+        "two hosts, HTTP/1.0": HEALTH.replace(b"1.1", b"1.0") + b"host: other\r\n\r\n",
+        "no host, HTTP/1.0": b"GET /health HTTP/1.0\r\n\r\n",
+        "no host, HTTP/2 offered": NEW_STREAM.replace(b"Host:", b"Other:"),
     }
     found = {}
     async with serve(TOKENS) as http:
@@ -124,7 +131,10 @@ async def test_what_is_not_http_1_1_is_refused_or_answered_safely(serve: Serve) 
     assert (b"connection: close" in head, b"chunked" in head) == (True, False)
     assert (events[:6], events[-14:]) == (b"data: ", b"data: [done]\n\n")
     assert b"data: [done]" in found["HTTP/2 offered"]
-    assert b" 400 " in found["CONNECT"].splitlines()[0]
+    for name in ("CONNECT", "HTTP/0.9", "HTTP/0.9 with a host", "no host", "two hosts", "two hosts, HTTP/1.0"):
+        assert found[name].startswith(b"http/1.1 400 "), name
+    assert found["no host, HTTP/1.0"].startswith(b"http/1.1 200 ")
+    assert found["no host, HTTP/2 offered"].startswith(b"http/1.1 400 ")
 
 
 async def test_idle_connections_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +152,38 @@ async def test_pipelined_requests_are_all_answered(serve: Serve) -> None:
             assert b"200" in await reader.readuntil(b"\r\n\r\n")
         writer.write(request)
         assert b"200" in await reader.readuntil(b"\r\n\r\n")
+
+
+async def test_what_follows_a_request_does_not_replace_its_answer(serve: Serve) -> None:
+    """If bytes behind a request are no request, the requests before them are answered. Then the connection is closed.
+
+    A fault in the body of a request that waits for earlier answers gives it 400.
+    """
+    ok, bad, chunk = b"HTTP/1.1 200", b"HTTP/1.1 400", b"Transfer-Encoding: chunked\r\n\r\n"
+    health, body = HEALTH + b"\r\n", json.dumps(BODY).encode()
+    plain = post_head(PATH, len(body)) + body
+    broken = post_head(PATH, 1).replace(b"Content-Length: 1\r\n\r\n", chunk) + b"no size\r\n"
+    sent = {
+        "one": (plain + b"\0\r\n\r\n", [ok]),
+        "two": (health + plain + b"\0\r\n\r\n", [ok, ok]),
+        "CONNECT": (plain + b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", [ok]),
+        "no host": (plain + b"GET /health HTTP/1.1\r\n\r\n", [ok]),
+        "after an offer of HTTP/2 and a close": (NEW_STREAM + health, [ok]),
+        "body": (broken + b"\r\n" + health, [bad]),
+        "later body": (health + broken + health, [ok, bad]),
+        "too many": ((MAX_QUEUED + 2) * health, [ok] * (MAX_QUEUED + 1)),
+        "too many offers of HTTP/2": (
+            MAX_QUEUED * health + 2 * NEW_STREAM.replace(b"close, ", b""),
+            [ok] * (MAX_QUEUED + 1),
+        ),
+    }
+    async with serve() as http:
+        for name, (data, answers) in sent.items():
+            async with connected(http.url, data) as (reader, _):
+                found = await rest_of(reader)
+            assert [line[:12] for line in found.splitlines() if line.startswith(b"HTTP/1.1 ")] == answers, name
+            if name.startswith(("later", "too")):
+                assert found.lower().count(b"connection: close") == 1, name
 
 
 def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +405,23 @@ async def test_the_request_of_a_disconnected_client_is_aborted_and_counted(
             await until_idle(engine, http.rb)
             labels = {"method": "POST", "route": path, "model": "synthetic", "status": "499"}
             await becomes(http, "rollbus_http_requests_total", 2, **labels)
+
+
+@pytest.mark.parametrize(("padding", "later"), [(4 * MAX_HEAD_BYTES, b""), (0, HEALTH + b"\r\n")])
+async def test_a_disconnect_behind_a_long_body_or_a_further_request_is_noticed(
+    serve: Serve, caplog: pytest.LogCaptureFixture, padding: int, later: bytes
+) -> None:
+    """Also after a body that fills the buffer for reading, and with a request that waits, the request is aborted."""
+    body = json.dumps(GENERATING[PATH]).encode() + b" " * padding
+    async with serve(config=SLOW) as http:
+        assert http.engine is not None
+        engine = http.engine
+        async with connected(http.url, post_head(PATH, len(body)) + body + later):
+            await until_true(lambda: not is_idle(engine))
+        labels = {"method": "POST", "route": PATH, "model": "synthetic", "status": "499"}
+        await becomes(http, "rollbus_http_requests_total", 1, **labels)
+        await until_idle(engine, http.rb)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith(("uvicorn", "asyncio"))] == []
 
 
 # A service that stops while clients wait.
