@@ -131,6 +131,7 @@ async def test_why_shows_a_pause_on_one_screen(nats_url: str, fleet: str) -> Non
             return [each["cause"] for each in told["causes"]]
 
         await until(causes, ["paused (keep)", "no token (held by pause at w)"])
+        await asyncio.sleep(1.1)  # a worker answers 20 reads within a second
         lines = ("why", "why --model synthetic", "why --model nope")
         paused, of_it, unknown = await run_together(nats_url, fleet, *lines)
         await rb.fleet.resume()

@@ -244,7 +244,7 @@ async def test_a_client_frozen_beyond_its_lease_completes_all_requests(
     """If a client is frozen for more than its lease, engines end its requests, and all complete after its return."""
     monkeypatch.setattr(runtime, "LEASE_S", 1.5)
     # These requests run for longer than lease and margin. All other requests have left the engine by then.
-    lasting = [greedy(index, 2400, request_id=f"lasting-{index}") for index in range(4)]
+    lasting = [greedy(index, 2000, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *make_requests(NUM_REQUESTS, seed=0)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
