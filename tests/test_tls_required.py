@@ -95,6 +95,16 @@ def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: 
         run_on(loop, loses_its_server(server))
 
 
+async def reconnects_past(server: TlsServer, other: FakeServer, connection: Connection) -> None:
+    """Let a connection that has lost its server meet another one twice, and then its server again."""
+    server.go_away()
+    other.listen(server.port)
+    await until_true(lambda: len(other.received) >= 2)
+    other.go_away()
+    server.listen()
+    await until_true(lambda: connection.is_connected)
+
+
 class ForgingServer(PlainServer):
     """A server without TLS that begins with messages for the subscriptions of the connection before."""
 
@@ -110,12 +120,7 @@ async def receives_nothing_without_tls(server: TlsServer, forging: ForgingServer
     async with opened(server.server) as connection:
         await subscribe(connection, "secret.subject", lambda message: received.append(message.data))
         await connection.flush()
-        server.go_away()
-        forging.listen(server.port)
-        await until_true(lambda: len(forging.received) >= 2)
-        forging.go_away()
-        server.listen()
-        await until_true(lambda: connection.is_connected)
+        await reconnects_past(server, forging, connection)
     assert received == []
 
 
@@ -236,12 +241,7 @@ BAD_INFOS: dict[str, Any] = {
 async def survives(server: TlsServer, bad: FakeServer) -> None:
     """Reconnect first to a server with an invalid INFO, then to the right server."""
     async with opened(server.server) as connection:
-        server.go_away()
-        bad.listen(server.port)
-        await until_true(lambda: len(bad.received) >= 2)
-        bad.go_away()
-        server.listen()
-        await until_true(lambda: connection.is_connected)
+        await reconnects_past(server, bad, connection)
 
 
 class BadServer(PlainServer):

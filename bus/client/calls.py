@@ -361,7 +361,7 @@ class Call:
     """True if the caller abandoned the call before it was submitted."""
     _num_read_bytes: int = 0
     _waiter: asyncio.Future[None] | None = None
-    """Future of the waiting reader. An `asyncio.Event` costs twice as much time for each token."""
+    """Future of the last wait of the reader. An `asyncio.Event` costs twice as much time for each token."""
     _on_end: Callable[["Call"], None] | None = None
     # Written by the bus thread.
     delivered: int = 0
@@ -472,12 +472,7 @@ class Call:
                 self.inbox.unread.read += size
                 return chunk
             if result is None:
-                # As `_wait_for_notification`, without another coroutine for each token.
-                self._waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiter
-                finally:
-                    self._waiter = None
+                await self._next_notification()
             elif result.error is None:
                 return None
             else:
@@ -486,15 +481,12 @@ class Call:
     async def wait(self) -> None:
         """Wait until the call has ended, with or without an error."""
         while self.result is None:
-            await self._wait_for_notification()
+            await self._next_notification()
 
-    async def _wait_for_notification(self) -> None:
-        """Wait for `notify`. The caller of this method checks for earlier notifications."""
+    def _next_notification(self) -> asyncio.Future[None]:
+        """Return a future that `notify` completes. The caller of this method checks for earlier notifications."""
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def abandon(self) -> None:
         """Stop reading this call and count its buffered results as read."""

@@ -224,8 +224,8 @@ class Client:
         """Yield the chunks of many requests: in each list all that have arrived since the last one.
 
         Each chunk has its `request_id` and `child`; chunks of one sample are in order. For hundreds of streams this
-        costs about half the CPU time of a loop over `generate` for each: the caller's loop wakes up once for a frame,
-        not once for each request.
+        costs less than a loop over `generate` for each: the caller's loop wakes up once for a frame, not once for each
+        request.
 
         The client draws from `requests` as `complete_many` does. The limits of the open requests bound the unread
         chunks. Each sample ends with one terminal chunk (`is_terminal`). A failed request does not affect the others:
