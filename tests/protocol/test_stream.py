@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.bus.protocol.stream.chunk_writer import ChunkWriter
-from rollbus.bus.protocol.stream.engine_step import MAX_RUN_BYTES, MAX_RUN_TOKENS, RequestStep, TokenBatch, TokenBatcher
+from rollbus.bus.protocol.stream.engine_step import (
+    MAX_RUN_BYTES,
+    MAX_RUN_TOKENS,
+    RequestStep,
+    TokenBatch,
+    TokenBatcher,
+    TokenRun,
+)
 from rollbus.bus.protocol.stream.response_stream import ChunkVerifier, ResponseStream
 from rollbus.bus.protocol.stream.result_arrays import TokenMasks, kv_arrays
 from rollbus.schemas.chunk import Chunk, End, FinishReason, RoutedExperts, SamplingMask
@@ -477,19 +484,25 @@ def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *
     )
 
 
-def check(run: RequestStep | None, key: str, steps: list[int], start: int | None) -> None:
+def add(gathering: TokenBatcher, batch: TokenBatch, version: int) -> list[str]:
+    """Add a batch. Its requests without a slot get one. Return the requests whose runs are full."""
+    slots = gathering.find_slots(batch.keys)
+    for i in np.flatnonzero(slots < 0):
+        slots[i] = gathering.open(batch.keys[i], 0.0)
+    return gathering.add(batch, slots, version, 0.0)[0]
+
+
+def check(run: TokenRun | None, key: str, steps: list[int], start: int | None) -> None:
     """Assert that the run contains exactly the request's tokens of these steps."""
     numbers = np.array([1000 * NAMES.index(key) + step for step in steps])
-    np.testing.assert_array_equal(run.token_ids, numbers)
-    np.testing.assert_array_equal(run.logprobs, -numbers)
-    assert run.token_ids.dtype.name == "int32"
-    assert run.logprobs.dtype.name == "float32"
+    np.testing.assert_array_equal(np.frombuffer(run.token_ids, "<i4"), numbers)
+    np.testing.assert_array_equal(np.frombuffer(run.logprobs, "<f4"), -numbers)
     if start is None:
-        assert run.routed_experts is None
+        assert run.rows is None
     else:
-        assert run.routed_experts.shape == (len(steps), *ROW_SHAPE)
-        np.testing.assert_array_equal(run.routed_experts[:, 0, 0], numbers % 251)
-        assert run.routed_experts_start == start
+        assert run.rows.shape == (len(steps), *ROW_SHAPE)
+        np.testing.assert_array_equal(run.rows[:, 0, 0], numbers % 251)
+        assert run.start == start
 
 
 @given(
@@ -502,7 +515,7 @@ def test_each_run_equals_a_plain_list_of_its_tokens(script: list[tuple[set[int],
     made = dict.fromkeys(NAMES, 10)
     for step, (present, popped) in enumerate(script):
         keys = [NAMES[i] for i in present]
-        full = gathering.add(batch_of(keys, step, made if has_rows else None), 7)
+        full = add(gathering, batch_of(keys, step, made if has_rows else None), 7)
         for key in keys:
             expected.setdefault(key, []).append(step)
             made[key] += 1
@@ -525,7 +538,7 @@ def test_a_request_is_reported_when_its_run_is_full() -> None:
     full: list[str] = []
     for step in range(MAX_RUN_TOKENS):
         assert full == []
-        full = gathering.add(batch_of(["r1"], step), 0)
+        full = add(gathering, batch_of(["r1"], step), 0)
     assert full == ["r1"]
 
     wide = TokenBatch(
@@ -536,12 +549,12 @@ def test_a_request_is_reported_when_its_run_is_full() -> None:
     )
     gathering.clear()
     count = 1
-    while not gathering.add(wide, 0):
+    while not add(gathering, wide, 0):
         wide.routed_experts_starts = np.array([count])
         count += 1
     run = gathering.pop("r2")
-    assert len(run.token_ids) == count
-    assert run.routed_experts.nbytes + run.token_ids.nbytes <= MAX_RUN_BYTES
+    assert len(run.token_ids) == 4 * count
+    assert run.rows.nbytes + len(run.token_ids) <= MAX_RUN_BYTES
 
 
 def test_tokens_with_other_weights_rows_or_logprobs_are_not_batched_together() -> None:
@@ -551,27 +564,27 @@ def test_tokens_with_other_weights_rows_or_logprobs_are_not_batched_together() -
     """
     gathering = TokenBatcher()
     assert gathering.takes(batch_of(["r1"], 0), 3)
-    gathering.add(batch_of(["r1"], 0), 3)
+    add(gathering, batch_of(["r1"], 0), 3)
     assert gathering.takes(batch_of(["r2"], 0), 3)
     assert not gathering.takes(batch_of(["r2"], 0), 4)
     assert not gathering.takes(batch_of(["r2"], 0, logprobs=False), 3)
     assert not gathering.takes(batch_of(["r2"], 0, {"r2": 0}), 3)
     assert gathering.weight_version == 3
     gathering.pop("r1")
-    gathering.add(batch_of(["r2"], 0, {"r2": 0}), 4)
+    add(gathering, batch_of(["r2"], 0, {"r2": 0}), 4)
     assert gathering.weight_version == 4
 
 
 def test_a_row_of_a_wrong_position_rejects_the_whole_batch() -> None:
     """A row of a wrong position or an array of a wrong length rejects the whole batch."""
     gathering = TokenBatcher()
-    gathering.add(batch_of(["r1"], 0, {"r1": 5}), 0)
+    add(gathering, batch_of(["r1"], 0, {"r1": 5}), 0)
     with pytest.raises(LocalProtocolError, match="do not follow"):
-        gathering.add(batch_of(["r1", "r2"], 1, {"r1": 7, "r2": 0}), 0)
+        add(gathering, batch_of(["r1", "r2"], 1, {"r1": 7, "r2": 0}), 0)
     short = batch_of(["r1", "r2"], 1, {"r1": 6, "r2": 0})
     short.token_ids = short.token_ids[:1]
     with pytest.raises(LocalProtocolError, match="other lengths"):
-        gathering.add(short, 0)
+        add(gathering, short, 0)
 
     assert gathering.keys == ["r1"]
     check(gathering.pop("r1"), "r1", [0], 5)
@@ -580,10 +593,10 @@ def test_a_row_of_a_wrong_position_rejects_the_whole_batch() -> None:
 def test_later_tokens_do_not_change_a_run_that_has_left() -> None:
     """Later tokens do not change a run that has left."""
     gathering = TokenBatcher()
-    gathering.add(batch_of(["r1"], 0), 0)
+    add(gathering, batch_of(["r1"], 0), 0)
     run = gathering.pop("r1")
-    gathering.add(batch_of(["r2"], 1), 0)
+    add(gathering, batch_of(["r2"], 1), 0)
     check(run, "r1", [0], None)
-    gathering.drop("r2")
-    gathering.drop("r2")
+    gathering.close("r2")
+    gathering.close("r2")
     assert not gathering

@@ -93,6 +93,8 @@ class Ear:
         message = queued(client=self.client)
         request = request_of(prompt_len, request_id=request_id)
         able = capabilities(routing=routing)
+        if routing:
+            self.links.dispatcher.experts.begin(able.routed_experts, NOW)
         return self.links.offer(self.origin(request_id, message), request, able, NOW, gathers=gathers), message
 
     def hear(self) -> list[Frame]:

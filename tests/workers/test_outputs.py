@@ -84,6 +84,23 @@ def test_the_end_of_a_request_flushes_its_batched_tokens() -> None:
     assert (end.num_tokens, end.num_rows, links.dispatcher.is_gathering) == (6, 7, False)
 
 
+def test_the_first_token_of_an_unstreamed_request_leaves_with_those_behind_it() -> None:
+    """The first token of an unstreamed request leaves with the tokens behind it, at the flush if there are none."""
+    links, ear = linked()
+    alone, _ = ear.offer("alone", gathers=True)
+    more, _ = ear.offer("more", gathers=True)
+    ended, _ = ear.offer("ended", gathers=True)
+    links.add_steps([step(name) for name in (alone, more, ended)], NOW)
+    links.add_steps([batch_of(more, token=7)], NOW)
+    links.add_steps([step(ended, end=True)], NOW)
+    ear.hear()
+    assert (tokens(ear, "alone"), tokens(ear, "more"), tokens(ear, "ended")) == ([], [], [[7, 7]])
+    assert links.dispatcher.is_gathering
+    links.flush()
+    ear.hear()
+    assert (tokens(ear, "alone"), tokens(ear, "more"), links.dispatcher.is_gathering) == ([[7]], [[7, 7]], False)
+
+
 def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
     """Tokens keep the version with which they were generated, also if they leave under a later version."""
     links, ear = linked()
@@ -98,8 +115,8 @@ def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
     assert [(chunk.token_ids.tolist(), chunk.weight_version) for chunk in ear.chunks("r")] == [([1], 0), ([2], 1)]
 
 
-def test_batched_tokens_of_a_failed_aborted_or_fenced_request_are_discarded() -> None:
-    """The batched tokens of a failed, aborted or fenced request are discarded."""
+def test_batched_tokens_of_an_aborted_request_leave_and_those_of_a_failed_or_fenced_one_do_not() -> None:
+    """The batched tokens of an aborted request leave before its end. Those of a failed or fenced one are discarded."""
     links, ear = linked()
     failed, _ = ear.offer("failed", gathers=True)
     unwanted, _ = ear.offer("unwanted", gathers=True)
@@ -108,7 +125,8 @@ def test_batched_tokens_of_a_failed_aborted_or_fenced_request_are_discarded() ->
     links.on_link_message("alice", ear.message([RequestKey("unwanted")]), NOW)
     links.flush()
     ear.hear()
-    assert (tokens(ear, "failed"), tokens(ear, "unwanted"), links.dispatcher.is_gathering) == ([], [], False)
+    assert (tokens(ear, "failed"), tokens(ear, "unwanted"), links.dispatcher.is_gathering) == ([], [[5]], False)
+    assert ear.chunks("unwanted")[-1].end.num_tokens == 1
 
     fenced, _ = ear.offer("fenced", gathers=True)
     links.add_steps([batch_of(fenced)], NOW)

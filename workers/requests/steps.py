@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...bus.protocol.states import WorkerRequestEvent
 from ...bus.protocol.stream.chunk_writer import check_row_kind
-from ...bus.protocol.stream.engine_step import RequestStep, TokenBatch, TokenBatcher, check_batch
+from ...bus.protocol.stream.engine_step import MAX_RUN_BYTES, RequestStep, TokenBatch, TokenBatcher, check_batch
 from ...bus.protocol.telemetry.experts import ExpertBook, Window, is_countable
 from ...schemas.chunk import FinishReason
 from ...schemas.errors import ControlCode, ControlError, ErrorCode, LocalProtocolError, RequestError
@@ -15,7 +17,7 @@ from ...schemas.limits import MAX_EXPERT_CELLS, MAX_KV_PARAMS_BYTES
 from ...schemas.presence import RoutedExpertsInfo
 from ...schemas.telemetry import ExpertLoad
 from .admission import Versions
-from .outbound import OutboundRegistry
+from .outbound import OutboundLink, OutboundRegistry
 from .table import Instructions, WorkerRequest, WorkerRequestTable
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,15 @@ class ExpertCounter:
             problem = f"the model has {shape}; allowed for counting: {MAX_EXPERT_CELLS} experts in all layers"
             raise ControlError(ControlCode.UNSUPPORTED, problem)
         return None if self._book is None else self._book.load(since, window, now)
+
+    def check_rows(self, batch: TokenBatch) -> None:
+        """Check that the rows of a batch are those of the engine's model.
+
+        Raises:
+            LocalProtocolError: they are of another model.
+        """
+        if batch.routed_experts is not None:
+            check_row_kind(batch.routed_experts, self._routing)
 
     def add_batch(self, batch: TokenBatch, weight_version: int, now: float) -> None:
         """Count a batch of open requests, each of which already has its first token."""
@@ -176,15 +187,17 @@ class WorkerLinkStats:
             self.first_tokens_s += now - request.last_at
         request.last_at, request.has_token = now, True
 
-    def count_batch(self, batch: TokenBatch, gathered: Sequence[WorkerRequest], now: float) -> None:
-        """Count a batch that was added to these requests. Each of them had its first token before the batch."""
+    def count_batch(self, batch: TokenBatch, seconds: float) -> None:
+        """Count a batch of requests that had their first tokens before it.
+
+        Args:
+            seconds: sum of the seconds between these tokens and those before them.
+        """
         if batch.routed_experts is not None:
             self.routing_bytes += batch.routed_experts.nbytes
-        self.generated_tokens += len(gathered)
-        self.next_tokens += len(gathered)
-        self.next_tokens_s += len(gathered) * now - sum([request.last_at for request in gathered])
-        for request in gathered:
-            request.last_at = now
+        self.generated_tokens += len(batch)
+        self.next_tokens += len(batch)
+        self.next_tokens_s += seconds
 
 
 class StepDispatcher:
@@ -210,13 +223,20 @@ class StepDispatcher:
         self._stats = stats
         self._fail = fail
         self._gathering = TokenBatcher()
+        # Engine names of the requests whose first token waits for the next flush. Later output takes it along.
+        self._held: dict[str, None] = {}
+        requests.on_end = self._on_end
         self.experts = ExpertCounter()
         """Counts the experts that the model's routers chose for the tokens."""
+
+    def _on_end(self, name: str) -> None:
+        self._gathering.close(name)
+        self._held.pop(name, None)
 
     @property
     def is_gathering(self) -> bool:
         """True if there are batched tokens that no outbound has yet."""
-        return len(self._gathering) > 0
+        return bool(self._held) or len(self._gathering) > 0
 
     def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float, instructions: Instructions) -> None:
         """Add the output of one engine step. Fail and abort requests with invalid output."""
@@ -241,7 +261,7 @@ class StepDispatcher:
         had_token = request.has_token
         if not self._forward_early(request, step, now, instructions):
             return
-        if not self._flush_request(request, instructions) or not self._forward(
+        if not self.flush_request(request, instructions) or not self._forward(
             request, step, self._versions.weight_version, instructions
         ):
             return
@@ -249,6 +269,15 @@ class StepDispatcher:
         self._stats.count(step, request, now)
         if request.has_token and not had_token:
             request.timeline.add("first_token")
+            is_small = request.writer.unsent_bytes <= MAX_RUN_BYTES
+            if (
+                request.gathers
+                and is_small
+                and step.finish_reason is None
+                and isinstance(request.outbound, OutboundLink)
+            ):
+                request.outbound.sender.hold(request.origin.key)
+                self._held[request.name] = None
         request.awaits_kv = request.awaits_kv and not len(step.token_ids)
         if step.finish_reason is not None:
             self._stats.ended += 1
@@ -257,31 +286,44 @@ class StepDispatcher:
             reason = step.finish_reason if step.error is None else step.error_code
             self._requests.end(request, event, reason.value)
 
+    def _hold_first(self, request: WorkerRequest, step: RequestStep) -> None:
+        """Let the first token of an unstreamed request wait for those behind it, unless it is the last or large."""
+        if not request.gathers or step.finish_reason is not None or request.writer.unsent_bytes > MAX_RUN_BYTES:
+            return
+        if isinstance(request.outbound, OutboundLink):
+            request.outbound.sender.hold(request.origin.key)
+            self._held[request.name] = None
+
     def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
         """Batch the tokens of unstreamed requests. Forward the other tokens immediately."""
-        found = self._requests.open_all(batch.keys)
-        gathered = [request for request in found if request is not None and request.gathers]
-        if len(gathered) < len(found):
-            others = [i for i, request in enumerate(found) if request is None or not request.gathers]
-            rest = batch.pick(others) if gathered else batch
-            self._forward_batch(rest, [found[i] for i in others], now, instructions)
-            batch = batch.pick([i for i, request in enumerate(found) if request is not None and request.gathers])
-        if not gathered:
-            return
+        slots = self._gathering.find_slots(batch.keys)
+        missing: list[int] = np.flatnonzero(slots < 0).tolist()
+        found, others = self._requests.open_all([batch.keys[i] for i in missing]), list[int]()
+        for i, request in zip(missing, found, strict=True):
+            if request is None or not request.gathers:
+                others.append(i)
+            else:
+                slots[i] = self._gathering.open(request.name, request.last_at)
+        if others:
+            if len(others) == len(batch):
+                self._forward_batch(batch, found, now, instructions)
+                return
+            rest, at = batch.pick(others), np.flatnonzero(slots >= 0)
+            self._forward_batch(rest, self._requests.open_all(rest.keys), now, instructions)
+            batch, slots = batch.pick(at.tolist()), slots[at]
         if not self._gathering.takes(batch, self._versions.weight_version):
             self.flush(instructions)
         try:
-            full = self._gathering.add(batch, self._versions.weight_version)
+            self.experts.check_rows(batch)
+            full, seconds = self._gathering.add(batch, slots, self._versions.weight_version, now)
         except LocalProtocolError as exc:
-            for request in gathered:
-                self._fail_invalid_output(request, exc, instructions)
+            for failed in filter(None, self._requests.open_all(batch.keys)):
+                self._fail_invalid_output(failed, exc, instructions)
             return
         self.experts.add_batch(batch, self._versions.weight_version, now)
-        self._stats.count_batch(batch, gathered, now)
-        for name in full:
-            held_in_full = self._requests.open(name)
-            if held_in_full is not None:
-                self._flush_request(held_in_full, instructions)
+        self._stats.count_batch(batch, seconds)
+        for held_in_full in filter(None, self._requests.open_all(full)):
+            self.flush_request(held_in_full, instructions)
 
     def _forward_batch(
         self, batch: TokenBatch, found: Sequence[WorkerRequest | None], now: float, instructions: Instructions
@@ -289,15 +331,12 @@ class StepDispatcher:
         """Forward one token to each of these requests. The arrays are cut as bytes, once for all requests."""
         try:
             check_batch(batch)
-            if batch.routed_experts is not None:
-                # All requests with rows have those of the engine's model.
-                kinds = (one.writer.routing for one in found if one is not None)
-                check_row_kind(batch.routed_experts, next(filter(None, kinds), None))
+            self.experts.check_rows(batch)
         except LocalProtocolError as exc:
             for failed in filter(None, found):
                 self._fail_invalid_output(failed, exc, instructions)
             return
-        version, loras = self._versions.weight_version, self._versions.loras
+        version = self._versions.weight_version
         ids = batch.token_ids.astype("<i4", copy=False).tobytes()
         logprobs = None if batch.logprobs is None else batch.logprobs.astype("<f4", copy=False).tobytes()
         rows, row_bytes, starts = None, 0, [0] * len(found)
@@ -305,27 +344,25 @@ class StepDispatcher:
             rows, starts = batch.routed_experts.tobytes(), batch.routed_experts_starts.tolist()
             row_bytes = len(rows) // max(len(batch), 1)
         forwarded: list[WorkerRequest] = []
+        last_at = 0.0
         for i, request in enumerate(found):
             if request is None or not request.has_token:
                 self._add_step(batch.pick([i]).split()[0], now, instructions)
                 continue
-            writer = request.writer
-            if request.timeline.weight_version != version:
-                request.timeline.begin_version(version, writer.taken_tokens)
-            before = writer.unsent_bytes
             try:
-                writer.append_token(
+                self._append(
+                    request,
                     ids[4 * i : 4 * i + 4],
                     None if logprobs is None else logprobs[4 * i : 4 * i + 4],
                     None if rows is None else rows[row_bytes * i : row_bytes * (i + 1)],
                     starts[i],
                     version,
-                    None if request.lora is None else loras.get(request.lora),
                 )
             except LocalProtocolError as exc:
                 self._fail_invalid_output(request, exc, instructions)
                 continue
-            request.outbound.sender.touch(writer, writer.unsent_bytes - before)
+            last_at += request.last_at
+            request.last_at = now
             forwarded.append(request)
         for outbound in dict.fromkeys(request.outbound for request in forwarded):
             self._outbound.touch(outbound)
@@ -333,22 +370,52 @@ class StepDispatcher:
             names = {request.name for request in forwarded}
             batch = batch.pick([i for i, key in enumerate(batch.keys) if key in names])
         self.experts.add_batch(batch, version, now)
-        self._stats.count_batch(batch, forwarded, now)
+        self._stats.count_batch(batch, len(batch) * now - last_at)
+
+    def _append(
+        self,
+        request: WorkerRequest,
+        token_ids: bytes,
+        logprobs: bytes | None,
+        rows: bytes | None,
+        start: int,
+        weight_version: int,
+    ) -> None:
+        """Add tokens with nothing else to an open request.
+
+        Raises:
+            LocalProtocolError: as `ChunkWriter.append_tokens`; nothing was added.
+        """
+        writer, lora = request.writer, request.lora
+        if request.timeline.weight_version != weight_version:
+            request.timeline.begin_version(weight_version, writer.taken_tokens)
+        before = writer.unsent_bytes
+        lora_version = None if lora is None else self._versions.loras.get(lora)
+        writer.append_tokens(token_ids, logprobs, rows, start, weight_version, lora_version)
+        request.outbound.sender.touch(writer, writer.unsent_bytes - before)
 
     def flush(self, instructions: Instructions) -> None:
-        """Add all batched tokens to the outbounds."""
-        for name in self._gathering.keys:
-            request = self._requests.open(name)
-            if request is None:
-                # The worker or the client ended the request in the meantime.
-                self._gathering.drop(name)
-            else:
-                self._flush_request(request, instructions)
+        """Add all batched tokens to the outbounds, and send first tokens that wait for them."""
+        held, self._held = self._held, {}
+        for request in filter(None, self._requests.open_all([*held, *self._gathering.keys])):
+            if self.flush_request(request, instructions):
+                request.outbound.sender.touch(request.writer, 0)
+                self._outbound.touch(request.outbound)
 
-    def _flush_request(self, request: WorkerRequest, instructions: Instructions) -> bool:
+    def flush_request(self, request: WorkerRequest, instructions: Instructions) -> bool:
         """Forward the batched tokens of an open request. Return False if that failed the request."""
         run = self._gathering.pop(request.name)
-        return run is None or self._forward(request, run, self._gathering.weight_version, instructions)
+        if run is None:
+            return True
+        request.last_at = run.last_at
+        rows = None if run.rows is None else run.rows.tobytes()
+        try:
+            self._append(request, run.token_ids, run.logprobs, rows, run.start, self._gathering.weight_version)
+        except LocalProtocolError as exc:
+            self._fail_invalid_output(request, exc, instructions)
+            return False
+        self._outbound.touch(request.outbound)
+        return True
 
     def _forward_early(self, request: WorkerRequest, step: RequestStep, now: float, instructions: Instructions) -> bool:
         """Forward the early steps before `step`, which has the first token. Return False if that failed the request.
@@ -392,3 +459,4 @@ class StepDispatcher:
     def clear(self) -> None:
         """Remove all batched tokens."""
         self._gathering.clear()
+        self._held.clear()

@@ -1,6 +1,6 @@
 """Worker requests: accepted requests that are in the engine, or whose queue message is not acked yet."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Literal
 
@@ -110,6 +110,8 @@ class WorkerRequestTable:
         # By client and incarnation (empty in plain mode). Only clients with a request have an entry.
         self._by_client: dict[tuple[str, str], dict[RequestKey, WorkerRequest]] = {}
         self._serial = 0
+        self.on_end: Callable[[str], None] = lambda _name: None
+        """Called with the engine name of each open request that ends; must not block."""
 
     def __len__(self) -> int:
         """Number of open requests: neither the engine nor the worker has ended them."""
@@ -248,6 +250,7 @@ class WorkerRequestTable:
             reason: reason of the end, as in `TimelineBook.end`.
         """
         del self._by_name[request.name]
+        self.on_end(request.name)
         self.timelines.end(request.timeline, reason, request.writer.taken_tokens)
         request.transition(event)
         if request.message is None:

@@ -203,41 +203,43 @@ class ChunkWriter:
             )
             self.is_ended = True
 
-    def append_token(
+    def append_tokens(
         self,
-        token_id: bytes,
-        logprob: bytes | None,
-        row: bytes | None,
-        row_start: int,
+        token_ids: bytes,
+        logprobs: bytes | None,
+        rows: bytes | None,
+        start: int,
         weight_version: int,
         lora_version: int | None,
     ) -> None:
-        """Add one token, as `append_step` does for a step with nothing else. This runs for each streamed token.
+        """Add tokens as `append_step` does for a step with nothing else. This runs for each streamed token.
 
         Args:
-            token_id: <i4.
-            logprob: <f4.
-            row: the routed experts of one position; None: the engine or the request has none.
-            row_start: the position of the row.
+            token_ids: <i4[k].
+            logprobs: <f4[k].
+            rows: the routed experts of k positions; None: the engine or the request has none.
+            start: the position of the first row.
 
         Raises:
             LocalProtocolError: as `append_step`; nothing was added.
         """
         self._check_open()
-        if row is not None and self.routing is not None:
-            most = self._prompt_len - self._start + self.taken_tokens + 1
-            if len(row) != self._row_bytes or row_start != self._start + self._taken_rows or self._taken_rows >= most:
+        num_tokens = len(token_ids) // 4
+        if rows is not None and self.routing is not None:
+            expected = self._start + self._taken_rows
+            most = self._prompt_len + self.taken_tokens + num_tokens
+            if len(rows) != num_tokens * self._row_bytes or start != expected or expected + num_tokens > most:
                 raise LocalProtocolError(
-                    f"the engine returned a row of {len(row)} bytes at position {row_start}; expected "
-                    f"{self._row_bytes} at {self._start + self._taken_rows}, below {self._start + most}"
+                    f"the engine returned {len(rows)} bytes of rows from position {start}; expected "
+                    f"{num_tokens} x {self._row_bytes} from {expected}, below {most}"
                 )
-            self._rows.add_bytes(row)
-            self.unsent_bytes += self._row_bytes
-            self._taken_rows += 1
-        run = self._find_run((weight_version, lora_version, logprob is not None, 0, False), False)
-        run.add(token_id, logprob)
-        self.unsent_bytes += run.token_bytes
-        self.taken_tokens += 1
+            self._rows.add_bytes(rows)
+            self.unsent_bytes += len(rows)
+            self._taken_rows += num_tokens
+        run = self._find_run((weight_version, lora_version, logprobs is not None, 0, False), False)
+        run.add(token_ids, logprobs)
+        self.unsent_bytes += num_tokens * run.token_bytes
+        self.taken_tokens += num_tokens
         self._weight_version, self._lora_version = weight_version, lora_version
 
     def _find_run(self, kind: tuple[int, int | None, bool, int, bool], kv_recomputed: bool) -> TokenBuffer:

@@ -1,7 +1,8 @@
 """The output of an engine step for its requests, before it becomes chunks, and its batches."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from itertools import repeat
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -108,8 +109,23 @@ def split(steps: Iterable[RequestStep | TokenBatch]) -> list[RequestStep]:
     return [one for step in steps for one in (step.split() if isinstance(step, TokenBatch) else [step])]
 
 
+class TokenRun(NamedTuple):
+    """Tokens of one request in wire format. The same weights sampled all of them."""
+
+    token_ids: bytes
+    """<i4[k]."""
+    logprobs: bytes | None
+    """<f4[k]."""
+    rows: Rows | None
+    """One row for each token, or None without routed experts. A view, which the next batch may change."""
+    start: int
+    """Position of the first row."""
+    last_at: float
+    """Monotonic time of the last token."""
+
+
 class TokenBatcher:
-    """The open runs, in columns. Each request has a slot from its first token until its run leaves.
+    """The open runs, in columns. Each request has a slot from its first batch until its end.
 
     Memory is bounded by `MAX_RUN_BYTES` for each request that an engine runs.
 
@@ -131,134 +147,143 @@ class TokenBatcher:
         self._token_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._logprobs: npt.NDArray[np.float32] | None = None
         self._rows: Rows | None = None
-        # By slot: its next place, and the difference between the position of a row and its place.
+        # By slot: its first and its next place, the difference between the position of a row and its place, and the
+        # time of its last token.
+        self._first: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self._next: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self._offsets: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._last_at: npt.NDArray[np.float64] = np.empty(0, np.float64)
 
     def __len__(self) -> int:
         """Return the number of requests with batched tokens."""
-        return len(self._slots)
+        return int(np.count_nonzero(self._next - self._first))
 
     @property
     def keys(self) -> list[str]:
         """The keys of the requests with batched tokens."""
-        return list(self._slots)
+        has_tokens = (self._next > self._first).tolist()
+        return [key for key, slot in self._slots.items() if has_tokens[slot]]
+
+    def find_slots(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
+        """Return the slot of each request; -1: it has none."""
+        return np.fromiter(map(self._slots.get, keys, repeat(-1)), np.intp, len(keys))
+
+    def open(self, key: str, last_at: float) -> int:
+        """Return a new slot for a request without one.
+
+        Args:
+            last_at: monotonic time of its last token.
+        """
+        if not self._free:
+            self._grow()
+        slot = self._slots[key] = self._free.pop()
+        self._last_at[slot] = last_at
+        return slot
+
+    def close(self, key: str) -> None:
+        """Remove the slot of a request that has ended, with its batched tokens. Ignore a request without a slot."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._next[slot] = self._first[slot]
+            self._free.append(slot)
 
     def takes(self, batch: TokenBatch, weight_version: int) -> bool:
         """Return True if a batch fits the batched tokens: the same weights, and the same data for each token."""
-        if not self._slots:
-            return True
-        return weight_version == self.weight_version and self._is_alike(batch)
+        return (weight_version == self.weight_version and self._is_alike(batch)) or not len(self)
 
     def _is_alike(self, batch: TokenBatch) -> bool:
-        if (batch.logprobs is None) != (self._logprobs is None):
+        if not self._room or (batch.logprobs is None) != (self._logprobs is None):
             return False
         if batch.routed_experts is None or self._rows is None:
             return batch.routed_experts is None and self._rows is None
         shape, dtype = self._rows.shape[1:], self._rows.dtype
         return batch.routed_experts.shape[1:] == shape and batch.routed_experts.dtype == dtype
 
-    def add(self, batch: TokenBatch, weight_version: int) -> list[str]:
-        """Add a batch that `takes` allows. Its arrays are copied.
+    def add(
+        self, batch: TokenBatch, slots: npt.NDArray[np.intp], weight_version: int, now: float
+    ) -> tuple[list[str], float]:
+        """Add a batch that `takes` allows, of the requests in `slots`. Its arrays are copied.
 
         Returns:
-            Keys of requests that have no room for another token: their runs must be popped before the next batch.
+            Keys of requests that have no room for another token: their runs must be popped before the next batch. And
+            the sum of the seconds between the last tokens of these requests and `now`.
 
         Raises:
             LocalProtocolError: its arrays contradict each other, or rows do not follow earlier rows; nothing was added.
         """
         check_batch(batch)
-        if not self._slots:
+        if weight_version != self.weight_version or not self._is_alike(batch):
+            # `takes` is true, so nothing is batched.
             self.weight_version, self._num_batches = weight_version, 0
-            if not self._room or not self._is_alike(batch):
+            if not self._is_alike(batch):
                 self._make_columns(batch)
-        slots, begun = self._find_slots(batch.keys)
         places = self._next[slots]
         if self._rows is not None and batch.routed_experts is not None and batch.routed_experts_starts is not None:
             starts = batch.routed_experts_starts
-            if begun:
-                self._offsets[slots[begun]] = starts[begun] - places[begun]
-            if np.count_nonzero(self._offsets[slots] + places != starts):
-                self._forget(batch.keys, begun)
+            offsets = np.where(places == self._first[slots], starts - places, self._offsets[slots])
+            if np.count_nonzero(offsets + places != starts):
                 raise LocalProtocolError("the engine returned rows that do not follow the earlier rows")
+            self._offsets[slots] = offsets
             self._rows[places] = batch.routed_experts
         self._token_ids[places] = batch.token_ids
         if self._logprobs is not None and batch.logprobs is not None:
             self._logprobs[places] = batch.logprobs
         places += 1
         self._next[slots] = places
+        seconds = len(slots) * now - float(self._last_at[slots].sum())
+        self._last_at[slots] = now
         self._num_batches += 1
         if self._num_batches < self._room:
-            return []
-        return [batch.keys[i] for i in np.flatnonzero(places == (slots + 1) * self._room)]
+            return [], seconds
+        self._num_batches = int((self._next - self._first).max())
+        return [batch.keys[i] for i in np.flatnonzero(places == self._first[slots] + self._room)], seconds
 
     def _make_columns(self, batch: TokenBatch) -> None:
-        rows = batch.routed_experts
+        """Make columns for tokens with the data of this batch. Nothing is batched."""
+        rows, num_slots = batch.routed_experts, len(self._first)
         token_bytes = 4 + (0 if batch.logprobs is None else 4) + (0 if rows is None else rows[:1].nbytes)
         self._room = max(min(MAX_RUN_BYTES // token_bytes, MAX_RUN_TOKENS), 1)
-        self._free, self._next = [], np.empty(0, np.intp)
-        self._token_ids = np.empty(0, np.int32)
-        self._logprobs = None if batch.logprobs is None else np.empty(0, np.float32)
-        self._rows = None if rows is None else np.empty((0, *rows.shape[1:]), rows.dtype)
-        self._offsets = np.empty(0, np.int64)
-
-    def _find_slots(self, keys: Sequence[str]) -> tuple[npt.NDArray[np.intp], list[int]]:
-        """Return the slot of each request, and the indices of the requests that get a slot with an empty run."""
-        begun: list[int] = []
-        slot_of = self._slots.__getitem__
-        try:
-            return np.fromiter(map(slot_of, keys), np.intp, len(keys)), begun
-        except KeyError:
-            begun = [i for i, key in enumerate(keys) if key not in self._slots]
-            for i in begun:
-                self._open(keys[i])
-            return np.fromiter(map(slot_of, keys), np.intp, len(keys)), begun
-
-    def _open(self, key: str) -> None:
-        if not self._free:
-            self._grow()
-        slot = self._slots[key] = self._free.pop()
-        self._next[slot] = slot * self._room
+        size = num_slots * self._room
+        self._token_ids = np.empty(size, np.int32)
+        self._logprobs = None if batch.logprobs is None else np.empty(size, np.float32)
+        self._rows = None if rows is None else np.empty((size, *rows.shape[1:]), rows.dtype)
+        self._first = np.arange(num_slots) * self._room
+        self._next = self._first.copy()
 
     def _grow(self) -> None:
         """Double the number of slots. Present slots keep their numbers."""
-        old = len(self._next)
+        old = len(self._first)
         new = max(2 * old, FIRST_SLOTS)
         self._free = list(range(new - 1, old - 1, -1))
         self._token_ids = _grow_column(self._token_ids, new * self._room)
         self._logprobs = None if self._logprobs is None else _grow_column(self._logprobs, new * self._room)
         self._rows = None if self._rows is None else _grow_column(self._rows, new * self._room)
-        self._next, self._offsets = _grow_column(self._next, new), _grow_column(self._offsets, new)
+        self._first = np.arange(new) * self._room
+        self._next = np.concatenate([self._next, self._first[old:]])
+        self._offsets, self._last_at = _grow_column(self._offsets, new), _grow_column(self._last_at, new)
 
-    def _forget(self, keys: Sequence[str], begun: Sequence[int]) -> None:
-        for i in begun:
-            self.drop(keys[i])
-
-    def pop(self, key: str) -> RequestStep | None:
-        """Remove and return a request's run with its own arrays; None if the request has no batched tokens."""
-        slot = self._slots.pop(key, None)
+    def pop(self, key: str) -> TokenRun | None:
+        """Remove and return a request's run; None if the request has no batched tokens."""
+        slot = self._slots.get(key)
         if slot is None:
             return None
-        self._free.append(slot)
-        first, past = slot * self._room, int(self._next[slot])
-        return RequestStep(
-            key=key,
-            token_ids=self._token_ids[first:past].copy(),
-            logprobs=None if self._logprobs is None else self._logprobs[first:past].copy(),
-            routed_experts=None if self._rows is None else self._rows[first:past].copy(),
-            routed_experts_start=0 if self._rows is None else int(self._offsets[slot]) + first,
+        first, past = int(self._first[slot]), int(self._next[slot])
+        if first == past:
+            return None
+        self._next[slot] = first
+        return TokenRun(
+            self._token_ids[first:past].astype("<i4", copy=False).tobytes(),
+            None if self._logprobs is None else self._logprobs[first:past].astype("<f4", copy=False).tobytes(),
+            None if self._rows is None else self._rows[first:past],
+            0 if self._rows is None else int(self._offsets[slot]) + first,
+            float(self._last_at[slot]),
         )
 
-    def drop(self, key: str) -> None:
-        """Remove a request's run, if there is one."""
-        slot = self._slots.pop(key, None)
-        if slot is not None:
-            self._free.append(slot)
-
     def clear(self) -> None:
-        """Remove all runs."""
+        """Remove all runs and slots."""
         self._free.extend(self._slots.values())
         self._slots.clear()
+        self._next[:] = self._first
 
 
 def _grow_column(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

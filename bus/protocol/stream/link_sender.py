@@ -213,6 +213,10 @@ class LinkSender:
         if writer not in self._large:
             self._touched[writer] = None
 
+    def hold(self, key: RequestKey) -> None:
+        """Let the unsent output of an open request wait until it is touched again."""
+        self._touched.pop(self._open[key], None)
+
     def _finish(self, writer: ChunkWriter) -> None:
         """Move the terminal chunk, the only unsent output of a request, to the terminal chunks."""
         chunk = writer.next_chunk()
@@ -229,12 +233,21 @@ class LinkSender:
         self._add_terminal(self._discard(key).fail(error, weight_version))
 
     def abort(self, key: RequestKey, weight_version: int) -> None:
-        """Abort an open request on its client's wish, and discard its unsent output.
+        """Abort an open request on its client's wish.
+
+        Unsent output that is one small chunk goes first, if there is credit, and other unsent output is discarded.
 
         Raises:
             KeyError: it is not open.
         """
-        self._add_terminal(self._discard(key).abort(weight_version))
+        writer = self._open[key]
+        before = writer.unsent_bytes
+        if self._credit > self._offset and (chunk := writer.next_chunk(self._small_bytes)) is not None:
+            self._unsent_bytes -= before - writer.unsent_bytes
+            self._add_terminal(chunk)
+        self._discard(key)
+        if not writer.has_left:
+            self._add_terminal(writer.abort(weight_version))
 
     def _discard(self, key: RequestKey) -> ChunkWriter:
         writer = self._open[key]
