@@ -353,8 +353,9 @@ class Worker:
         else:
             self._publisher.wake()
         self._in_flight.wake_waiters()
-        if self._runner.num_free != self._num_free:
-            self._num_free = self._runner.num_free
+        num_free = self._runner.num_free
+        if num_free != self._num_free:
+            self._num_free = num_free
             self._intake.wake()
 
     def _on_changed(self) -> None:

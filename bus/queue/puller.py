@@ -112,7 +112,8 @@ class QueuePuller:
     Args:
         room: returns how many more requests the worker could accept now, and counts handed-over requests immediately;
             negative if the worker has more than it has room for.
-        on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond `room`.
+        on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond the room of
+            the last step.
         limits: the limits of the queue, if the puller must create it.
     """
 
@@ -139,6 +140,8 @@ class QueuePuller:
         self._is_ensured = False
         self._ensured_at = -math.inf
         self._is_paused = False
+        # Room at the last step, less the requests since then.
+        self._left = 0
         self._inbox = ""
         self._subscription: Subscription | None = None
         self._woken = asyncio.Event()
@@ -217,7 +220,8 @@ class QueuePuller:
             self._inbox = self._nats.new_inbox()
             self._subscription = await subscribe(self._nats, f"{self._inbox}.*", self._receive)
         now = time.monotonic()
-        for pull in self._plan.next_pulls(self._room(), now):
+        self._left = room = self._room()
+        for pull in self._plan.next_pulls(room, now):
             await self._publish(pull)
         next_at = self._plan.next_at(now)
         return None if next_at is None else next_at - now
@@ -278,7 +282,9 @@ class QueuePuller:
             self.stats.probes += 1
             self._answers.append(request.ack)
             return
-        if self._is_paused or self._room() <= -MAX_OVER:
+        self._left -= 1
+        # The worker is asked only if more requests have come since the last step than it had room for then.
+        if self._is_paused or (self._left < 0 and self._room() <= -MAX_OVER):
             self.stats.given_back += 1
             self.on_given_back(request)
             self._answers.append(partial(request.nak, NAK_DELAY_S))

@@ -315,14 +315,15 @@ class ChunkWriter:
         num_bytes = self._chunk_overhead + self.unsent_bytes
         if (
             len(self._runs) == 1
-            and self._ending is None
+            and (self._ending is None or (self._ending.error is None and self._ending.kv_params is None))
             and not self._prompt_logprobs
             and self._taken_rows < self._prompt_len - self._start + self.taken_tokens
             and self.unsent_bytes <= self.segment_bytes
             and (max_bytes is None or num_bytes <= max_bytes)
         ):
             # The usual case, without a plan: all output fits, and each row has its token.
-            return self._cut(num_bytes, self._runs[0].num_tokens, self._taken_rows - self._num_rows, False)
+            num_rows = self._taken_rows - self._num_rows
+            return self._cut(num_bytes, self._runs[0].num_tokens, num_rows, self._ending is not None)
         plan = self._plan()
         if max_bytes is not None and plan.num_bytes > max_bytes:
             return None

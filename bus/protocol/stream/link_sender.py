@@ -307,15 +307,15 @@ class LinkSender:
         touched, self._touched = self._touched, {}
         rest = iter(touched)
         for writer in rest:
-            while self._add_next(draft, writer, min(self._small_bytes, draft.room)) and writer.has_unsent:
-                pass
-            if not writer.has_unsent:
-                continue
-            if writer.next_bytes > self._small_bytes:
-                self._large[writer] = None
-                continue
-            self._touched = {writer: None, **dict.fromkeys(rest)}
-            return False
+            while self._add_next(draft, writer, min(self._small_bytes, draft.room)):
+                if not writer.has_unsent:
+                    break
+            else:
+                if writer.next_bytes > self._small_bytes:
+                    self._large[writer] = None
+                elif writer.has_unsent:
+                    self._touched = {writer: None, **dict.fromkeys(rest)}
+                    return False
         return True
 
     def _add_large(self, draft: FrameBuilder) -> None:

@@ -306,7 +306,10 @@ class OpenTimeline:
         weight_version: int | None = None,
     ) -> None:
         """Add an event at the present time."""
-        self._add((self._offset_s + self._clock(), event, tokens, cached_tokens, reason, weight_version))
+        events = self._events
+        if len(events) >= MAX_TIMELINE_EVENTS:
+            del events[_NUM_FIRST]
+        events.append((self._offset_s + self._clock(), event, tokens, cached_tokens, reason, weight_version))
 
     def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None, lora: str | None = None) -> None:
         """Record that the worker has admitted the request."""
@@ -332,12 +335,7 @@ class OpenTimeline:
 
     def add_published(self, at: float) -> None:
         """Record that the queue has stored the request at `at`, by the server's clock."""
-        self._add((at, "published"))
-
-    def _add(self, event: tuple[Any, ...]) -> None:
-        if len(self._events) >= MAX_TIMELINE_EVENTS:
-            del self._events[_NUM_FIRST]
-        self._events.append(event)
+        self._events.append((at, "published"))
 
     @property
     def last_at(self) -> float:
