@@ -230,13 +230,11 @@ def encode_headers(headers: dict[str, str]) -> bytes:
 
 def parse_headers(block: bytes) -> dict[str, str]:
     """Parse the headers of a message. `Status` and `Description` are the words of a status line of the server."""
-    first, *lines = block.decode(errors="replace").split("\r\n")
+    first, *lines = block.decode(errors="replace").removesuffix("\r\n\r\n").split("\r\n")
     headers = {}
-    status, _, description = first.removeprefix("NATS/1.0").strip().partition(" ")
-    if status:
-        headers["Status"] = status
-    if description:
-        headers["Description"] = description
+    if first != "NATS/1.0":
+        status, _, description = first.removeprefix("NATS/1.0").strip().partition(" ")
+        headers = {name: word for name, word in (("Status", status), ("Description", description)) if word}
     for line in lines:
         name, colon, value = line.partition(":")
         if colon:
