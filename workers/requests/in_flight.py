@@ -179,8 +179,8 @@ class InFlightRequests:
             self._divert_steps(split(steps))
         else:
             self._execute(self.links.add_steps(steps, time.monotonic()))
-            if self._gather_timer is None and self.links.dispatcher.is_gathering:
-                self._gather_timer = asyncio.get_running_loop().call_later(GATHER_S, self._end_gathering)
+        if self._gather_timer is None and self.links.dispatcher.is_gathering:
+            self._gather_timer = asyncio.get_running_loop().call_later(GATHER_S, self._end_gathering)
         self.wake_waiters()
 
     def _end_gathering(self) -> None:

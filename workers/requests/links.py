@@ -395,7 +395,7 @@ class WorkerLinks:
         if request is not None and is_open:
             instructions.abort.append(request.name)
             # A sample that its client cuts off goes on elsewhere with the tokens that it has.
-            self.dispatcher.flush_request(request, instructions)
+            is_open = self.dispatcher.flush_request(request, instructions)
         link = self.outbound.find(client, incarnation)
         if link is None:
             # In plain mode the engine ends the request, and the worker delivers all tokens until then.
