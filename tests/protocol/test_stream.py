@@ -486,10 +486,11 @@ def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *
 
 def add(gathering: TokenBatcher, batch: TokenBatch, version: int) -> list[str]:
     """Add a batch. Its requests without a slot get one. Return the requests whose runs are full."""
+    assert gathering.takes(batch, version)
     slots = gathering.find_slots(batch.keys)
     for i in np.flatnonzero(slots < 0):
         slots[i] = gathering.open(batch.keys[i], 0.0)
-    return gathering.add(batch, slots, version, 0.0)[0]
+    return gathering.add(batch, slots, 0.0)[0]
 
 
 def check(run: TokenRun | None, key: str, steps: list[int], start: int | None) -> None:

@@ -311,11 +311,11 @@ class StepDispatcher:
             rest, at = batch.pick(others), np.flatnonzero(slots >= 0)
             self._forward_batch(rest, self._requests.open_all(rest.keys), now, instructions)
             batch, slots = batch.pick(at.tolist()), slots[at]
-        if not self._gathering.takes(batch, self._versions.weight_version):
+        while not self._gathering.takes(batch, self._versions.weight_version):
             self.flush(instructions)
         try:
             self.experts.check_rows(batch)
-            full, seconds = self._gathering.add(batch, slots, self._versions.weight_version, now)
+            full, seconds = self._gathering.add(batch, slots, now)
         except LocalProtocolError as exc:
             for failed in filter(None, self._requests.open_all(batch.keys)):
                 self._fail_invalid_output(failed, exc, instructions)

@@ -188,8 +188,17 @@ class TokenBatcher:
             self._free.append(slot)
 
     def takes(self, batch: TokenBatch, weight_version: int) -> bool:
-        """Return True if a batch fits the batched tokens: the same weights, and the same data for each token."""
-        return (weight_version == self.weight_version and self._is_alike(batch)) or not len(self)
+        """Return True if a batch fits the batched tokens: the same weights, and the same data for each token.
+
+        If nothing is batched, the next tokens are of these weights and have this data.
+        """
+        if weight_version == self.weight_version and self._is_alike(batch):
+            return True
+        if len(self):
+            return False
+        self.weight_version, self._num_batches = weight_version, 0
+        self._make_columns(batch)
+        return True
 
     def _is_alike(self, batch: TokenBatch) -> bool:
         if not self._room or (batch.logprobs is None) != (self._logprobs is None):
@@ -199,10 +208,8 @@ class TokenBatcher:
         shape, dtype = self._rows.shape[1:], self._rows.dtype
         return batch.routed_experts.shape[1:] == shape and batch.routed_experts.dtype == dtype
 
-    def add(
-        self, batch: TokenBatch, slots: npt.NDArray[np.intp], weight_version: int, now: float
-    ) -> tuple[list[str], float]:
-        """Add a batch that `takes` allows, of the requests in `slots`. Its arrays are copied.
+    def add(self, batch: TokenBatch, slots: npt.NDArray[np.intp], now: float) -> tuple[list[str], float]:
+        """Add a batch for which `takes` is true, of the requests in `slots`. Its arrays are copied.
 
         Returns:
             Keys of requests that have no room for another token: their runs must be popped before the next batch. And
@@ -212,11 +219,6 @@ class TokenBatcher:
             LocalProtocolError: its arrays contradict each other, or rows do not follow earlier rows; nothing was added.
         """
         check_batch(batch)
-        if weight_version != self.weight_version or not self._is_alike(batch):
-            # `takes` is true, so nothing is batched.
-            self.weight_version, self._num_batches = weight_version, 0
-            if not self._is_alike(batch):
-                self._make_columns(batch)
         places = self._next[slots]
         if self._rows is not None and batch.routed_experts is not None and batch.routed_experts_starts is not None:
             starts = batch.routed_experts_starts
