@@ -53,6 +53,7 @@ def measure(report: Report, shape: tuple[int, int, int], tokens_per_s: float, ro
             if step % PROMPT_EVERY == 0:
                 book.add_computed("prompt", PROMPT_EVERY * REQUESTS, 1, step * STEP_S)
                 book.add_rows("prompt", prompts[step % len(prompts)], 1, step * STEP_S)
+            book.count_some()
         each.append((time.process_time() - begun) / (2 * STEPS * REQUESTS))
         longest.append(slowest * 1e3)
         begun = time.process_time()

@@ -27,6 +27,9 @@ NO_TOKENS = np.empty(0, np.int32)
 GATHER_S = 0.1
 """Maximum seconds for which tokens of unstreamed requests are batched: a few steps of a large model. A worker that dies
 loses at most this much more."""
+COUNT_S = 0.005
+"""Seconds between two parts of a long prompt whose experts are counted: frames come first, and 100,000 tokens a second
+are counted."""
 
 
 class InFlightRequests:
@@ -60,6 +63,7 @@ class InFlightRequests:
         self._own: dict[str, list[RequestStep]] = {}
         self._num_own = 0
         self._gather_timer: asyncio.TimerHandle | None = None
+        self._count_timer: asyncio.TimerHandle | None = None
 
     @property
     def count(self) -> int:
@@ -181,7 +185,20 @@ class InFlightRequests:
             self._execute(self.links.add_steps(steps, time.monotonic()))
         if self._gather_timer is None and self.links.dispatcher.is_gathering:
             self._gather_timer = asyncio.get_running_loop().call_later(GATHER_S, self._end_gathering)
+        if self._count_timer is None and self.links.dispatcher.experts.is_behind:
+            self._count_later()
         self.wake_waiters()
+
+    def _count_later(self) -> None:
+        """Count the next rows of long prompts after frames that can be sent, and slowly while frames are in flight."""
+        delay_s = COUNT_S if self.links.outbound.held_bytes else 0.0
+        self._count_timer = asyncio.get_running_loop().call_later(delay_s, self._count_experts)
+
+    def _count_experts(self) -> None:
+        self._count_timer, experts = None, self.links.dispatcher.experts
+        experts.count_some()
+        if experts.is_behind:
+            self._count_later()
 
     def _end_gathering(self) -> None:
         self._gather_timer = None

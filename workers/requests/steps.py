@@ -75,6 +75,16 @@ class ExpertCounter:
         if batch.routed_experts is not None:
             check_row_kind(batch.routed_experts, self._routing)
 
+    @property
+    def is_behind(self) -> bool:
+        """True if rows of long prompts wait for `count_some`."""
+        return self._book is not None and bool(self._book.waiting)
+
+    def count_some(self) -> None:
+        """Count as `ExpertBook.count_some` does."""
+        if self._book is not None:
+            self._book.count_some()
+
     def add_batch(self, batch: TokenBatch, weight_version: int, now: float) -> None:
         """Count a batch of open requests, each of which already has its first token."""
         if self._book is not None:

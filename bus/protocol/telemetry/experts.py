@@ -38,6 +38,8 @@ KEPT_INTERVALS: Final = 24
 MAX_PENDING_ROWS: Final = 512
 """Maximum number of rows that wait to be counted. Counting them takes a third of a millisecond. Larger batches are not
 faster per row."""
+MAX_WAITING_PARTS: Final = 256
+"""Maximum number of parts of long prompts that wait to be counted. Further ones are counted at once."""
 Plane = Literal["prompt", "generated"]
 Window = Literal["recent", "versions"]
 _ROW: Final[dict[Plane, int]] = {"prompt": 0, "generated": 1}
@@ -356,9 +358,10 @@ class ExpertBook:
     a plane takes 187 KB.
 
     It counts how often the router chose each expert, by intervals of 5 s and by weight version. One engine step has few
-    rows, so the book counts some hundreds of rows together. Pending rows are bounded, and are counted before each
-    answer. The caller passes in the time, which never goes back. The wall clock numbers the intervals, so that a number
-    has the same meaning for all workers of a fleet.
+    rows, so the book counts some hundreds of rows together. The rows of a long prompt wait for `count_some`: all of
+    them together would block the caller. Pending and waiting rows are bounded, and are counted before each answer. The
+    caller passes in the time, which never goes back. The wall clock numbers the intervals, so that a number has the
+    same meaning for all workers of a fleet.
 
     Args:
         routing: routed experts of the engine's model; `is_countable` must be True for it.
@@ -389,6 +392,8 @@ class ExpertBook:
         self._present_until = -math.inf
         self._pending: dict[Plane, list[Rows]] = {"prompt": [], "generated": []}
         self._num_pending = 0
+        self.waiting: deque[tuple[Plane, Rows]] = deque()
+        """Rows of long prompts that wait for `count_some`."""
         # Cached answers by first interval and window. They are valid for the present interval.
         self._answers: dict[tuple[int, Window], ExpertLoad] = {}
 
@@ -407,10 +412,21 @@ class ExpertBook:
         self._planes(weight_version, now)
         for first in range(0, len(rows), MAX_PENDING_ROWS):
             part = rows[first : first + MAX_PENDING_ROWS]
-            self._pending[plane].append(part)
+            if len(part) == MAX_PENDING_ROWS:
+                self.waiting.append((plane, part))
+                continue
+            # The end of a long prompt is copied, so that it does not keep all of the prompt's rows in memory.
+            self._pending[plane].append(part.copy() if first else part)
             self._num_pending += len(part)
             if self._num_pending >= MAX_PENDING_ROWS:
                 self._count_pending()
+        while len(self.waiting) > MAX_WAITING_PARTS:
+            self.count_some()
+
+    def count_some(self) -> None:
+        """Count the next part of the rows that wait, if there is one. This takes a third of a millisecond."""
+        if self.waiting:
+            self._count(*self.waiting.popleft())
 
     def _planes(self, weight_version: int, now: float) -> npt.NDArray[np.int64]:
         """Return the planes of this version in the present interval."""
@@ -418,7 +434,7 @@ class ExpertBook:
             return self._present
         self._end_intervals(now)
         if weight_version != self._version:
-            self._count_pending()
+            self._count_all()
             self._version = weight_version
         if self._first_token_at is None:
             self._first_token_at = now + self._unix_offset
@@ -437,17 +453,21 @@ class ExpertBook:
         return planes
 
     def _count_pending(self) -> None:
-        """Count the pending rows, which belong to `_version` and the open interval."""
-        if not self._num_pending:
-            return
-        planes = self._planes_in(self._open, self._version)
+        """Count the pending rows."""
         pending, self._pending = self._pending, {"prompt": [], "generated": []}
         self._num_pending = 0
         for plane, parts in pending.items():
             if parts:
-                self._count(planes[_ROW[plane]], parts[0] if len(parts) == 1 else np.concatenate(parts))
+                self._count(plane, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def _count(self, counted: npt.NDArray[np.int64], rows: Rows) -> None:
+    def _count_all(self) -> None:
+        while self.waiting:
+            self.count_some()
+        self._count_pending()
+
+    def _count(self, plane: Plane, rows: Rows) -> None:
+        """Count rows, which belong to `_version` and the open interval."""
+        counted = self._planes_in(self._open, self._version)[_ROW[plane]]
         num_experts = self._routing.num_experts
         if num_experts <= np.iinfo(rows.dtype).max and len(rows) and int(rows.max()) >= num_experts:
             rows = rows[(rows < num_experts).all(axis=(1, 2))]
@@ -459,7 +479,7 @@ class ExpertBook:
         number = int((now + self._unix_offset) / INTERVAL_S) - 1
         if number <= self._number:
             return
-        self._count_pending()
+        self._count_all()
         if self._open:
             self._add(self._totals, self._open)
             self._intervals.append((self._number + 1, self._open))

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from rollbus.bus.protocol.telemetry.experts import (
     INTERVAL_S,
     KEPT_INTERVALS,
+    MAX_PENDING_ROWS,
+    MAX_WAITING_PARTS,
     ExpertBook,
     Plane,
     decode_counts,
@@ -93,6 +95,7 @@ def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add],
         rows = rows_of(seed, item.num_rows)
         book.add_computed(item.plane, len(rows) + item.unseen, item.weight_version, now)
         book.add_rows(item.plane, rows, item.weight_version, now)
+        book.count_some()
         if item.num_rows + item.unseen:
             interval = int((now + (unix - 100.0)) / INTERVAL_S)
             expected[interval][item.weight_version, item.plane].append((rows, item.unseen))
@@ -132,6 +135,13 @@ def test_the_book_keeps_the_last_eight_versions_newest_first() -> None:
     assert Counter(counts.generated_tokens.seen for counts in late.counts) == {20: 8}
     assert late.first == FIRST
     assert late.seconds == 1105.0
+
+
+def test_a_long_prompt_waits_to_be_counted() -> None:
+    """The rows of a long prompt are counted in parts when the caller asks for it. Only a bounded number waits."""
+    book = ExpertBook(ROUTING, 0.0, UNIX)
+    book.add_rows("prompt", rows_of(0, (MAX_WAITING_PARTS + 2) * MAX_PENDING_ROWS + 1), 1, 1.0)
+    assert len(book.waiting) == MAX_WAITING_PARTS
 
 
 def test_an_answer_is_computed_once_per_interval() -> None:
