@@ -38,8 +38,8 @@ KEPT_INTERVALS: Final = 24
 MAX_PENDING_ROWS: Final = 512
 """Maximum number of rows that wait to be counted. Counting them takes a third of a millisecond. Larger batches are not
 faster per row."""
-MAX_WAITING_PARTS: Final = 256
-"""Maximum number of parts of long prompts that wait to be counted. Further ones are counted at once."""
+MAX_WAITING_PARTS: Final = 128
+"""Maximum number of parts of long prompts that wait to be counted, up to 64 MB. Further ones are counted at once."""
 Plane = Literal["prompt", "generated"]
 Window = Literal["recent", "versions"]
 _ROW: Final[dict[Plane, int]] = {"prompt": 0, "generated": 1}
