@@ -30,6 +30,7 @@ BENCHES = (
     "viewers",
     "accounts",
     "flood",
+    "http",
     "experts",
     "instructions",
 )

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 
 import rollbus
-from bench.processes import program_process, running_workers
+from bench.processes import FLEET, program_process, running_workers
 from bench.report import Report, peak_bytes, program, reset_peak, resident_bytes, take_turns
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.frontend.cli.tables import spreads
@@ -39,18 +39,17 @@ WARM_UP_ROWS = 1000
 async def running_worker(url: str) -> AsyncIterator[None]:
     """Run a worker with wide routed experts."""
     config = SyntheticConfig(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=256, max_model_len=4_194_304)
-    worker = Worker(WorkerConfig(nats_url=url, fleet="bench", model="m"), SyntheticEngine(config))
+    worker = Worker(WorkerConfig(nats_url=url, fleet=FLEET, model="m"), SyntheticEngine(config))
     async with running_workers(worker):
-        async with rollbus.connect(url, fleet="bench") as rb:
+        async with rollbus.connect(url) as rb:
             await rb.fleet.wait_for_workers()
         yield
 
 
 @asynccontextmanager
-async def running_service(url: str) -> AsyncIterator[tuple[int, str]]:
+async def running_service(url: str, *options: str) -> AsyncIterator[tuple[int, str]]:
     """Start the service as users start it. Yield its process id and address."""
-    options = ["--nats", url, "--fleet", "bench", "--http", "127.0.0.1:0", "--json"]
-    command = ("rollbus.frontend.cli", "frontend", *options)
+    command = ("rollbus.frontend.cli", "frontend", "--nats", url, "--http", "127.0.0.1:0", "--json", *options)
     async with program_process(*command, stdout=asyncio.subprocess.PIPE) as process:
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")

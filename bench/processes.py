@@ -184,11 +184,15 @@ def worker_process(
 
 @asynccontextmanager
 async def program_process(
-    module: str, *args: str, env: Mapping[str, str] | None = None, stdout: int = asyncio.subprocess.DEVNULL
+    module: str,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    stdout: int = asyncio.subprocess.DEVNULL,
+    python: str = sys.executable,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run `python -m MODULE ARGS` while the body runs, with `env` added to its environment. Then terminate it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *args), stdout=stdout, env=os.environ | (env or {})
+        *(python, "-m", module, *args), stdout=stdout, env=os.environ | (env or {})
     )
     try:
         yield process

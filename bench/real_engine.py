@@ -93,7 +93,7 @@ async def in_one_core(model: str) -> AsyncIterator[Run]:
 @asynccontextmanager
 async def http_server(model: str) -> AsyncIterator[Run]:
     """Run vLLM's own token server, and read its events."""
-    async with vllm_server(model, ENGINE_ARGS) as url, event_reader(url) as run:
+    async with vllm_server(model, {**ENGINE_ARGS, "tokens_only": True}) as url, event_reader(url) as run:
         yield run
 
 

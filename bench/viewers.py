@@ -81,7 +81,7 @@ async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None
         EmbeddedServer() as server,
         running_worker(server.url),
         running_service(server.url) as service,
-        rollbus.connect(server.url, fleet="bench") as rb,
+        rollbus.connect(server.url) as rb,
     ):
         await rb.fleet.wait_for_workers()
         await tokens_in(rb, 1.0)

@@ -66,9 +66,9 @@ class Result:
 
 
 Prompts = list[list[int]]
-Run = Callable[[Prompts, int], Awaitable[Iterable[Result]]]
-"""Generates `max_tokens` tokens for each prompt, with all prompts at once. The iteration over the results is not
-measured."""
+Run = Callable[..., Awaitable[Iterable[Result]]]
+"""Generates `max_tokens` tokens for each prompt, with all prompts at once or as many as a third argument says. The
+iteration over the results is not measured."""
 
 
 def make_prompts(requests: int, serial: int) -> Prompts:
@@ -81,51 +81,67 @@ def make_prompts(requests: int, serial: int) -> Prompts:
 
 
 def at_once(one: Callable[[list[int], int, Result], Coroutine[Any, Any, None]]) -> Run:
-    """Return a run that runs `one` for all prompts at once."""
+    """Return a run that runs `one` for all prompts, `in_flight` at once."""
 
-    async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
+    async def run(prompts: Prompts, max_tokens: int, in_flight: int | None = None) -> list[Result]:
         started = time.perf_counter()
         results = [Result(started) for _ in prompts]
+        waiting = iter(zip(prompts, results, strict=True))
+
+        async def work() -> None:
+            for prompt, result in waiting:
+                await one(prompt, max_tokens, result)
+
         async with asyncio.TaskGroup() as tasks:
-            for prompt, result in zip(prompts, results, strict=True):
-                tasks.create_task(one(prompt, max_tokens, result))
+            for _ in range(in_flight or len(prompts)):
+                tasks.create_task(work())
         return results
 
     return run
 
 
-@asynccontextmanager
-async def rollbus_many(*worker_args: str, streams: bool, routing: bool | None = None) -> AsyncIterator[Run]:
-    """Run one loop for all requests.
+def in_one_loop(rb: rollbus.Client, *, streams: bool, routing: bool | None = None) -> Run:
+    """Return a run with one loop for all requests.
 
     With `streams`, `stream_many` returns all chunks that have come. Without, `complete_many` returns whole results, for
     which the worker batches the tokens.
     """
+
+    async def run(prompts: Prompts, max_tokens: int, in_flight: int | None = None) -> Iterable[Result]:
+        started = time.perf_counter()
+        requests = [bus_request(prompt, max_tokens, routing=routing) for prompt in prompts]
+        results = {request.request_id: Result(started) for request in requests}
+        many = rb.stream_many if streams else rb.complete_many
+        async for parts in many(requests, max_in_flight=in_flight or len(requests)):
+            for part in parts if isinstance(parts, list) else [parts]:
+                results[part.request_id].add_part(part)
+        return results.values()
+
+    return run
+
+
+def in_loops(rb: rollbus.Client, *, routing: bool | None = None) -> Run:
+    """Return a run of `generate`: a loop over the chunks of each request."""
+
+    async def one(prompt: list[int], max_tokens: int, result: Result) -> None:
+        async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=routing)):
+            result.add_part(chunk)
+
+    return at_once(one)
+
+
+@asynccontextmanager
+async def rollbus_many(*worker_args: str, streams: bool, routing: bool | None = None) -> AsyncIterator[Run]:
+    """Run `in_one_loop` on a bus of its own."""
     async with on_the_bus(*worker_args) as rb:
-
-        async def run(prompts: Prompts, max_tokens: int) -> Iterable[Result]:
-            started = time.perf_counter()
-            requests = [bus_request(prompt, max_tokens, routing=routing) for prompt in prompts]
-            results = {request.request_id: Result(started) for request in requests}
-            many = rb.stream_many if streams else rb.complete_many
-            async for parts in many(requests, max_in_flight=len(requests)):
-                for part in parts if isinstance(parts, list) else [parts]:
-                    results[part.request_id].add_part(part)
-            return results.values()
-
-        yield run
+        yield in_one_loop(rb, streams=streams, routing=routing)
 
 
 @asynccontextmanager
 async def rollbus_chunks(*worker_args: str, routing: bool | None = None) -> AsyncIterator[Run]:
-    """Run `generate`: a loop over the chunks of each request."""
+    """Run `in_loops` on a bus of its own."""
     async with on_the_bus(*worker_args) as rb:
-
-        async def one(prompt: list[int], max_tokens: int, result: Result) -> None:
-            async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=routing)):
-                result.add_part(chunk)
-
-        yield at_once(one)
+        yield in_loops(rb, routing=routing)
 
 
 @asynccontextmanager
@@ -187,50 +203,63 @@ def vllm_answer(token_ids: Sequence[int], logprobs: Sequence[float], routed_expe
 async def vllm_server(
     model: str, engine_args: Mapping[str, Any], env: Mapping[str, str] | None = None
 ) -> AsyncIterator[str]:
-    """Run vLLM's own token server while the body runs, and wait until it serves. Yield its URL.
+    """Run vLLM's own server while the body runs, and wait until it serves. Yield its URL.
+
+    With the argument `tokens_only`, it serves only tokens, at `PATH`.
+    """
+    port = free_port()
+    options = [
+        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+        for name, value in engine_args.items()
+    ]
+    arguments = ("--model", model, "--host", "127.0.0.1", "--port", str(port), *options)
+    quiet = ("--uvicorn-log-level", "error", "--disable-log-stats")
+    async with program_process("vllm.entrypoints.openai.api_server", *arguments, *quiet, env=env) as server:
+        yield await wait_until_served(port, server)
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def wait_until_served(port: int, server: asyncio.subprocess.Process, model: str = "") -> str:
+    """Wait until an HTTP server on this machine serves the model. Return its URL.
 
     Raises:
         RuntimeError: the server has ended.
         TimeoutError: the server is not ready in time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [
-        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
-        for name, value in engine_args.items()
-    ]
-    arguments = ("--tokens-only", "--model", model, "--host", "127.0.0.1", "--port", str(port), *options)
-    quiet = ("--uvicorn-log-level", "error", "--disable-log-stats")
-    async with program_process("vllm.entrypoints.openai.api_server", *arguments, *quiet, env=env) as server:
-        url = f"http://127.0.0.1:{port}"
-        async with asyncio.timeout(START_S), aiohttp.ClientSession(url) as session:
-            while not await _is_healthy(session):
-                if server.returncode is not None:
-                    raise RuntimeError(f"the server exited with code {server.returncode}")
-                await asyncio.sleep(0.2)
-        yield url
+    url = f"http://127.0.0.1:{port}"
+    async with asyncio.timeout(START_S), aiohttp.ClientSession(url) as session:
+        while not await _is_served(session, model):
+            if server.returncode is not None:
+                raise RuntimeError(f"the server exited with code {server.returncode}")
+            await asyncio.sleep(0.2)
+    return url
 
 
-async def _is_healthy(session: aiohttp.ClientSession) -> bool:
+async def _is_served(session: aiohttp.ClientSession, model: str) -> bool:
     with contextlib.suppress(aiohttp.ClientError):
-        async with session.get("/health") as response:
-            return response.ok
+        async with session.get("/v1/models" if model else "/health") as response:
+            return response.ok and model in await response.text()
     return False
 
 
 async def serve(way: AbstractAsyncContextManager[Run]) -> None:
-    """Run the measurements that stdin requests, until stdin ends."""
+    """Run the measurements that stdin requests, until stdin ends: further words are further arguments of the run."""
     serials = itertools.count()
     async with way as run:
 
         async def measure(question: list[str]) -> dict[str, Any]:
-            num_requests, max_tokens = map(int, question)
+            num_requests, max_tokens = map(int, question[:2])
             prompts = make_prompts(num_requests, next(serials))
             pids = pids_by_kind()
             before = cpu_by_kind(pids)
             started = time.perf_counter()
-            unread = await run(prompts, max_tokens)
+            unread = await run(prompts, max_tokens, *question[2:])
             seconds = time.perf_counter() - started
             after = cpu_by_kind(pids)
             results = list(unread)
@@ -249,12 +278,13 @@ async def serve(way: AbstractAsyncContextManager[Run]) -> None:
 
 
 def pids_by_kind() -> dict[str, list[int]]:
-    """Return this process and all processes that it started. A worker may have an engine core."""
+    """Return this process and all processes that it started. A worker may have an engine core, a service is `http`."""
     own, found = os.getpid(), defaultdict[str, list[int]](list)
     children = psutil.Process().children(recursive=True)
     found["client" if children else "worker"].append(own)
     for one in children:
-        found["nats" if one.name().startswith("nats") else "worker" if one.ppid() == own else "core"].append(one.pid)
+        kind = "nats" if one.name().startswith("nats") else "worker" if one.ppid() == own else "core"
+        found["http" if any("frontend" in word for word in one.cmdline()) else kind].append(one.pid)
     return found
 
 
@@ -263,13 +293,13 @@ def cpu_by_kind(pids: Mapping[str, Sequence[int]]) -> dict[str, float]:
     return {kind: sum(map(cpu_s, each)) for kind, each in pids.items()}
 
 
-async def ask(way: Way, load: Load) -> dict[str, Any]:
-    """Run one round of a way in its process.
+async def ask(way: Way, load: Load, *more: object) -> dict[str, Any]:
+    """Run one round of a way in its process, with further arguments of its run.
 
     Raises:
         RuntimeError: the process has ended, or it returned too few tokens.
     """
-    figures = await way.ask(*load)
+    figures = await way.ask(*load, *more)
     if figures["tokens"] != load[0] * load[1]:
         raise RuntimeError(f"{way.name}: {figures['tokens']} tokens for the load {load[0]}x{load[1]}")
     return figures
@@ -282,5 +312,5 @@ def rate(figures: Mapping[str, Any]) -> float:
 
 def cpu_ms(figures: Mapping[str, Any], kind: str | None = None) -> float:
     """Return the CPU milliseconds per 1,000 tokens of one kind of processes, or of all processes."""
-    spent = sum(figures["cpu_s"].values()) if kind is None else figures["cpu_s"][kind]
+    spent = sum(figures["cpu_s"].values()) if kind is None else figures["cpu_s"].get(kind, 0.0)
     return float(1e6 * spent / figures["tokens"])

@@ -102,7 +102,9 @@ async def peers(model: Path, engine_args: Mapping[str, Any], count: int, num_str
     async with AsyncExitStack() as stack:
         for number in range(count):
             env = own_cores(number, count) | {"VLLM_SERVER_DEV_MODE": "1"}
-            peer = Peer(await stack.enter_async_context(vllm_server(str(model), engine_args, env)))
+            peer = Peer(
+                await stack.enter_async_context(vllm_server(str(model), {**engine_args, "tokens_only": True}, env))
+            )
             await stack.enter_async_context(peer.session)
             found.append(peer)
         async with asyncio.TaskGroup() as tasks:

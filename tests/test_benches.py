@@ -18,6 +18,7 @@ SMALL = {
     "control": "--workers 1 --rounds 1",
     "experts": "--tokens-per-s 100 --rounds 1",
     "flood": "--flood 20 --samples 2",
+    "http": "--engines synthetic --loads 2x4 --rounds 1",
     "http_memory": "--megabytes 1 --rounds 1",
     "latency": "--concurrency 100 --rounds 1",
     "objects": "--megabytes 1 --peer-megabytes 1 --rounds 1",
