@@ -1,6 +1,6 @@
 """Run benches one after the other, and write the figures of each to a folder.
 
-    python -m bench [transport real_engine ...] [--results bench/results]
+    python -m bench [transport real_engine ...] [--results bench/results] [-- OPTIONS OF THE BENCH]
     python -m bench --compare COMMIT [transport ...] [--rounds 5] [-- OPTIONS OF THE BENCH]
 
 All benches take about an hour and a quarter, and need the whole machine. Each is also a program with options:
@@ -33,6 +33,7 @@ BENCHES = (
     "http",
     "experts",
     "instructions",
+    "costs",
 )
 
 
@@ -61,7 +62,8 @@ def main() -> int:
     args.results.mkdir(parents=True, exist_ok=True)
     failed = []
     for bench in args.benches or BENCHES:
-        command = [sys.executable, "-m", f"bench.{bench}", "--json", str(args.results / f"{bench}.json")]
+        program = ["bench.instructions", "--costs"] if bench == "costs" else [f"bench.{bench}"]
+        command = [sys.executable, "-m", *program, "--json", str(args.results / f"{bench}.json"), *options]
         if subprocess.run(command, check=False).returncode:
             failed.append(bench)
     if failed:

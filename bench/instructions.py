@@ -1,6 +1,6 @@
 """Counts what a request and a token cost in Python, in units that a busy machine does not change.
 
-    python -m bench.instructions [--check | --record] [--functions 10] [--rounds 6] [--json FILE]
+    python -m bench.instructions [--check | --record | --costs] [--functions 10] [--rounds 6] [--json FILE]
 
 `instructions` are executed bytecode instructions and `c_calls` calls of C functions, of the caller's thread, the
 client's bus thread and the worker, each with the libraries that they call. `whole` is a request of `complete_many` with
@@ -13,13 +13,16 @@ has read the step before. Time stands still in a round, so presence and leases c
 counted. The time that C code takes is not visible: `python -m bench --compare COMMIT transport` measures it.
 
 `instructions.json` has the figures of this commit. `--check` fails if a figure differs by more than 3 %, and `--record`
-writes the file. `--functions` prints the functions with most instructions.
+writes the file. `--functions` prints the functions with most instructions. `--costs` prints the instructions of each
+feature in all threads: those between call and return of its functions (`FEATURES`), and the checks for spans.
 """
 
 import argparse
 import asyncio
 import gc
 import json
+import linecache
+import re
 import sys
 import threading
 import time
@@ -57,6 +60,27 @@ REQUESTS: Final = 16
 WHOLE, SHORT, LONG = (True, 16), (False, 4), (False, 20)
 """Whole results or streams, and the tokens of each request."""
 LOADS: Final = (WHOLE, SHORT, LONG)
+SPANS: Final = "spans"
+GUARD: Final = re.compile(r"^(?!.*\bCall\().*\b(spans|tracer)\b")
+"""Lines of the checks whether a call has spans."""
+FEATURES: Final = {
+    "timelines": ("/telemetry/requests.py:", ":WorkerRequestTable._begin_timeline"),
+    "counters": (":WorkerLinkStats.", "/engines/rates.py:", ":DurationsByModel.", ":BatchTimes."),
+    "experts": (":ExpertCounter.", "/telemetry/experts.py:"),
+    SPANS: ("/tracing/", ":CallSpans."),
+    "placement": ("/client/placement.py:", "/queue/placement.py:", "/queue/load.py:"),
+    "shares": ("/queue/fairness.py:", ":PullPlan._count_shares"),
+    "versions of KV": (":kv_arrays", ":_find_recomputed"),
+    "checks of requests": (
+        "/schemas/checks.py:",
+        "/schemas/request_fields.py:",
+        "/requests/admission.py:",
+        ":RequestIntake._check",
+    ),
+    "checks of steps": (":ChunkWriter._check", ":check_batch", ":check_row_kind", ":check_mask"),
+    "checks of chunks": (":ChunkVerifier.", ":Chunk.__post_init__", ":ResultCheck.", ":are_within"),
+}
+"""Parts of the file and name of the functions of each feature."""
 THREADS: Final = ("caller", "bus", "worker")
 NOT_COUNTED: Final = (__file__, "/workers/engines/synthetic/")
 FAR_S: Final = 3600.0
@@ -68,39 +92,83 @@ QUIET_S: Final = 0.05
 """Seconds without an instruction after which a thread has nothing more to do."""
 
 
+Function = tuple[CodeType, str]
+"""A function, and the feature for which it runs; empty: none."""
+
+
 class Tally:
     """Counts the instructions and C calls of one thread, by function."""
 
     def __init__(self) -> None:
-        self.instructions: Counter[CodeType] = Counter()
-        self.c_calls: Counter[CodeType] = Counter()
+        self._instructions = {feature: Counter[CodeType]() for feature in ("", *FEATURES)}
+        self._c_calls = Counter[CodeType]()
 
     def start(self, *_event: object) -> None:
         """Count in this thread from now on. This is also the first trace function of a new thread."""
-        instructions, c_calls, is_counted = self.instructions, self.c_calls, dict[CodeType, bool]()
+        c_calls, traces = self._c_calls, dict[CodeType, Any]()
 
-        def count(frame: FrameType, event: str, _arg: object) -> Any:
-            if event == "opcode":
-                instructions[frame.f_code] += 1
+        def counter(instructions: Counter[CodeType]) -> Callable[..., object]:
+            def count(frame: FrameType, event: str, _arg: object) -> object:
+                if event == "opcode":
+                    instructions[frame.f_code] += 1
+                return count
+
             return count
+
+        def guarded(offsets: set[int]) -> Callable[..., object]:
+            other, guards = self._instructions[""], self._instructions[SPANS]
+
+            def count(frame: FrameType, event: str, _arg: object) -> object:
+                if event == "opcode":
+                    (guards if frame.f_lasti in offsets else other)[frame.f_code] += 1
+                return count
+
+            return count
+
+        counters = {feature: counter(instructions) for feature, instructions in self._instructions.items()}
+        of_features = set(counters.values()) - {counters[""]}
 
         def enter(frame: FrameType, _event: str, _arg: object) -> Any:
             code = frame.f_code
-            if code not in is_counted:
-                is_counted[code] = not any(part in code.co_filename for part in NOT_COUNTED)
-            frame.f_trace_lines, frame.f_trace_opcodes = False, is_counted[code]
-            return count if is_counted[code] else None
+            if code not in traces:
+                is_counted = not any(part in code.co_filename for part in NOT_COUNTED)
+                traces[code] = counters[feature_of(code)] if is_counted else None
+                if is_counted and not feature_of(code) and (offsets := guards_of(code)):
+                    traces[code] = guarded(offsets)
+            frame.f_trace_lines, frame.f_trace_opcodes = False, traces[code] is not None
+            # What a function of a feature calls belongs to the feature too.
+            above = None if frame.f_back is None else frame.f_back.f_trace
+            return above if above in of_features and traces[code] else traces[code]
 
         def call(frame: FrameType, event: str, _arg: object) -> None:
-            if event == "c_call" and is_counted.get(frame.f_code):
+            if event == "c_call" and traces.get(frame.f_code):
                 c_calls[frame.f_code] += 1
 
         sys.setprofile(call)
         sys.settrace(enter)
 
-    def copy(self) -> tuple[Counter[CodeType], Counter[CodeType]]:
+    @property
+    def num_instructions(self) -> int:
+        """Number of instructions so far."""
+        return sum(sum(list(each.values())) for each in self._instructions.values())
+
+    def copy(self) -> tuple[Counter[Function], Counter[Function]]:
         """Return both counts so far. The thread may run meanwhile."""
-        return Counter(dict(self.instructions)), Counter(dict(self.c_calls))
+        copies = {feature: dict(each) for feature, each in self._instructions.items()}
+        instructions = {(code, feature): count for feature, each in copies.items() for code, count in each.items()}
+        return Counter(instructions), Counter({(code, ""): count for code, count in dict(self._c_calls).items()})
+
+
+def guards_of(code: CodeType) -> set[int]:
+    """Return the offsets of the instructions that find out that spans are off."""
+    lines = {line: GUARD.search(linecache.getline(code.co_filename, line)) for *_, line in code.co_lines() if line}
+    return {offset for start, end, line in code.co_lines() if lines.get(line or 0) for offset in range(start, end, 2)}
+
+
+def feature_of(code: CodeType) -> str:
+    """Return the feature to which a function belongs, or an empty string."""
+    place = f"{code.co_filename}:{code.co_qualname}"
+    return next((name for name, parts in FEATURES.items() if any(part in place for part in parts)), "")
 
 
 class StillLoop(uvloop.Loop):
@@ -180,10 +248,10 @@ class SteppedEngine(SyntheticEngine):
             await self.permits.acquire()
 
 
-Counts = dict[str, tuple[Counter[CodeType], Counter[CodeType]]]
+Counts = dict[str, tuple[Counter[Function], Counter[Function]]]
 """By thread: instructions and C calls of one round."""
 Load = tuple[bool, int]
-Cost = dict[CodeType, float]
+Cost = dict[Function, float]
 """By function: instructions or C calls of one request or token."""
 
 
@@ -285,7 +353,7 @@ class Bus:
     def _wait_until_quiet(self, *threads: str) -> None:
         """Wait until the threads execute nothing."""
         last: list[int] = []
-        while last != (last := [sum(self.tallies[thread].instructions.values()) for thread in threads]):
+        while last != (last := [self.tallies[thread].num_instructions for thread in threads]):
             time.sleep(QUIET_S)
 
 
@@ -322,9 +390,11 @@ def costs(measured: Mapping[Load, Sequence[Counts]], thread: str, kind: int) -> 
 
 def write_functions(cost: Cost, most: int) -> None:
     """Write the functions with most instructions to stderr."""
-    for code in sorted(cost, key=cost.__getitem__, reverse=True)[:most]:
+    for function in sorted(cost, key=cost.__getitem__, reverse=True)[:most]:
+        code, feature = function
         place = "/".join(Path(code.co_filename).parts[-2:])
-        sys.stderr.write(f"{cost[code]:12.1f}  {code.co_qualname}  {place}:{code.co_firstlineno}\n")
+        line = f"{cost[function]:12.1f}  {code.co_qualname}  {place}:{code.co_firstlineno}  {feature}"
+        sys.stderr.write(f"{line.rstrip()}\n")
 
 
 def differences(counts: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -340,6 +410,16 @@ def differences(counts: Mapping[str, Mapping[str, float]], recorded: Mapping[str
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure, and check or record the figures."""
     measured = asyncio.run(measure(args.rounds))
+    if args.costs:
+        work_of_threads = [costs(measured, thread, 0) for thread in THREADS]
+        for feature in (*FEATURES, ""):
+            cost_of = Counter[str]()
+            for work, cost in (item for works in work_of_threads for item in works.items()):
+                cost_of[work] += round(sum(n for (_, its), n in cost.items() if feature in {its, ""}))
+            if not cost_of.total():
+                sys.exit(f"no function of {feature!r} ran; expected those of FEATURES in {__file__}")
+            report.add(feature=feature or "everything", **cost_of)
+        return
     counts: dict[str, dict[str, float]] = {}
     for thread in THREADS:
         each = [costs(measured, thread, kind) for kind in range(len(COUNTS))]
@@ -365,6 +445,7 @@ if __name__ == "__main__":
         run,
         flag("--check", "fail if a figure differs from the recorded one by more than 3 %%"),
         flag("--record", "write the figures to bench/instructions.json"),
+        flag("--costs", "print the instructions of each feature instead"),
         arg("--functions", None, "number of functions to print (default: %(default)s)", type=int, default=0),
         rounds=6,
     )

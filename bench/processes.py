@@ -188,11 +188,12 @@ async def program_process(
     *args: str,
     env: Mapping[str, str] | None = None,
     stdout: int = asyncio.subprocess.DEVNULL,
+    stderr: int | None = None,
     python: str = sys.executable,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run `python -m MODULE ARGS` while the body runs, with `env` added to its environment. Then terminate it."""
     process = await asyncio.create_subprocess_exec(
-        *(python, "-m", module, *args), stdout=stdout, env=os.environ | (env or {})
+        *(python, "-m", module, *args), stdout=stdout, stderr=stderr, env=os.environ | (env or {})
     )
     try:
         yield process

@@ -26,6 +26,7 @@ SMALL = {
 }
 """Options with which a bench takes seconds."""
 ELSEWHERE = {
+    "costs": "tests/test_instructions.py",
     "instructions": "tests/test_instructions.py",
     "placement": "tests/bus/test_bench_placement.py",
     "routing": "tests/bus/test_bench_routing.py",
