@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..bus.control.store import DesiredStore
 from ..bus.nats.connection import Connection, ConnectionStats, check_permitted, open_connection, subscribe
@@ -27,7 +27,6 @@ from ..bus.objects.reader import ObjectReader
 from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent
 from ..bus.queue.puller import PullerStats, QueuePuller
-from ..bus.queue.streams import ensure_queue
 from ..bus.subjects import WORKER_CONNECTION, Subjects
 from ..schemas.errors import (
     BusBroken,
@@ -67,8 +66,6 @@ from .sources.threads import NICE
 
 logger = logging.getLogger(__name__)
 
-QUEUE_RETRY_S: Final = 1.0
-"""Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
 KEEP_S = 2.0
 """Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""
 WIND_DOWN_S = 2.0
@@ -270,7 +267,8 @@ class Worker:
         await self._inbox.subscribe(
             directs, self._on_direct, FloodMeter(lambda: intake.stats.placed + intake.num_waiting)
         )
-        await wait_for_queue(self._nats, self._subjects, self._config.model, self._puller.stats)
+        # Clients publish to the queue as soon as they know that a worker serves.
+        await self._puller.was_ensured.wait()
         # The presence `serving` follows the subscriptions on the same connection, so messages of its receivers arrive.
         self._control.reconciler.start()
         await self._runner.run(self._in_flight.add_steps)
@@ -517,18 +515,3 @@ def make_control(
     )
     acks = AckPublisher(config, nats, lifecycle, in_flight, publisher)
     return CommandHandler(config, nats, lifecycle, in_flight, acks, reconciler)
-
-
-async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
-    """Wait until the queue exists, because clients publish to it as soon as they know that a worker serves.
-
-    Args:
-        pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.
-    """
-    while not pulls.ensured:
-        try:
-            await ensure_queue(nats, subjects, model)
-            return
-        except BusBroken as exc:
-            logger.warning("worker.queue_awaited model=%s error=%s", model, exc)
-        await asyncio.sleep(QUEUE_RETRY_S)

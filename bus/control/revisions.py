@@ -7,7 +7,7 @@ revisions. The state is the last valid revision, from the bucket's history or fr
 import base64
 import binascii
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -16,8 +16,9 @@ from ...schemas.control import DesiredState
 from ...schemas.errors import BusBroken, RemoteProtocolError
 from ...schemas.messages import decode_desired
 from ..auth.credentials import SIGNED, BadSignature
-from ..nats.connection import Connection
+from ..nats.connection import Connection, subscribe
 from ..nats.jetstream import NO_MESSAGE, NO_STREAM, TRY_S, find, headers_of
+from ..nats.library import Msg
 from ..protocol.fleet.authority import check_limited_state
 from ..subjects import BUCKET, Subjects, encode_token
 
@@ -120,6 +121,14 @@ class Revisions:
         A message there is only a hint to read the state again, because the server also delivers writes that it rejects.
         """
         return f"$KV.{BUCKET}.{self._subjects.fleet}.{encode_token(model)}"
+
+    async def watch(self, model: str, on_write: Callable[[], object]) -> None:
+        """Call `on_write` for each write, also for rejected ones. Raises `BusClosed` if the connection is closed."""
+
+        def receive(_message: Msg) -> None:
+            on_write()
+
+        await subscribe(self._nats, self.subject(model), receive)
 
     async def find(self, model: str) -> Found:
         """Return the newest valid state."""

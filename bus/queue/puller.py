@@ -138,6 +138,8 @@ class QueuePuller:
         }
         self._plan = PullPlan(LANES, nats.max_payload)
         self._is_ensured = False
+        self.was_ensured = asyncio.Event()
+        """Set when the queue was found or created for the first time."""
         self._ensured_at = -math.inf
         self._is_paused = False
         # Room at the last step, less the requests since then.
@@ -233,6 +235,7 @@ class QueuePuller:
             logger.warning("queue.ensure_failed model=%s error=%s", self._model, error)
             return False
         self._is_ensured = True
+        self.was_ensured.set()
         self._ensured_at = time.monotonic()
         self.stats.ensured += 1
         logger.info("queue.ensured fleet=%s model=%s", self._subjects.fleet, self._model)

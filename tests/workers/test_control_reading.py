@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 import pytest
@@ -13,7 +13,7 @@ from rollbus.schemas.control import DesiredState, FlushCache, Pause
 from rollbus.schemas.errors import BusBroken
 from rollbus.workers.control import desired as module
 from rollbus.workers.control.desired import DesiredReader
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, until_true
 
 MODEL = "m"
 
@@ -23,19 +23,22 @@ class Store:
 
     def __init__(self) -> None:
         self.state = DesiredState(model=MODEL)
-        self.num_begun = 0
-        self._begun = asyncio.Event()
+        self.num_begun = self.num_unwatched = 0
         self._answers: asyncio.Queue[BusBroken | None] = asyncio.Queue()
 
     async def read(self, _model: str) -> DesiredState:
         """Return the state, as the real store does."""
         state = self.state
         self.num_begun += 1
-        self._begun.set()
         error = await self._answers.get()
         if error is not None:
             raise error
         return state
+
+    async def watch(self, _model: str, _on_write: Callable[[], object]) -> None:
+        """Do not count the reads before the subscription. Another read follows."""
+        self.num_unwatched, self.num_begun = self.num_begun, 0
+        self.answer()
 
     async def confirmed_s(self) -> float:
         """Return 0, as a store on one server does."""
@@ -52,9 +55,7 @@ class Store:
 
     async def until_begun(self, count: int) -> None:
         """Wait until `count` reads have begun."""
-        while self.num_begun < count:
-            self._begun.clear()
-            await self._begun.wait()
+        await until_true(lambda: self.num_begun >= count)
 
 
 class Reading:
@@ -62,15 +63,11 @@ class Reading:
 
     def __init__(self) -> None:
         self.store = Store()
-        self._changed = asyncio.Event()
         self.reader = DesiredReader(cast(DesiredStore, self.store), model=MODEL, worker="w", max_age_s=60.0)
-        self.reader.on_read = self._changed.set
 
     async def until_read(self, look: int) -> None:
         """Wait until the reader has finished read number `look`."""
-        while self.reader.num_read < look:
-            self._changed.clear()
-            await self._changed.wait()
+        await until_true(lambda: self.reader.num_read >= look)
 
     async def rest(self) -> None:
         """Let the reader begin all reads that it will begin."""
@@ -80,20 +77,23 @@ class Reading:
 
 @contextlib.asynccontextmanager
 async def reading() -> AsyncIterator[Reading]:
-    """Run the reader, and yield it after its first read has begun."""
+    """Run the reader, and yield it after its first reads."""
     made = Reading()
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(SOON_S):
         task = tasks.create_task(made.reader.run(), name="read")
         made.store.answer()
-        await made.store.until_begun(1)
         await made.rest()
         yield made
         task.cancel()
 
 
 async def test_a_command_in_an_earlier_read_needs_no_new_read() -> None:
-    """A command that an earlier read contains needs no new read when its message arrives."""
+    """A command that an earlier read contains needs no new read when its message arrives.
+
+    The worker receives messages after its first read, not the first states that other starting workers write.
+    """
     async with reading() as made:
+        assert made.store.num_unwatched == 1
         epoch = made.store.record(Pause(id="p"))
         made.store.answer()
         await made.until_read(made.reader.request_read())

@@ -161,13 +161,12 @@ class CommandHandler:
         """Commands without a usable id or controller to answer."""
 
     async def subscribe(self, inbox: WorkerInbox) -> None:
-        """Subscribe to commands, to reads, and to changes of the desired state. Call this once.
+        """Subscribe to commands and to reads. Call this once.
 
         Raises:
             BusClosed: the connection is closed.
         """
         await subscribe(self._nats, self._subjects.controls, self._on_command)
-        await subscribe(self._nats, self.reader.store.subject(self._config.model), self._on_desired_state)
         await inbox.subscribe(self._subjects.reads_to(self._config.worker_id), self._on_read, FloodMeter())
 
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
@@ -190,9 +189,6 @@ class CommandHandler:
         )
 
     # Received
-
-    def _on_desired_state(self, _message: Msg) -> None:
-        self.reader.request_read()
 
     def _on_command(self, message: Msg) -> None:
         # A worker that may not publish cannot answer. It reads the recorded commands later.

@@ -1,6 +1,8 @@
 """The desired state of a worker's model: reads it, and decides which register is applied next and which state follows.
 
-The decisions are pure functions. The state is read every few seconds, and after each message about a change.
+The decisions are pure functions. The state is read every few seconds, and after each message about a change. A worker
+receives these messages from its first read on. If a fleet starts at once, many workers write the first state, and the
+server delivers each of these writes to all receivers.
 """
 
 import asyncio
@@ -214,7 +216,7 @@ class DesiredReader:
         self._num_needed = 0
         # Commands requested since the last read began. That read may contain them. Bounded by the command log.
         self._awaited_commands: set[_ReadCommand] = set()
-        self._is_reading = False
+        self._is_reading = self._is_watching = False
         self._order = ReadOrder()
         self.is_lost = False
         self._lost_at_read = -1
@@ -292,6 +294,11 @@ class DesiredReader:
             self._is_reading = True
             try:
                 await self._read()
+                if not self._is_watching:
+                    await self.store.watch(self._model, self.request_read)
+                    self._is_watching = True
+                    # The state may have changed since the read.
+                    self._is_requested.set()
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
                 wait_s = RETRY_S
                 if self.problem is None:
