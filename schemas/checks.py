@@ -21,6 +21,8 @@ from .errors import InvalidRequest
 
 REQUEST_ID_PATTERN = re.compile(rf"[A-Za-z0-9_:\-]{{1,{limits.MAX_REQUEST_ID_CHARS}}}")
 SUBJECT_TOKEN_PATTERN = re.compile(rf"[A-Za-z0-9_\-]{{1,{limits.MAX_SUBJECT_TOKEN_CHARS}}}")
+_REQUEST_ID: Final = f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
+_SUBJECT_TOKEN: Final = f"1 to {limits.MAX_SUBJECT_TOKEN_CHARS} of A-Z a-z 0-9 _ -"
 NO_SURROGATES = re.compile("[^\ud800-\udfff]*")
 """Matches strings without lone surrogates: Python strings may hold them, but UTF-8 and the wire format cannot."""
 _I4: Final = np.dtype("<i4")
@@ -152,13 +154,12 @@ def check_matches(field: str, value: object, pattern: re.Pattern[str], allowed: 
 
 def check_request_id(field: str, value: object) -> str:
     """Accept ids that are valid in a Nats-Msg-Id header and in log lines."""
-    return check_matches(field, value, REQUEST_ID_PATTERN, f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -")
+    return check_matches(field, value, REQUEST_ID_PATTERN, _REQUEST_ID)
 
 
 def check_subject_token(field: str, value: object) -> str:
     """Accept names that are valid as a subject token without encoding: names of fleets, clients and workers."""
-    allowed = f"1 to {limits.MAX_SUBJECT_TOKEN_CHARS} of A-Z a-z 0-9 _ -"
-    return check_matches(field, value, SUBJECT_TOKEN_PATTERN, allowed)
+    return check_matches(field, value, SUBJECT_TOKEN_PATTERN, _SUBJECT_TOKEN)
 
 
 def check_name(field: str, value: object, max_chars: int = limits.MAX_NAME_CHARS) -> str:

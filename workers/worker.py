@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,26 @@ class WorkerStats:
 
     def counters(self) -> WorkerCounters:
         """Return the counters that presence contains."""
-        counted: dict[str, Any] = {
-            name: getattr(part, name)
-            for part in (self, self.intake, self.links, self.stagings, self.connection)
-            for name in WorkerCounters.__struct_fields__
-            if hasattr(part, name)
-        }
+        counted: dict[str, Any] = dict(zip(_COUNTED, _READ_COUNTED(self), strict=True))
         counted |= self.intake.placed_for
         counted["returned"] = self.intake.returned + self.intake.too_new + self.puller.given_back
         counted["fences"] = self.times_fenced
-        for name, value in counted.items():
-            if isinstance(value, float):
-                counted[name] = round(value, 3 if name.startswith("weights_") else 6)
+        for name in _SECONDS:
+            counted[name] = round(counted[name], 3 if name.startswith("weights_") else 6)
         return WorkerCounters(**counted)
+
+
+# Presence has the counters every second, so look up only once which part has each of them.
+_PARTS = {"": WorkerStats, "intake.": IntakeStats, "links.": WorkerLinkStats, "stagings.": StagerStats}
+_PARTS["connection."] = ConnectionStats
+_COUNTED = {
+    name: part + name
+    for part, stats in _PARTS.items()
+    for name in WorkerCounters.__struct_fields__
+    if hasattr(stats, name)
+}
+_READ_COUNTED = attrgetter(*_COUNTED.values())
+_SECONDS = [name for name in _COUNTED if name.endswith("_s")]
 
 
 class Worker:
@@ -400,10 +408,15 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """Return the counters. Valid after `run` has connected."""
+        live = self._live_stats()
+        parts = {name: replace(getattr(live, name)) for name in ("intake", "links", "puller", "stagings")}
+        return replace(live, **parts)
+
+    def _live_stats(self) -> WorkerStats:
         return WorkerStats(
-            intake=replace(self._intake.stats),
-            links=replace(self._links.stats),
-            puller=replace(self._puller.stats),
+            intake=self._intake.stats,
+            links=self._links.stats,
+            puller=self._puller.stats,
             frames=self._publisher.frames,
             frames_lost=self._publisher.frames_lost,
             bad_messages=self._inbox.rejected.so_far + self._lifecycle.rejected.so_far,
@@ -411,7 +424,7 @@ class Worker:
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),
             credit_stalls=self._links.outbound.credit_stalls,
-            stagings=replace(self._control.reconciler.stager.stats),
+            stagings=self._control.reconciler.stager.stats,
         )
 
     def debug_state(self) -> dict[str, int | str]:
@@ -455,7 +468,7 @@ class Worker:
             epoch=reconciler.epoch,
             loras=tuple(LoraInfo(name=name, version=version) for name, version in versions.loras.items()),
             lease_age_s=round(self._lifecycle.lease_age_s, 3),
-            counters=self.stats().counters(),
+            counters=self._live_stats().counters(),
             start_left_s=max(self._config.start_timeout_s - uptime_s, 0) if state is WorkerState.STARTING else None,
             host=HOST,
             pid=os.getpid(),
