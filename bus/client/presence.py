@@ -82,6 +82,7 @@ class PresenceWatcher:
         self._on_heard = on_heard
         self.table = PresenceTable()
         self._changed = asyncio.Event()
+        self._is_notifying = False
         self._pinged_at = -PING_WAIT_S
         self._listening_since = -FIRST_WAIT_S
         # True if no call has read the answers to the ping of this watch.
@@ -117,7 +118,10 @@ class PresenceWatcher:
             self._on_survivor(change)
         elif change is not None:
             self._on_lost(change)
-        self._notify()
+        # A large fleet changes its state at once: one snapshot shows all presence that has arrived.
+        if not self._is_notifying:
+            self._is_notifying = True
+            asyncio.get_running_loop().call_soon(self._notify)
 
     def expire(self) -> None:
         """Remove workers whose lease has expired."""
@@ -133,6 +137,7 @@ class PresenceWatcher:
         self._notify()
 
     def _notify(self) -> None:
+        self._is_notifying = False
         if self.table.snapshot is not self.snapshot:
             self.snapshot = self.table.snapshot
             self._changed.set()

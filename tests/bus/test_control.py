@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 import rollbus
 from bench.processes import many_workers
 from rollbus.bus.client.fleet import Fleet
+from rollbus.bus.client.presence import PresenceWatcher
 from rollbus.bus.control import controller
 from rollbus.bus.control.controller import MAX_REPEAT_S, REPEAT_S, AckCollector
 from rollbus.bus.nats.connection import Connection
@@ -384,6 +385,19 @@ async def test_endless_new_acks_do_not_prevent_the_repeat_of_a_lost_command(
         control["a"].reply = lambda _: (ACCEPTED, APPLIED) if len(control["a"].heard) > 2 else ()
 
         assert (await control.rb.fleet.pause()).is_complete
+
+
+# In a large fleet, all workers change their state at once.
+
+
+async def test_presence_that_has_arrived_together_makes_one_snapshot() -> None:
+    """A snapshot has all workers, so a client makes one for all presence that it has received."""
+    made: list[object] = []
+    watcher = PresenceWatcher(cast(Connection, None), SUBJECTS, print, lambda: made.append(watcher.snapshot))
+    for name in "abc":
+        watcher.receive(Msg(cast(Client, None), SUBJECTS.presence(name), data=encode_json(presence(worker=name))))
+    await asyncio.sleep(0)
+    assert len(made) == 1
 
 
 # In a large fleet, every worker answers every command and every query.

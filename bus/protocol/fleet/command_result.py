@@ -361,9 +361,10 @@ def workers_that_must_ack(
                 problem=f"names no live worker{of_model}: {', '.join(states.get(name, name) for name in absent)}",
                 allowed=list_names(live),
             )
-    roster: dict[str, tuple[WorkerPresence, ...]] = {}
+    by_model: dict[str, list[WorkerPresence]] = {}
     for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
-        roster[worker.model] = (*roster.get(worker.model, ()), worker)
+        by_model.setdefault(worker.model, []).append(worker)
+    roster = {model: tuple(present) for model, present in by_model.items()}
     named = sorted(roster.keys() | set(known_models))
     if len(named) > 1 and command.is_of_one_model:
         raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {list_names(named)}")
