@@ -206,7 +206,7 @@ class QueuePuller:
         if not self._nats.is_connected:
             return RECONNECT_POLL_S
         if self._reconnects != self._nats.stats["reconnects"]:
-            self._reconnects = self._nats.stats["reconnects"]
+            self._reconnects, self._plan.is_batched = self._nats.stats["reconnects"], False
             await self._withdraw()  # a server that was not restarted may still have the pulls
         if self._is_paused:
             await self._withdraw()
@@ -218,7 +218,8 @@ class QueuePuller:
             if not await self._ensure():
                 return ENSURE_RETRY_S
         if self._subscription is None:
-            self._plan.is_batched = await self._nats.is_in_only_account()
+            # A connection keeps its account. A resume of a large fleet must not ask the server once for each worker.
+            self._plan.is_batched = self._plan.is_batched or await self._nats.is_in_only_account()
             self._inbox = self._nats.new_inbox()
             self._subscription = await subscribe(self._nats, f"{self._inbox}.*", self._receive)
         now = time.monotonic()
