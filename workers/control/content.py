@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 LISTEN_S: Final = 1.25 * HEARTBEAT_S
-"""Seconds in which each live worker publishes presence. The second load of the start usually takes longer."""
+"""Seconds in which each live worker publishes presence. An engine usually takes longer to load."""
 MAX_PEERS: Final = 10_000
 """Workers whose last presence is kept until the worker serves; further workers are not compared."""
 HOLDING: Final = frozenset(
@@ -58,39 +58,37 @@ class StartCheck:
         self._has_changed = False
         self.digest: str | None = None
         """Digest of the checkpoint, or None if it is unknown."""
-        self._nats: Connection | None = None
         # The last presence of each worker, with the time of its arrival. Decoded only once, at the end.
         self._presences: dict[str, tuple[float, bytes]] = {}
         self._subscription: Subscription | None = None
         self._listens_since = 0.0
 
     async def run(self, nats: Connection | None) -> None:
-        """Compute the digest. Run this while the engine loads the checkpoint.
+        """Compute the digest, then listen to other workers. Run this while the engine loads the checkpoint.
 
         Args:
             nats: None: compare nothing with other workers.
         """
-        self._nats = nats
         try:
             self.digest = await self._sources.start_digest()
+            if nats is not None and self.digest is not None:
+                await self._listen(nats)
         except (ControlError, OSError) as exc:
             logger.warning("weights.start_digest_failed error=%s", exc)
             self._has_changed = isinstance(exc, ControlError) and exc.code is ControlCode.STORAGE
         finally:
             self._is_known.set()
 
-    async def listen(self) -> None:
-        """Subscribe to the presence of all workers. Call this for a comparison, after the engine has loaded.
+    async def _listen(self, nats: Connection) -> None:
+        """Subscribe to the presence of all workers.
 
-        A fleet that starts at once costs the square of its workers meanwhile, because starting workers publish too.
+        Without a digest nothing is compared: a fleet that starts at once would cost the square of its workers.
         Users that an earlier release created may not subscribe. The worker then compares nothing.
         """
-        if self._nats is None:
-            return
         self._listens_since = time.monotonic()
         subject = Subjects(self._config.fleet).presences
         try:
-            self._subscription = await subscribe_permitted(self._nats, subject, self._receive)
+            self._subscription = await subscribe_permitted(nats, subject, self._receive)
         except PermissionDenied as exc:
             logger.warning("peers.subscription_denied error=%s remedy=%s", exc, "rollbus auth init")
         except (BusBroken, BusClosed) as exc:

@@ -95,8 +95,6 @@ class WeightManager:
         start_digest = await self.start.wait()
         # A worker whose engine may span machines has not read the files of the other machines.
         self.digest = start_digest if self._in_flight.runner.engine.capabilities.weight_digests else None
-        if self.digest is not None:
-            await self.start.listen()
         if await self.start.is_unchanged():
             await self.verify_reload()
         if not await self.start.is_unchanged():
