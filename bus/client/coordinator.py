@@ -303,7 +303,8 @@ class AttemptCoordinator:
 
     def send(self, child: ChildRequest, event: Event) -> None:
         """Let a child request handle an event, and execute its instructions."""
-        self.execute(child, child.handle(event, time.monotonic()))
+        if instructions := child.handle(event, time.monotonic()):
+            self.execute(child, instructions)
 
     def execute(self, child: ChildRequest, instructions: Sequence[Instruction]) -> None:
         """Execute all instructions of a child request except publications."""
@@ -361,21 +362,21 @@ class AttemptCoordinator:
         dead: dict[ChildRequest, ChunkError] = {}
         for chunk in frame.chunks:
             child = self.find(chunk.request_id, chunk.attempt, chunk.child)
+            end = chunk.end
             if child is None or not (
                 (child.worker == worker and child.incarnation == incarnation)
                 or self._becomes_current(child, worker, incarnation, chunk)
             ):
                 self.stats.late_chunks += 1
-                if chunk.end is None:
+                if end is None:
                     self.refuse_offer(child, worker, RequestKey(chunk.request_id, chunk.attempt, chunk.child))
                 continue
-            if chunk.end is not None and child.worker is not None:
-                error = chunk.end.error
-                if error is not None and error.code is ErrorCode.ENGINE_DEAD:
-                    # The whole frame must be read to know which requests have a token.
-                    child.has_token |= bool(chunk.token_ids_data)
-                    dead[child] = error
-                    continue
+            error = None if end is None else end.error
+            if error is not None and error.code is ErrorCode.ENGINE_DEAD and child.worker is not None:
+                # The whole frame must be read to know which requests have a token.
+                child.has_token |= bool(chunk.token_ids_data)
+                dead[child] = error
+                continue
             chunks, instructions = child.add(chunk, now)
             child.open_call.call.deliver(chunks)
             if instructions:
@@ -422,11 +423,11 @@ class AttemptCoordinator:
 
     def find(self, request_id: str, attempt: int, index: int) -> ChildRequest | None:
         """Return the child whose current attempt this is, or None if it is not open."""
-        open_call = self._calls.get(request_id)
-        if open_call is None or index >= len(open_call.children):
+        try:
+            child = self._calls[request_id].children[index]
+        except LookupError:
             return None
-        child = open_call.children[index]
-        return child if child.state is not RequestState.ENDED and child.stream.attempt == attempt else None
+        return child if child.stream.attempt == attempt and child.state is not RequestState.ENDED else None
 
     def on_engine_death(self, engine: Engine, errors: Mapping[ChildRequest, ChunkError]) -> None:
         """Resume or fail these requests of a dead engine. Requests without a token may have caused the death."""

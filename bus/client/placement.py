@@ -240,9 +240,12 @@ class RequestPlacement:
         return "" if held is None or held.placement is None else held.placement.reason
 
     def _queue(self, children: Sequence[ChildRequest]) -> list[Placed]:
-        # Rejected requests were already counted when they were placed.
-        self.stats.placed[PlacementReason.QUEUED] += sum(not child.num_refusals for child in children)
-        return [Placed(None, [child]) for child in children]
+        queued = []
+        for child in children:
+            # Rejected requests were already counted when they were placed.
+            self.stats.placed[PlacementReason.QUEUED] += not child.num_refusals
+            queued.append(Placed(None, (child,)))
+        return queued
 
     def _collect_candidates(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]

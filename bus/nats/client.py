@@ -174,9 +174,13 @@ class PatchedNatsClient(Client):
         await _cancellable(super().flush(*args, **kwargs))
 
     async def publish(
-        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | bytes | None = None
     ) -> None:
-        """Publish as nats-py does. The headers count towards `max_payload`, as they do in the server."""
+        """Publish as nats-py does. The headers count towards `max_payload`, as they do in the server.
+
+        Args:
+            headers: by name, or as `encode_headers` returns them.
+        """
         size = len(payload)
         if self._status != Client.CONNECTED:
             if self.is_closed or self.is_draining_pubs:
@@ -188,7 +192,7 @@ class PatchedNatsClient(Client):
         if headers is None:
             head = f"PUB {subject} {reply} {size}\r\n".encode()
         else:
-            block = encode_headers(headers)
+            block = headers if isinstance(headers, bytes) else encode_headers(headers)
             size += len(block)
             head = f"HPUB {subject} {reply} {len(block)} {size}\r\n".encode() + block
         if size > self._max_payload:

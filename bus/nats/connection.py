@@ -306,7 +306,12 @@ async def open_connection(
 
 
 async def publish(
-    nats: Client, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
+    nats: PatchedNatsClient,
+    subject: str,
+    data: bytes,
+    *,
+    reply: str = "",
+    headers: dict[str, str] | bytes | None = None,
 ) -> None:
     """Publish a message, and wait while more than `PENDING_BYTES` are unsent. A return does not confirm the arrival.
 

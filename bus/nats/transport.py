@@ -32,6 +32,8 @@ OVERHEAD_BYTES: Final = 256
 """Approximate memory of an operation in addition to its bytes."""
 END: Final = b"\r\n"
 _MESSAGES: Final = b"MSG ", b"HMSG "
+_USUAL: Final = re.compile(rb"MSG ([!-~]+) (\d{1,9}) (?:([!-~]+) )?(\d{1,7})\r\n")
+"""The line before a message without headers of less than 10 MB."""
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 MAX_UNREAD_BYTES: Final = 4 * 1024**2
 """Received bytes that may wait for their reader. Above this limit, reading from the socket pauses. It covers one credit
@@ -134,7 +136,11 @@ class OperationReader:
             self._is_end_due = False
             return self._cut_end()
         head = self._head
-        if head is None:
+        if head is None and (usual := _USUAL.match(buffer, start, end)) is not None:
+            subject, sid_digits, reply, digits = usual.groups(b"")
+            head, start = (int(sid_digits), subject, reply, 0, int(digits)), usual.end()
+            self._start = start
+        elif head is None:
             line_end = buffer.find(END, start, end)
             if line_end < 0:
                 if end - start == BUFFER_BYTES:

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
+from ..nats.client import PatchedNatsClient
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import put, storage_errors
 from ..nats.library import NUID, Client, Msg
@@ -69,7 +70,7 @@ RETRY_S: Final = 0.5
 class Sender:
     """Publishes messages to a stream and keeps several of them in flight."""
 
-    def __init__(self, nats: Client, inbox: str) -> None:
+    def __init__(self, nats: PatchedNatsClient, inbox: str) -> None:
         self.part_bytes = min(PART_BYTES, nats.max_payload - HEADROOM_BYTES)
         self._nats = nats
         self._inbox = inbox

@@ -87,10 +87,10 @@ class StateMachine(Generic[S, E]):
         Raises:
             LocalProtocolError: the table has no such transition; this is a bug in this process.
         """
-        following = self.transitions.get((state, event))
-        if following is None:
-            raise LocalProtocolError(f"event {event} is invalid for a {self.name} in state {state}")
-        return following
+        try:
+            return self.transitions[state, event]
+        except KeyError:
+            raise LocalProtocolError(f"event {event} is invalid for a {self.name} in state {state}") from None
 
 
 WORKER_REQUEST = StateMachine(

@@ -359,7 +359,8 @@ class QueuePublisher(Generic[K]):
             self._keep_back(number, unanswered)
             return
         self._unanswered[number] = unanswered
-        self._has_unanswered.set()
+        if len(self._unanswered) == 1:
+            self._has_unanswered.set()
         is_published = False
         try:
             await self._send(number, unanswered)
@@ -387,10 +388,9 @@ class QueuePublisher(Generic[K]):
     async def _send(self, number: int, unanswered: _UnansweredPublish[K]) -> None:
         now = time.monotonic()
         unanswered.published_at = now
-        headers = {
-            "Nats-Msg-Id": unanswered.msg_id,
-            "Nats-TTL": str(max(1, math.ceil(unanswered.deadline_s - now))),
-        }
+        ttl_s = max(1, math.ceil(unanswered.deadline_s - now))
+        # As `encode_headers` would encode them: the id is one of this client, and needs no check.
+        headers = b"NATS/1.0\r\nNats-Msg-Id: %b\r\nNats-TTL: %d\r\n\r\n" % (unanswered.msg_id.encode(), ttl_s)
         await publish(self._nats, unanswered.subject, unanswered.data, reply=f"{self._inbox}.{number}", headers=headers)
 
     async def _repeat(self, before: float) -> list[_UnansweredPublish[K]]:

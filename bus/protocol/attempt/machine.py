@@ -38,6 +38,8 @@ DECODE_BYTES: Final = 1024
 MAX_UNREADABLE_WORKERS: Final = 2
 """The number of workers with undecodable frames at which the request fails. A single worker may itself be broken."""
 NOTHING: Final[Sequence[Instruction]] = ()
+_CLEARED: Final = (on.ClearSuspicion(),)
+_COMPLETED: Final = (on.Retract(), on.Complete())
 NO_WORKER: Final[frozenset[str]] = frozenset()
 
 
@@ -286,8 +288,9 @@ class AttemptMachine:
         Returns:
             The chunks for the caller, and the instructions to execute after their delivery.
         """
-        if chunk.end is not None and chunk.end.error is not None:
-            return (), self._handle_rejection(chunk.end.error.exception(chunk.request_id), now)
+        end, has_new = chunk.end, bool(chunk.token_ids_data)
+        if end is not None and end.error is not None:
+            return (), self._handle_rejection(end.error.exception(chunk.request_id), now)
         # A worker may write any id into a chunk. Permissions bind only the subject, which names the worker.
         force_setattr(chunk, "worker_id", self.worker)
         stream, self.heard_at = self.stream, now
@@ -296,21 +299,20 @@ class AttemptMachine:
         except RemoteProtocolError as exc:
             message = f"worker {self.worker}: {exc}"
             return (), self._fail(self._make_error(ErrorCode.PROTOCOL_ERROR, message), now)
-        if chunk.end is None and (self.has_token or not chunk.token_ids_data):
-            return delivered, NOTHING
-        is_first_token = not self.has_token and bool(chunk.token_ids_data)
-        self.has_token |= is_first_token
-        if chunk.end is None:
+        if end is None:
+            if self.has_token or not has_new:
+                return delivered, NOTHING
+            self.has_token = True
             # A request that a prefill worker has started may still kill the engine of a decode worker.
-            is_cleared = is_first_token and self.state is not RequestState.PREFILLING
-            return delivered, (on.ClearSuspicion(),) if is_cleared else NOTHING
+            return delivered, NOTHING if self.state is RequestState.PREFILLING else _CLEARED
+        self.has_token |= has_new
         if stream.is_prefilled:
             self._move(RequestEvent.PREFILLED, now)
             self._reset_worker()
             self._request = stream.next_phase()
             return delivered, (on.Retract(), on.Schedule())
         self._move(RequestEvent.FINISHED, now)
-        return delivered, (on.Retract(), on.Complete())
+        return delivered, _COMPLETED
 
     def handle(self, event: Event, now: float) -> Sequence[Instruction]:
         """Handle an event other than a chunk. Return the instructions that the client must execute, in order."""
@@ -337,11 +339,12 @@ class AttemptMachine:
         return *fallback, self._make_publish(None, self.stream.handover if self.stream.phase == "decode" else None, now)
 
     def _is_for_prefill(self, possible: on.PublishingPossible) -> bool:
-        if self.state is not RequestState.WAITING:
+        if self.state is not RequestState.WAITING or self._has_failed_handover:
+            return self.state is RequestState.WAITING
+        if possible.num_prefill_workers is None:
             return False
         asked = self.stream.asked
-        is_long = asked.prompt_len >= possible.prefill_min_tokens and asked.sampling.max_tokens != 1
-        return self._has_failed_handover or (possible.num_prefill_workers is not None and is_long)
+        return asked.prompt_len >= possible.prefill_min_tokens and asked.sampling.max_tokens != 1
 
     def _find_fallback(self, possible: on.PublishingPossible) -> PrefillFallback | None:
         """Return the reason why a decode worker serves the request alone; None: a prefill worker may serve it first."""

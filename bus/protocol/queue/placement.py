@@ -143,10 +143,10 @@ class PlacementPolicy:
         if was_placed:
             self.loads.admitted(worker)
         else:
-            cached_tokens = self.index.longest(wanted.pieces, now).get(worker, 0)
+            cached_tokens = self.index.longest(wanted.pieces, now).get(worker, 0) if wanted.pieces else 0
             self.loads.placed(worker, wanted.prompt_tokens - cached_tokens, now)
         cache = self.index.cache_of(worker)
-        if cache is not None:
+        if cache is not None and not wanted.is_for_any:
             self.index.record(cache, wanted.pieces, now)
             for hint in (wanted.session, wanted.group):
                 if hint is not None:
@@ -162,7 +162,8 @@ class PlacementPolicy:
             cache: the value that `admitted` returned.
             pieces: `piece_hashes` of prompt and generated tokens together.
         """
-        self.index.record(cache, pieces, now)
+        if pieces:
+            self.index.record(cache, pieces, now)
         self.loads.ended(cache.worker)
 
     def refused(self, wanted: PlacementNeeds, worker: str, now: float) -> None:

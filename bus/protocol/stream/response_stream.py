@@ -54,6 +54,7 @@ class ChunkVerifier:
         self._prompt_len = request.prompt_len
         self._max_tokens = MAX_TOKENS if request.sampling.max_tokens is None else request.sampling.max_tokens
         self._top_width = request.sampling.logprobs
+        self._is_without_logprobs = self._top_width is None
         self._wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._num_prompt_logprobs = 0
         self._needs_routing = request.return_routed_experts is True
@@ -75,15 +76,21 @@ class ChunkVerifier:
         Raises:
             RemoteProtocolError: it is not the next chunk, or contradicts earlier chunks; nothing was changed.
         """
+        # This runs for each chunk. Most chunks have tokens and no rows or prompt logprobs.
+        index, end, part, has_masks = chunk.chunk_index, chunk.end, chunk.routed_experts, self._has_masks
         if self.end is not None:
-            raise RemoteProtocolError(f"received chunk {chunk.chunk_index} after the terminal chunk")
-        if chunk.chunk_index != self._next_chunk:
-            raise RemoteProtocolError(f"received chunk {chunk.chunk_index}, expected chunk {self._next_chunk}")
-        num_new, part, has_masks = len(chunk.token_ids_data) // 4, chunk.routed_experts, self._has_masks
-        num_tokens, num_rows, num_prompt_logprobs = self.num_tokens + num_new, self.num_rows, self._num_prompt_logprobs
+            raise RemoteProtocolError(f"received chunk {index} after the terminal chunk")
+        if index != self._next_chunk:
+            raise RemoteProtocolError(f"received chunk {index}, expected chunk {self._next_chunk}")
+        num_new, num_rows, num_prompt_logprobs = (
+            len(chunk.token_ids_data) // 4,
+            self.num_rows,
+            self._num_prompt_logprobs,
+        )
+        num_tokens = self.num_tokens + num_new
         if num_new:
             has_masks = chunk.sampling_mask is not None
-            if has_masks is not self._has_masks or (chunk.logprobs_data is None) != (self._top_width is None):
+            if has_masks is not self._has_masks or (chunk.logprobs_data is None) is not self._is_without_logprobs:
                 self._check_kinds(chunk, has_masks)
         if self._top_width or chunk.top_logprobs is not None:
             self._check_tops(chunk, num_new)
@@ -96,22 +103,21 @@ class ChunkVerifier:
             raise RemoteProtocolError(
                 f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {self._max_rows}"
             )
-        is_empty = not num_new and num_rows == self.num_rows and num_prompt_logprobs == self._num_prompt_logprobs
-        if is_empty and chunk.end is None and chunk.chunk_index:
-            raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
-        if chunk.end is not None:
-            self._check_totals(chunk.end, num_tokens, num_rows)
-            self._check_prompt_logprobs(chunk.end, num_tokens, num_prompt_logprobs)
+        if end is not None:
+            self._check_totals(end, num_tokens, num_rows)
+            self._check_prompt_logprobs(end, num_tokens, num_prompt_logprobs)
+        elif not num_new and index and (num_rows, num_prompt_logprobs) == (self.num_rows, self._num_prompt_logprobs):
+            raise RemoteProtocolError(f"chunk {index} is empty")
         if part is not None:
             self._row_shape, self._row_dtype = part.shape[1:], part.dtype
-        self._next_chunk += 1
+        self._next_chunk = index + 1
         self._has_masks = has_masks
         self._num_prompt_logprobs = num_prompt_logprobs
-        self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, chunk.end
+        self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, end
 
     def _check_kinds(self, chunk: Chunk, has_masks: bool) -> None:
         """Check that the tokens have logprobs and masks like the request and the tokens before them."""
-        if (chunk.logprobs_data is None) != (self._top_width is None):
+        if (chunk.logprobs_data is None) is not self._is_without_logprobs:
             raise RemoteProtocolError(
                 f"the request has logprobs={self._top_width}, but chunk {chunk.chunk_index} differs"
             )
@@ -281,6 +287,8 @@ class ResponseStream:
         """True if the current attempt was a prefill phase that has completed. The caller must call `next_phase`."""
         self.handover: KvTransfer | None = None
         """The KV of the last prefill phase; None: there is none."""
+        self.has_begun = False
+        """True if a worker had an attempt or a phase before the current one."""
         self.is_exact = True
         """True if an undisturbed run could have given the same output."""
         self.lost: list[LostAttempt] = []
@@ -302,11 +310,6 @@ class ResponseStream:
     def versions(self) -> tuple[int, int]:
         """The versions of the weights and of the adapter of the last delivered tokens; 0: none."""
         return self._weight_version, self._lora_version or 0
-
-    @property
-    def has_begun(self) -> bool:
-        """True if a worker had an attempt or a phase before the current one."""
-        return self.num_attempts > 1 or self.phase == "decode"
 
     @property
     def start(self) -> int:
@@ -385,7 +388,7 @@ class ResponseStream:
 
     def _total_end(self, end: End) -> End:
         """Return the end of an attempt as the end of the stream."""
-        if self.num_attempts == 1 and self.phase is None:
+        if not self.has_begun and self.phase is None:
             return end
         return replace(
             end,
@@ -416,6 +419,7 @@ class ResponseStream:
         lost = LostAttempt(attempt=self.attempt, worker=worker, at=now, tokens=self.num_tokens, reason=reason)
         self.lost.append(lost)
         self.attempt += 1
+        self.has_begun = True
         if not self.num_tokens:
             return self._start_attempt(request)
         reached = self._find_reached_end()
@@ -456,6 +460,7 @@ class ResponseStream:
         """Continue after a completed prefill phase. Return the request of the decode phase."""
         self.attempt += 1
         self._num_uncounted += 1
+        self.has_begun = True
         return self._start_attempt(self._make_continuation(), "decode")
 
     def abort(self) -> Chunk:
