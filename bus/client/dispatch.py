@@ -217,7 +217,8 @@ class RequestDispatcher:
         """Record that a worker offered to run the request, `waited_s` seconds after its publication."""
         self.queue_waits.add(child.open_call.model, waited_s)
         self._remove_published(child)
-        self.publisher.add_room(child.open_call.model, child.lane)
+        if self.publisher.needs_room:
+            self.publisher.add_room(child.open_call.model, child.lane)
         self.placement.record_admission(child)
         self.wake()
 
@@ -303,8 +304,9 @@ class RequestDispatcher:
 
     async def _publish_or_wait(self, child: ChildRequest) -> None:
         """Publish the current attempt with the requests that go to the same worker, or make it pending again."""
-        is_limited = child.open_call.call.wait_limit is not None
-        if child.state not in UNPUBLISHED or (is_limited and self._fail_if_unserved(child)):
+        if child.state not in UNPUBLISHED:
+            return
+        if child.open_call.call.wait_limit is not None and self._fail_if_unserved(child):
             return
         possible = self._possible(child)
         if not possible.is_target_known or child.awaits_prefill(possible):
@@ -410,7 +412,9 @@ class RequestDispatcher:
                 kv=kv,
                 stream=call.streams,
                 request=msgspec.Raw(child.payload()),
-                siblings=tuple([Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others]),
+                siblings=tuple([Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others])
+                if others
+                else (),
                 may_wait=child.may_wait,
                 given_id=call.request.request_id if call.is_mapped else "",
                 # Any decode worker may serve a decode phase.

@@ -260,12 +260,13 @@ class RequestPlacement:
         name = lora or child.open_call.model
         lora_version = max([load.loras.get(name, 0) for load in able if load.loras], default=0)
         scope = PrefixScope(lora, lora_version, asked.cache_salt)
+        prompt_len = asked.prompt_len
         group_id = asked.group_id
         if group_id is None and len(child.open_call.children) > 1:
             group_id = child.open_call.request_id
         wanted = PlacementNeeds(
-            asked.prompt_len,
-            self._pieces(child, scope),
+            prompt_len,
+            self._pieces(child, scope) if prompt_len >= PIECE_TOKENS else (),
             scope,
             session_id=asked.session_id,
             group_id=group_id,
@@ -276,8 +277,6 @@ class RequestPlacement:
     def _pieces(self, child: ChildRequest, scope: PrefixScope) -> tuple[int, ...]:
         """Return the hashes of a prompt. They are computed once for all samples of a request."""
         open_call, asked = child.open_call, child.stream.asked
-        if asked.prompt_len < PIECE_TOKENS:
-            return ()
         prompt = np.asarray(asked.prompt_token_ids, np.int32)
         if not child.is_first_attempt:
             return piece_hashes(prompt, scope)

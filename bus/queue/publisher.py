@@ -269,6 +269,11 @@ class QueuePublisher(Generic[K]):
             tasks.create_task(self._run_repeats())
             tasks.create_task(self._run_held_back())
 
+    @property
+    def needs_room(self) -> bool:
+        """True if requests may be held back, so that `add_room` has an effect."""
+        return not self._held_back.is_idle
+
     def add_room(self, model: str, lane: Lane) -> None:
         """Record that a request of this client has left the queue."""
         self._add_room(self._subject(model, lane))
@@ -345,7 +350,8 @@ class QueuePublisher(Generic[K]):
             BusBroken: the connection is down and its buffer is full, or it was lost permanently.
             BusClosed: the connection was closed locally.
         """
-        self.remove(token)
+        if token in self._number_of:
+            self.remove(token)
         if self.is_full:
             message = f"{MAX_UNANSWERED} requests of this client wait for the server's answer, or for room in the queue"
             self._on_result(token, PublishResult(ok=False, code=ErrorCode.QUEUE_FULL, message=message))
@@ -448,13 +454,15 @@ class QueuePublisher(Generic[K]):
             return
         if result is None:
             return
-        self._silences.pop(unanswered.subject, None)
+        if self._silences:
+            self._silences.pop(unanswered.subject, None)
         if result.code is ErrorCode.QUEUE_FULL and SHARE_FULL in result.message:
             self.stats.kept_back += 1
             self._keep_back(number, unanswered)
             return
         self.remove(unanswered.token)
-        self._add_room(unanswered.subject)
+        if self.needs_room:
+            self._add_room(unanswered.subject)
         self._on_result(unanswered.token, result)
 
 

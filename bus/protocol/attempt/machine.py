@@ -316,9 +316,11 @@ class AttemptMachine:
 
     def handle(self, event: Event, now: float) -> Sequence[Instruction]:
         """Handle an event other than a chunk. Return the instructions that the client must execute, in order."""
-        states, handler = _HANDLERS[type(event)]
-        is_current = getattr(event, "attempt", self.stream.attempt) == self.stream.attempt
-        return handler(self, event, now) if self.state in states and is_current else NOTHING
+        kind = type(event)
+        states, handler = _HANDLERS[kind]
+        if self.state not in states or (kind in _NUMBERED and event.attempt != self.stream.attempt):  # type: ignore[attr-defined]
+            return NOTHING
+        return handler(self, event, now)
 
     def _publish(self, possible: on.PublishingPossible, now: float) -> Sequence[Instruction]:
         # A later attempt waits for a worker. The first message itself finds out whether there is a queue.
@@ -528,3 +530,4 @@ _HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = 
     on.Aborted: (OPEN, AttemptMachine._stop),
 }
 """The states in which each event has an effect, and its handler."""
+_NUMBERED: Final = frozenset(kind for kind in _HANDLERS if "attempt" in kind.__struct_fields__)

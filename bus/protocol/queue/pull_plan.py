@@ -285,6 +285,11 @@ class HeldBack:
         """Return the number of requests that are held back."""
         return len(self._kept)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no new request must wait behind others."""
+        return not self._numbers
+
     def holds(self, subject: str) -> bool:
         """Return True if requests for the subject are held back, so that a new one must wait behind them."""
         return subject in self._numbers

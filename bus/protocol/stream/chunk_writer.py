@@ -475,7 +475,7 @@ class ChunkWriter:
 def chunk_bytes(chunk: Chunk) -> int:
     """Return an upper bound of the encoded size of `chunk` in bytes."""
     # This runs for every chunk. Most chunks have none of the conditional fields.
-    size = CHUNK_OVERHEAD_BYTES + text_bytes(chunk.request_id) + len(chunk.token_ids_data)
+    size = CHUNK_OVERHEAD_BYTES + len(chunk.request_id.encode()) + len(chunk.token_ids_data)
     if chunk.logprobs_data is not None:
         size += len(chunk.logprobs_data)
     if chunk.routed_experts is not None:

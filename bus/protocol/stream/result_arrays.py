@@ -129,6 +129,8 @@ class _Recomputed(NamedTuple):
     is_all_known: bool
     """True if no recomputation is missing."""
     num_tokens: int
+    versions: set[tuple[int, int | None]]
+    """The versions of the weights and of the adapter."""
 
 
 def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
@@ -138,17 +140,17 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
         chunks: the chunks that `rollbus.bus.protocol.stream.response_stream` delivers.
         prompt_len: Lp of the whole request.
     """
-    chunks = [chunk for chunk in chunks if chunk.token_ids_data]
     found = _find_recomputed(chunks)
-    is_known = bool(chunks) and found.is_end_known
-    if len(versions := {(chunk.weight_version, chunk.lora_version) for chunk in chunks}) == 1:
+    is_known = bool(found.num_tokens) and found.is_end_known
+    if len(found.versions) == 1:
         # The usual case: no array needs to be computed.
-        [(version, lora)] = versions
+        [(version, lora)] = found.versions
         return {
             "kv_version_spans": ((0, version),) if is_known else None,
             "kv_lora_version_spans": ((0, lora),) if is_known and lora is not None else None,
             "kv_mixed": np.zeros(found.num_tokens, np.bool_) if found.is_all_known else None,
         }
+    chunks = [chunk for chunk in chunks if chunk.token_ids_data]
     sizes = [chunk.num_tokens for chunk in chunks]
     weights = np.repeat(np.array([chunk.weight_version for chunk in chunks], "i4"), sizes)
     lora_versions = [NO_LORA if chunk.lora_version is None else chunk.lora_version for chunk in chunks]
@@ -163,7 +165,11 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
 
 def _find_recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
     tokens, num_tokens, is_end_known, is_all_known = [0], 0, True, True
+    versions = set()
     for chunk in chunks:
+        if not chunk.token_ids_data:
+            continue
+        versions.add((chunk.weight_version, chunk.lora_version))
         if chunk.kv_recomputed is None:
             is_end_known = is_all_known = False
         elif chunk.kv_recomputed:
@@ -171,7 +177,7 @@ def _find_recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
             if num_tokens:
                 tokens.append(num_tokens)
         num_tokens += len(chunk.token_ids_data) // 4
-    return _Recomputed(tokens, is_end_known, is_all_known, num_tokens)
+    return _Recomputed(tokens, is_end_known, is_all_known, num_tokens, versions)
 
 
 def _find_spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
