@@ -353,10 +353,10 @@ class RequestPlacement:
         if held is None:
             wanted, scope = child.placed_with or self._collect_candidates(child, self._loads(child.open_call.model))[1:]
             held = self._held[child] = _PlacedRequest(child.worker, wanted, scope, None)
-        followers = self._end_lead(child)
-        if followers:
+        if followers := self._end_lead(child) if self._leaders else None:
             self._admitted.append((child.worker, followers))
-        self._note_answer(held)
+        if was_placed:
+            self._note_answer(held)
         policy = self._policies.of(child.open_call.model)
         held.is_admitted = True
         held.cache = policy.admitted(held.wanted, held.worker, time.monotonic(), was_placed=was_placed)
@@ -371,7 +371,7 @@ class RequestPlacement:
             Requests that followed it and are due now.
         """
         held, child.placed_with = self._held.pop(child, None), None
-        followers = self._end_lead(child)
+        followers = self._end_lead(child) if self._leaders else []
         if held is not None:
             self._note_answer(held)
             self._settle(child, held, refusal)

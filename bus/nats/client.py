@@ -262,7 +262,7 @@ class PatchedNatsClient(Client):
         subscription = self._subs.get(sid)
         if type(subscription) is not _HandledSubscription:
             return False
-        if not self.is_connected:
+        if self._status != Client.CONNECTED and not self.is_connected:
             return True  # until TLS and the server's first answer, an attacker could have sent it
         if reply and subscription.skips_streamed and reply.startswith(b"$JS.ACK."):
             self.on_streamed(subject)

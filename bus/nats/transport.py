@@ -164,6 +164,9 @@ class OperationReader:
         payload = bytes(buffer[start + headers_bytes : stop])
         if self._receive is None or not self._receive(sid, subject, reply, headers, payload):
             self._keep(SubscriptionMessage(sid, subject, reply, headers, payload))
+        if buffer.startswith(END, stop, end):
+            self._start = stop + 2
+            return True
         return self._cut_end()
 
     def _begin_large(self, head: _Head) -> bool:

@@ -82,12 +82,8 @@ class ChunkVerifier:
             raise RemoteProtocolError(f"received chunk {index} after the terminal chunk")
         if index != self._next_chunk:
             raise RemoteProtocolError(f"received chunk {index}, expected chunk {self._next_chunk}")
-        num_new, num_rows, num_prompt_logprobs = (
-            len(chunk.token_ids_data) // 4,
-            self.num_rows,
-            self._num_prompt_logprobs,
-        )
-        num_tokens = self.num_tokens + num_new
+        num_new = len(chunk.token_ids_data) // 4
+        num_tokens, num_rows, num_prompt_logprobs = self.num_tokens + num_new, self.num_rows, self._num_prompt_logprobs
         if num_new:
             has_masks = chunk.sampling_mask is not None
             if has_masks is not self._has_masks or (chunk.logprobs_data is None) is not self._is_without_logprobs:
