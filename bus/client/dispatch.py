@@ -412,9 +412,7 @@ class RequestDispatcher:
                 kv=kv,
                 stream=call.streams,
                 request=msgspec.Raw(child.payload()),
-                siblings=tuple([Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others])
-                if others
-                else (),
+                siblings=tuple([Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others]),
                 may_wait=child.may_wait,
                 given_id=call.request.request_id if call.is_mapped else "",
                 # Any decode worker may serve a decode phase.
