@@ -26,7 +26,7 @@ from ...bus.client.client import runtime_of
 from ...schemas.options import check_writable
 from ...schemas.presence import Capabilities, RoutedExpertsInfo
 from ...schemas.rows import Rows, expected_rows
-from ..tokenization import Tokenizer, load_tokenizer
+from ..tokenization import Tokenizer, load_fast_tokenizer
 from .console import print_json, program, progress, waiting, write
 from .control import summary
 from .exits import CommandFailed, ExitCode
@@ -120,6 +120,14 @@ class Tour:
         """First prompt with text, or the first prompt if none has text."""
         return next((prompt for prompt in self.prompts if prompt.text is not None), self.prompts[0])
 
+    def _load_tokenizer(self, model: Path) -> Tokenizer:
+        """Load the tokenizer and all that chat templates import."""
+        tokenizer = load_fast_tokenizer(model)
+        if isinstance(tokenizer, str):
+            raise CommandFailed(f"no tokenizer in {model}: {tokenizer}")
+        self._first_question.request(tokenizer)
+        return tokenizer
+
     def _request(self, prompt: PromptLine, **sampling: Any) -> GenerateRequest:
         """Return a request for one sample of `prompt`, with changed sampling parameters."""
         request = prompt.request(self.tokenizer)
@@ -159,8 +167,9 @@ class Tour:
         )
         async with AsyncExitStack() as stack:
             with waiting("starting"):
+                loading = asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, model)
                 server = await stack.enter_async_context(run_fleet(local, FleetObserver(shows_logs=self.is_verbose)))
-                tokenizer = await asyncio.to_thread(load_tokenizer, model)
+                tokenizer = await loading
             self._write(f"      {server.url} ({took(started)})")
             await self.show(server, tokenizer, next_weights)
         if not self.as_json:
