@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.workers.engines.vllm.corrections import MAX_COUNTED, rank_without_compiler
 from rollbus.workers.engines.vllm.params import to_vllm
 from tests.engine.support import prompt, rows_here
 from tests.support.vllm_engine import Result, RunningEngine
@@ -348,3 +350,25 @@ def test_a_preempted_request_continues_with_the_next_numbers_of_its_seed(
     assert len(set(preemptions)) >= 3
     # The last requests are the first to be preempted.
     assert [result.token_ids for result in together[-5:]] == alone(moe, requests[-5:])
+
+
+def test_tokens_of_small_steps_are_ranked_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a small step equal those of vLLM's function, with ties. A large step goes to that function."""
+    torch = pytest.importorskip("torch")
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    is_compiled: list[bool] = []
+    monkeypatch.setattr(sampler, "batched_count_greater_than", lambda _x, _values: is_compiled.append(True))
+    rank_without_compiler(SimpleNamespace(device=torch.device("cpu")))
+    logprobs = torch.randn(5, 40).round(decimals=1)
+    chosen = logprobs[:, 7:8]
+
+    ranks = sampler.batched_count_greater_than(logprobs, chosen)
+
+    expected = compiled._torchdynamo_orig_callable(logprobs, chosen)
+    assert torch.equal(ranks, expected)
+    assert ranks.dtype == expected.dtype
+    assert not is_compiled
+    sampler.batched_count_greater_than(torch.zeros(2, MAX_COUNTED), torch.zeros(2, 1))
+    assert is_compiled == [True]

@@ -156,6 +156,7 @@ OTHERS: tuple[Need, ...] = (
     # `rollbus.schemas.chunk.FinishReason` has a value for each of these.
     Need("vllm.v1.engine:FINISH_REASON_STRINGS", reads={"": '("stop", "length", "abort", "error", "repetition")'}),
     # The adapter unpacks these by position.
+    Need("vllm.v1.sample.sampler:batched_count_greater_than", call="x values"),
     Need("vllm.v1.outputs:LogprobsLists", call="logprob_token_ids logprobs sampled_token_ranks"),
     Need("vllm.v1.outputs:LogprobsTensors", call="logprob_token_ids logprobs selected_token_ranks"),
     Need("vllm.exceptions:VLLMValidationError", has="parameter"),

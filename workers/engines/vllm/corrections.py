@@ -9,12 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 WATCH = "rollbus_watch_kv"
 OUTDATE = "rollbus_outdate_kv"
 RECOMPUTED_AT = -1.0
 """Timestamp of the events that this module adds. vLLM's own events never have it, because no clock returns it."""
 FLAT = 2
 """Number of dimensions of a query that the kernel rotates correctly."""
+MAX_COUNTED = 1 << 16
+"""Maximum number of logprobs of a step that are compared without compiled code, which is slower for more of them."""
 Kernel = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -158,3 +162,27 @@ def keep_seeded_draws(model_runner: Any) -> None:
             generators.update(idle)
 
     model_runner.sample_tokens = sample
+
+
+def rank_without_compiler(model_runner: Any) -> None:
+    """Rank the tokens of small steps on a CPU with numpy, which gives the same ranks; no effect on a GPU.
+
+    vLLM compiles the comparison of a step's logprobs at the first request and again for other numbers of requests. Each
+    of these steps takes a second or more.
+
+    Raises:
+        AttributeError: this release of vLLM ranks tokens in another way.
+    """
+    if model_runner.device.type != "cpu":
+        return
+    import torch
+    from vllm.v1.sample import sampler
+
+    compiled: Any = sampler.batched_count_greater_than
+
+    def count(logprobs: Any, least: Any) -> Any:
+        if logprobs.numel() > MAX_COUNTED:
+            return compiled(logprobs, least)
+        return torch.from_numpy(np.count_nonzero(logprobs.numpy() >= least.numpy(), axis=-1))
+
+    sampler.batched_count_greater_than = count

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from ....schemas.errors import ControlCode, ForeignError, foreign_code
-from .corrections import keep_seeded_draws, rotate_all_heads
+from .corrections import keep_seeded_draws, rank_without_compiler, rotate_all_heads
 from .reload import Reload, clear_nan, done, failed
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,15 @@ class WorkerExtension:
     def rollbus_correct(self) -> dict[str, Any]:
         """Correct faults of vLLM on a CPU, and import what loads need. Call this once, before the first request.
 
-        See `keep_seeded_draws` and `rotate_all_heads`. An import that fails later would end in half-written weights.
+        See the module `corrections`. An import that fails later would end in half-written weights.
         """
         worker: Any = self
-        for what, correct in (("seeded requests", keep_seeded_draws), ("rotary embeddings", rotate_all_heads)):
+        corrections = {
+            "seeded requests": keep_seeded_draws,
+            "rotary embeddings": rotate_all_heads,
+            "ranks of tokens": rank_without_compiler,
+        }
+        for what, correct in corrections.items():
             try:
                 correct(worker.model_runner)
             except AttributeError as exc:
