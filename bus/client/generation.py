@@ -1,7 +1,7 @@
 """The results of requests as arrays: of one request, and of a trainer's step over groups of answers."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,16 +193,6 @@ class Generation:
         )
 
 
-# A frozen dataclass needs four times as long for its fields, so a `Generation` is made as this equal class.
-_Unfrozen: Any = make_dataclass(
-    "_Unfrozen",
-    [(each.name, Any, field(default=each.default)) for each in fields(Generation)],
-    kw_only=True,
-    eq=False,
-    slots=True,
-)
-
-
 def _concatenate(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
     known = [array for array in arrays if array is not None]
     return np.concatenate(known) if len(known) == len(arrays) else None
@@ -263,7 +253,7 @@ def join_samples(
 
     def generation(sample: ChildResult) -> Generation:
         stream, end = sample.stream, sample.stream.end
-        made = _Unfrozen(
+        return Generation(
             request=request,
             request_id=request.request_id,
             child=sample.child,
@@ -282,9 +272,6 @@ def join_samples(
             ended_at=times[1],
             **stream.arrays(),
         )
-        made.__class__ = Generation
-        complete: Generation = made
-        return complete
 
     first, *others = map(generation, samples)
     return replace(first, siblings=tuple(others)) if others else first
