@@ -154,19 +154,11 @@ class Tokenizer:
             TokenizerUnavailable: the model has no chat template, or jinja2 is not installed.
         """
         if add_generation_prompt and continue_final_message:
-            raise InvalidRequest(
-                field="continue_final_message",
-                problem="is set together with add_generation_prompt",
-                allowed="one of them",
-            )
+            raise InvalidRequest("continue_final_message", "is set together with add_generation_prompt", "one of them")
         variables = dict(chat_template_kwargs or {})
         reserved = sorted(variables.keys() & (RESERVED | self.wrapped.special_tokens_map.keys()))
         if reserved:
-            raise InvalidRequest(
-                field=f"chat_template_kwargs.{reserved[0]}",
-                problem="is reserved",
-                allowed="the template's own variables",
-            )
+            raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "is reserved", "the template's own variables")
         if not self.wrapped.chat_template:
             raise TokenizerUnavailable("the model's tokenizer has no chat template")
         try:
@@ -184,9 +176,7 @@ class Tokenizer:
             )
         except (TemplateError, *TEMPLATE_FAILURES) as exc:
             raise InvalidRequest(
-                field="messages",
-                problem=f"cannot be rendered: {exc}",
-                allowed="messages that the model's chat template accepts",
+                "messages", f"cannot be rendered: {exc}", "messages that the model's chat template accepts"
             ) from exc
 
 

@@ -70,9 +70,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             check_name("model", self.model)
         if self.workers is not None:
             if not self.workers:
-                raise InvalidRequest(
-                    field="workers", problem="is empty", allowed="at least one worker id, or null for all workers"
-                )
+                raise InvalidRequest("workers", "is empty", "at least one worker id, or null for all workers")
             for worker in self.workers:
                 check_subject_token("workers", worker)
         if self.epoch is not None:

@@ -96,15 +96,15 @@ def wrong_command(error: str, kinds: Mapping[str, type], name: object) -> Invali
     if found := UNKNOWN_FIELD.fullmatch(problem) or MISSING_FIELD.fullmatch(problem):
         field = f"{path}.{found['name']}" if path else found["name"]
         if found.re is UNKNOWN_FIELD:
-            return InvalidRequest(field=field, problem="is unknown", allowed=", ".join(field_names(kind, path)))
+            return InvalidRequest(field, "is unknown", ", ".join(field_names(kind, path)))
         values = kinds if field == "command" else ["a value, because it is required"]
-        return InvalidRequest(field=field, problem="is missing", allowed=", ".join(values))
+        return InvalidRequest(field, "is missing", ", ".join(values))
     values = kinds if path == "command" else enum_values(kind, path)
     expected, value = EXPECTED.fullmatch(problem), VALUE.fullmatch(problem)
     return InvalidRequest(
-        field=path or "command",
-        problem=f"does not decode: {problem}" if value is None else f"is {value['value']}",
-        allowed=", ".join(values) or ("another value" if expected is None else expected["type"]),
+        path or "command",
+        f"does not decode: {problem}" if value is None else f"is {value['value']}",
+        ", ".join(values) or ("another value" if expected is None else expected["type"]),
     )
 
 

@@ -273,7 +273,7 @@ class InvalidRequest(RequestRejected, ValueError):
         allowed: allowed values.
     """
 
-    def __init__(self, *, field: str, problem: str, allowed: str, request_id: str = "") -> None:
+    def __init__(self, field: str, problem: str, allowed: str, *, request_id: str = "") -> None:
         self.field = field
         self.problem = problem
         self.allowed = allowed

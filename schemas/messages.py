@@ -271,7 +271,7 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
         # Only callers may write other ids. The wire carries their short form.
         check_request_id("request_id", request.request_id)
         if request.id_scope is not None:
-            raise InvalidRequest(field="id_scope", problem="is set", allowed="null in a message")
+            raise InvalidRequest("id_scope", "is set", "null in a message")
         return request
     except msgspec.ValidationError as exc:
         if isinstance(exc.__cause__, InvalidRequest):
@@ -287,7 +287,7 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
     if not isinstance(fields, dict):
         raise RemoteProtocolError(f"request: {describe(fields)}, not a map")
     build_request(fields)
-    raise InvalidRequest(field="request", problem=f"does not decode: {problem}", allowed="a map of its fields")
+    raise InvalidRequest("request", f"does not decode: {problem}", "a map of its fields")
 
 
 def decode_frame(data: bytes) -> Frame:
@@ -318,15 +318,13 @@ def decode_command(data: bytes) -> AnyCommand:
         if isinstance(exc.__cause__, InvalidRequest):
             raise exc.__cause__ from None
         if (version := other_version(data, "json")) is not None:
-            raise InvalidRequest(field="v", problem=f"is {version}", allowed=str(WIRE_VERSION)) from None
+            raise InvalidRequest("v", f"is {version}", str(WIRE_VERSION)) from None
         raise wrong_command(str(exc), _commands, _read_head(data, "command")) from None
     except MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
         # Each worker would create its own id, and the acks could not be matched to the command.
-        raise InvalidRequest(
-            field="id", problem="is missing", allowed="an id that the sender chooses, new for each command"
-        )
+        raise InvalidRequest("id", "is missing", "an id that the sender chooses, new for each command")
     return command
 
 

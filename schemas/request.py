@@ -217,13 +217,11 @@ def as_request(prompt: "GenerateRequest | TokenIds | None", fields: Mapping[str,
     """
     if isinstance(prompt, GenerateRequest):
         for name in fields:
-            raise InvalidRequest(field=name, problem="is given beside a request", allowed="fields of the request")
+            raise InvalidRequest(name, "is given beside a request", "fields of the request")
         return prompt
     if isinstance(prompt, str | bytes):
         raise InvalidRequest(
-            field="prompt_token_ids",
-            problem="is text",
-            allowed="token ids, such as tokenizer.encode(text); the HTTP service takes text",
+            "prompt_token_ids", "is text", "token ids, such as tokenizer.encode(text); the HTTP service takes text"
         )
     check_names("", fields, (*SamplingParams.__struct_fields__, *GenerateRequest.__struct_fields__))
     params = {name: fields[name] for name in fields if name in SamplingParams.__struct_fields__}
@@ -231,7 +229,7 @@ def as_request(prompt: "GenerateRequest | TokenIds | None", fields: Mapping[str,
     if prompt is not None:
         others["prompt_token_ids"] = prompt
     if params and "sampling" in others:
-        raise InvalidRequest(field=next(iter(params)), problem="is given beside sampling", allowed="one of them")
+        raise InvalidRequest(next(iter(params)), "is given beside sampling", "one of them")
     if params:
         others["sampling"] = SamplingParams(**params)
     return GenerateRequest(**others)
@@ -290,19 +288,15 @@ def rest_of_answer(
     start = request.routed_experts_prompt_start
     if (answer.prompt_len, answer.start) != (request.prompt_len, start):
         raise InvalidRequest(
-            field="generation",
-            problem=f"has a prompt of {answer.prompt_len} tokens and rows from {answer.start} on",
-            allowed=f"a generation of this request: {request.prompt_len} tokens, rows from {start} on",
+            "generation",
+            f"has a prompt of {answer.prompt_len} tokens and rows from {answer.start} on",
+            f"a generation of this request: {request.prompt_len} tokens, rows from {start} on",
         )
     if answer.child >= sampling.n:
-        raise InvalidRequest(
-            field="generation", problem=f"is of sample {answer.child}", allowed=f"samples 0 to {sampling.n - 1}"
-        )
+        raise InvalidRequest("generation", f"is of sample {answer.child}", f"samples 0 to {sampling.n - 1}")
     reason = answer.finish_reason if answer.finish_reason not in OPEN_ENDS else why_ended(sampling, answer.token_ids)
     if reason is not None:
-        raise InvalidRequest(
-            field="generation", problem=f"ended normally ({reason})", allowed="a generation that was aborted or failed"
-        )
+        raise InvalidRequest("generation", f"ended normally ({reason})", "a generation that was aborted or failed")
     if num_tokens and inexact == "refuse":
         check_continuable(sampling)
     seed = None if sampling.seed is None else sampling.seed + answer.child
@@ -332,9 +326,9 @@ def check_continuable(sampling: SamplingParams) -> None:
     """
     if fields := sampling.stateful_fields:
         raise InvalidRequest(
-            field=f"sampling.{fields[0]}",
-            problem="gives the sampler a state that is lost when an answer stops: an exact continuation is impossible",
-            allowed="no seed (except with temperature 0), penalties, bad words or extra; or inexact='continue'",
+            f"sampling.{fields[0]}",
+            "gives the sampler a state that is lost when an answer stops: an exact continuation is impossible",
+            "no seed (except with temperature 0), penalties, bad words or extra; or inexact='continue'",
         )
 
 
@@ -364,9 +358,9 @@ def check_given_id(field: str, value: object) -> str:
         or value != value.strip()
     ):
         raise InvalidRequest(
-            field=field,
-            problem=f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
-            allowed=f"1 to {MAX_GIVEN_ID_CHARS} printable characters without a space at either end",
+            field,
+            f"is {describe(value)}" + (f" of {len(value)} characters" if isinstance(value, str) else ""),
+            f"1 to {MAX_GIVEN_ID_CHARS} printable characters without a space at either end",
         )
     return str.__str__(value)
 
@@ -386,7 +380,7 @@ def wire_id(given: str, scope: str | None = None) -> str:
 
 def _check_params(field: str, value: object) -> SamplingParams:
     if not isinstance(value, SamplingParams):
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed="SamplingParams, or a map of them")
+        raise InvalidRequest(field, f"is {describe(value)}", "SamplingParams, or a map of them")
     return value
 
 

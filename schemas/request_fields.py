@@ -26,7 +26,7 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
         InvalidRequest: a field is wrong, missing, unknown or of the wrong type.
     """
     if not isinstance(fields, Mapping):
-        raise InvalidRequest(field="request", problem=f"is {describe(fields)}", allowed="a map of its fields")
+        raise InvalidRequest("request", f"is {describe(fields)}", "a map of its fields")
     check_names("", fields, GenerateRequest.__struct_fields__)
     sampling = fields.get("sampling")
     if isinstance(sampling, Mapping):
@@ -43,7 +43,7 @@ def build_request(fields: Mapping[str, object]) -> GenerateRequest:
     """Build and validate a request from plain values. Unknown names are ignored."""
     given: dict[str, Any] = {name: fields[name] for name in GenerateRequest.__struct_fields__ if name in fields}
     if "prompt_token_ids" not in given:
-        raise InvalidRequest(field="prompt_token_ids", problem="is missing", allowed="a flat list of token ids")
+        raise InvalidRequest("prompt_token_ids", "is missing", "a flat list of token ids")
     sampling = given.get("sampling")
     if isinstance(sampling, Mapping):
         params = {name: sampling[name] for name in SamplingParams.__struct_fields__ if name in sampling}
@@ -62,9 +62,7 @@ def decode_token_ids(value: object) -> object:
     """
     if isinstance(value, bytes):
         if len(value) % 4:
-            raise InvalidRequest(
-                field="prompt_token_ids", problem=f"has {len(value)} bytes", allowed="<i4: a multiple of 4 bytes"
-            )
+            raise InvalidRequest("prompt_token_ids", f"has {len(value)} bytes", "<i4: a multiple of 4 bytes")
         return np.frombuffer(value, "<i4")
     return check_token_ids("prompt_token_ids", value, min_length=1, max_length=limits.MAX_PROMPT_TOKENS)
 
@@ -88,17 +86,15 @@ def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
     """
     if request.prompt_len >= capabilities.max_model_len:
         raise InvalidRequest(
-            field="prompt_token_ids",
-            problem=f"has {request.prompt_len} tokens",
-            allowed=f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
+            "prompt_token_ids",
+            f"has {request.prompt_len} tokens",
+            f"1 to {capabilities.max_model_len - 1}, so that one of the model's "
             f"{capabilities.max_model_len} positions is left to generate",
         )
     ids = np.asarray(request.prompt_token_ids)
     if np.maximum.reduce(ids) >= capabilities.vocab_size:
         at = int(np.flatnonzero(ids >= capabilities.vocab_size)[0])
-        raise InvalidRequest(
-            field=f"prompt_token_ids[{at}]", problem=f"is {int(ids[at])}", allowed=_show_range(capabilities)
-        )
+        raise InvalidRequest(f"prompt_token_ids[{at}]", f"is {int(ids[at])}", _show_range(capabilities))
 
 
 def _check_room(request: GenerateRequest, max_model_len: int) -> None:
@@ -107,9 +103,9 @@ def _check_room(request: GenerateRequest, max_model_len: int) -> None:
         value = getattr(request.sampling, name)
         if value is not None and value > room:
             raise InvalidRequest(
-                field=f"sampling.{name}",
-                problem=f"is {value} after a prompt of {request.prompt_len} tokens",
-                allowed=f"{low} to {room}, because the model has {max_model_len} positions",
+                f"sampling.{name}",
+                f"is {value} after a prompt of {request.prompt_len} tokens",
+                f"{low} to {room}, because the model has {max_model_len} positions",
             )
 
 
@@ -122,21 +118,19 @@ def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)
         if value is not None and value > capabilities.max_logprobs:
-            raise InvalidRequest(
-                field=f"sampling.{name}", problem=f"is {value}", allowed=f"0 to {capabilities.max_logprobs}"
-            )
+            raise InvalidRequest(f"sampling.{name}", f"is {value}", f"0 to {capabilities.max_logprobs}")
     if capabilities.sampling_limits is not None:
         _check_lengths(sampling, capabilities.sampling_limits)
     for field, token_ids in _walk_token_ids(sampling):
         for token_id in token_ids:
             if token_id >= capabilities.vocab_size:
-                raise InvalidRequest(field=field, problem=f"names token {token_id}", allowed=_show_range(capabilities))
+                raise InvalidRequest(field, f"names token {token_id}", _show_range(capabilities))
     for name in sampling.extra or ():
         if name not in capabilities.extra:
             raise InvalidRequest(
-                field=f"sampling.extra.{name}",
-                problem=f"is unknown to {capabilities.engine} {capabilities.engine_version}",
-                allowed=", ".join(capabilities.extra) or "nothing",
+                f"sampling.extra.{name}",
+                f"is unknown to {capabilities.engine} {capabilities.engine_version}",
+                ", ".join(capabilities.extra) or "nothing",
             )
 
 
@@ -156,9 +150,7 @@ def _check_lengths(sampling: SamplingParams, most: SamplingLimits) -> None:
     ):
         if length > limit:
             raise InvalidRequest(
-                field=f"sampling.{name}",
-                problem=f"has {length} {what}",
-                allowed=f"at most {limit}, a limit of this engine's sampler",
+                f"sampling.{name}", f"has {length} {what}", f"at most {limit}, a limit of this engine's sampler"
             )
 
 

@@ -87,7 +87,7 @@ def check_names(where: str, given: Collection[Any], known: Collection[str]) -> N
         if name not in known:
             shown = name if isinstance(name, str) and len(name) <= limits.MAX_NAME_CHARS else describe(name)
             problem = f"is unknown{_advise(shown, known)}"
-            raise InvalidRequest(field=f"{where}{shown}", problem=problem, allowed=", ".join(known))
+            raise InvalidRequest(f"{where}{shown}", problem, ", ".join(known))
 
 
 def _advise(name: str, known: Collection[str]) -> str:
@@ -184,14 +184,12 @@ def _check_together(params: SamplingParams) -> None:
     """
     min_tokens, max_tokens, seed, n = params.min_tokens, params.max_tokens, params.seed, params.n
     if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidRequest(
-            field="sampling.min_tokens", problem=f"is {min_tokens}", allowed=f"0 to max_tokens={max_tokens}"
-        )
+        raise InvalidRequest("sampling.min_tokens", f"is {min_tokens}", f"0 to max_tokens={max_tokens}")
     if seed is not None and seed + n - 1 > limits.MAX_SEED:
         raise InvalidRequest(
-            field="sampling.seed",
-            problem=f"is {seed} and seed + n - 1 exceeds {limits.MAX_SEED} with n={n}",
-            allowed=f"an integer from 0 to {limits.MAX_SEED - n + 1}",
+            "sampling.seed",
+            f"is {seed} and seed + n - 1 exceeds {limits.MAX_SEED} with n={n}",
+            f"an integer from 0 to {limits.MAX_SEED - n + 1}",
         )
     if params.allowed_token_ids is not None:
         _check_allowed(params, params.allowed_token_ids)
@@ -204,9 +202,9 @@ def _check_allowed(params: SamplingParams, allowed: Sequence[int]) -> None:
         forbidden.update(params.stop_token_ids)
     if forbidden.issuperset(allowed):
         raise InvalidRequest(
-            field="sampling.allowed_token_ids",
-            problem="allows only tokens that bad_words_token_ids, or stop_token_ids with min_tokens, forbid",
-            allowed="a list with at least one other token",
+            "sampling.allowed_token_ids",
+            "allows only tokens that bad_words_token_ids, or stop_token_ids with min_tokens, forbid",
+            "a list with at least one other token",
         )
 
 
@@ -223,7 +221,7 @@ def _check_int_or_none(field: str, value: object, low: int, high: int) -> int | 
 def _check_logit_bias(field: str, value: object) -> dict[int, float]:
     allowed = f"up to {limits.MAX_LOGIT_BIAS} token ids, each with a bias from -100 to 100"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_LOGIT_BIAS:
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}", allowed)
     return {
         check_int(f"{field} (a key)", token_id, 0, limits.MAX_TOKEN_ID): check_float(
             f"{field}[{describe(token_id)}]", bias, -100, 100
@@ -235,21 +233,21 @@ def _check_logit_bias(field: str, value: object) -> dict[int, float]:
 def _check_bad_words(field: str, value: object) -> tuple[tuple[int, ...], ...]:
     allowed = f"up to {limits.MAX_BAD_WORDS} lists of 1 to {limits.MAX_BAD_WORDS} token ids"
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) > limits.MAX_BAD_WORDS:
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}", allowed)
     return tuple(_check_ids(f"{field}[{i}]", word, 1, limits.MAX_BAD_WORDS) for i, word in enumerate(value))
 
 
 def _check_extra(field: str, value: object) -> dict[str, object]:
     allowed = f"up to {limits.MAX_EXTRA_FIELDS} named values of JSON's types, {limits.MAX_EXTRA_BYTES} bytes as JSON"
     if not isinstance(value, Mapping) or len(value) > limits.MAX_EXTRA_FIELDS:
-        raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(field, f"is {describe(value)}", allowed)
     extra: dict[str, object] = {}
     for key, item in value.items():
         name = check_name(f"{field} (a name)", key)
         extra[name] = check_json(f"{field}.{name}", item)
     size = len(msgspec.json.encode(extra))
     if size > limits.MAX_EXTRA_BYTES:
-        raise InvalidRequest(field=field, problem=f"takes {size} bytes as JSON", allowed=allowed)
+        raise InvalidRequest(field, f"takes {size} bytes as JSON", allowed)
     return extra
 
 

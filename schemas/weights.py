@@ -42,9 +42,7 @@ class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Check that exactly one field is set."""
         if (self.path is None) == (self.objects is None):
-            raise InvalidRequest(
-                field="source", problem="has both path and objects, or neither", allowed="exactly one of them"
-            )
+            raise InvalidRequest("source", "has both path and objects, or neither", "exactly one of them")
 
     def __str__(self) -> str:
         """Return the source in the notation of the command line."""

@@ -115,7 +115,7 @@ def write_cluster(folder: Path, nodes: Sequence[Node], config: ClusterConfig) ->
     paths = tuple(folder / node.file for node in nodes)
     for path in paths:
         if path.exists():
-            raise InvalidRequest(field="dir", problem=f"already contains {path.name}", allowed="a folder without it")
+            raise InvalidRequest("dir", f"already contains {path.name}", "a folder without it")
     password = secrets.token_urlsafe(32)
     for node, path in zip(nodes, paths, strict=True):
         write_new(path, _text(node, nodes, config, password).encode())
@@ -199,4 +199,4 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _wrong(problem: str, allowed: str) -> InvalidRequest:
-    return InvalidRequest(field="nodes", problem=problem, allowed=allowed)
+    return InvalidRequest("nodes", problem, allowed)

@@ -399,16 +399,14 @@ def _identity(
         return fleet or DEFAULT_FLEET, name
     if credentials.role not in roles:
         raise InvalidRequest(
-            field="credentials",
-            problem=f"belong to the {credentials.user}",
-            allowed=f"those of a {field.removesuffix('_id')}",
+            "credentials", f"belong to the {credentials.user}", f"those of a {field.removesuffix('_id')}"
         )
     return _own("fleet", fleet, credentials.fleet), _own(field, name, credentials.name)
 
 
 def _own(field: str, given: str | None, own: str) -> str:
     if given not in (None, own):
-        raise InvalidRequest(field=field, problem=f"is {given!r}", allowed=f"{own}, as in the credentials")
+        raise InvalidRequest(field, f"is {given!r}", f"{own}, as in the credentials")
     return own
 
 

@@ -287,9 +287,7 @@ def _check_names(users: Iterable[WantedUser]) -> None:
     for fleet, role, name in users:
         other = roles.setdefault((fleet, name), role) if role in CLIENT_ROLES else role
         if other is not role:
-            raise InvalidRequest(
-                field=str(role), problem=f"is {name}, the name of the fleet's {other}", allowed="a name of its own"
-            )
+            raise InvalidRequest(str(role), f"is {name}, the name of the fleet's {other}", "a name of its own")
 
 
 def _make(path: Path, wanted: WantedUser) -> User:
@@ -310,7 +308,7 @@ def _make(path: Path, wanted: WantedUser) -> User:
 def _with_models(user: User, models: tuple[str, ...]) -> User:
     if bool(models) != (user.role is Role.PUBLISHER):
         problem = f"{user.name} has {'models' if models else 'no models'}"
-        raise InvalidRequest(field=str(user.role), problem=problem, allowed="models for publishers, and for no others")
+        raise InvalidRequest(str(user.role), problem, "models for publishers, and for no others")
     return msgspec.structs.replace(user, models=models)
 
 

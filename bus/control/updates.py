@@ -142,7 +142,7 @@ class Updates:
         [model] = roster
         await self._check_name(command, model)
         if command.for_base and is_next_version:
-            raise InvalidRequest(field="version", problem="is missing", allowed="a number with for_base")
+            raise InvalidRequest("version", "is missing", "a number with for_base")
         if command.for_base:
             check_started(await self.state(model), roster[model], command)
         revise: Revise | None = None
@@ -225,7 +225,7 @@ class Updates:
         elif command.for_base or await self._controller.is_known(command.name):
             problem = f"is {command.name!r}, which is the name of a model"
             allowed = f"{model!r} with for_base, or a name that no model has"
-            raise InvalidRequest(field="name", problem=problem, allowed=allowed)
+            raise InvalidRequest("name", problem, allowed)
 
     async def _delete_source(self, model: str, command: LoadLora) -> None:
         try:

@@ -71,9 +71,9 @@ class DeltaPacker:
         full = self.flush() if self._num_bytes + len(data) > DELTA_BYTES else None
         if self._number >= MAX_DELTA_OBJECTS:
             raise InvalidRequest(
-                field="named_tensors",
-                problem=f"needs more than {MAX_DELTA_OBJECTS} delta objects of {DELTA_BYTES} bytes",
-                allowed="a smaller change, or an anchor, which a new publisher stores first",
+                "named_tensors",
+                f"needs more than {MAX_DELTA_OBJECTS} delta objects of {DELTA_BYTES} bytes",
+                "a smaller change, or an anchor, which a new publisher stores first",
             )
         offset = self._num_bytes
         self._pieces.append(data)
@@ -119,11 +119,7 @@ class ShardPlan:
         if self._single is None and self._names and self._num_bytes + num_bytes > SHARD_BYTES:
             full = self._close(is_last=False)
         if self._number > MAX_SHARDS:
-            raise InvalidRequest(
-                field="named_tensors",
-                problem=f"needs more than {MAX_SHARDS} files",
-                allowed=f"at most {MAX_SHARDS} files",
-            )
+            raise InvalidRequest("named_tensors", f"needs more than {MAX_SHARDS} files", f"at most {MAX_SHARDS} files")
         self._names.append(name)
         self._num_bytes += num_bytes
         return full
@@ -225,7 +221,7 @@ class Draft:
             InvalidRequest: there are no tensors, or one is missing.
         """
         if not self._drafted and self._num_ranks == 1:
-            raise InvalidRequest(field="named_tensors", problem="has no tensors", allowed="all tensors of the model")
+            raise InvalidRequest("named_tensors", "has no tensors", "all tensors of the model")
         missing = next((name for name in self._kinds or () if name not in self._drafted), None)
         if missing is not None and not self._is_partial:
             raise bad_tensor(missing, "is missing", "all tensors of the last published version or the checkpoint")
@@ -377,7 +373,7 @@ class TensorFeed:
         given: object = named_tensors
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):
             allowed = "an iterable of (name, tensor)"
-            raise InvalidRequest(field="named_tensors", problem=f"is {describe(named_tensors)}", allowed=allowed)
+            raise InvalidRequest("named_tensors", f"is {describe(named_tensors)}", allowed)
         self._items: Iterable[object] = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         self.given_bytes = _bytes_of(self._items)
         self._room = threading.Semaphore(MAX_WAITING)
@@ -446,7 +442,7 @@ class TensorFeed:
                 return
             if not isinstance(item, tuple | list) or len(item) != 2:
                 allowed = "pairs of a name and a tensor"
-                raise InvalidRequest(field="named_tensors", problem=f"has {describe(item)}", allowed=allowed)
+                raise InvalidRequest("named_tensors", f"has {describe(item)}", allowed)
             self._pass_on(self._draft.add(*item))
         self._pass_on(self._draft.finish())
 

@@ -123,7 +123,7 @@ def _as_arguments() -> Iterator[None]:
         yield
     except TypeError as error:
         problem = f"are not valid: {error}"
-        raise InvalidRequest(field="arguments", problem=problem, allowed="those of the method") from None
+        raise InvalidRequest("arguments", problem, "those of the method") from None
 
 
 def read_adapter(adapter: Adapter, config: Mapping[str, Any] | None) -> tuple[TensorFeed, dict[str, FolderFile]]:
@@ -135,17 +135,15 @@ def read_adapter(adapter: Adapter, config: Mapping[str, Any] | None) -> tuple[Te
     """
     if isinstance(adapter, str | os.PathLike):
         if config is not None:
-            raise InvalidRequest(
-                field="config", problem="is set together with a folder", allowed="the folder's own file"
-            )
+            raise InvalidRequest("config", "is set together with a folder", "the folder's own file")
         return TensorFeed(folder_tensors(adapter)), read_checkpoint_folder(adapter).files
     if not isinstance(config, Mapping):
         allowed = f"the content of {ADAPTER_CONFIG}, together with tensors"
-        raise InvalidRequest(field="config", problem=f"is {describe(config)}", allowed=allowed)
+        raise InvalidRequest("config", f"is {describe(config)}", allowed)
     try:
         data = msgspec.json.encode(config)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(field="config", problem=f"is not valid JSON: {error}", allowed="JSON types") from None
+        raise InvalidRequest("config", f"is not valid JSON: {error}", "JSON types") from None
     return TensorFeed(adapter), {ADAPTER_CONFIG: FolderFile(data, hashlib.sha256(data).hexdigest())}
 
 

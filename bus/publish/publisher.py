@@ -91,7 +91,7 @@ class WeightPublisher:
         if isinstance(client, Client | BlockingClient):
             if options:
                 allowed = "no connection options together with a client"
-                raise InvalidRequest(field=", ".join(options), problem="is set", allowed=allowed)
+                raise InvalidRequest(", ".join(options), "is set", allowed)
             # A blocking client that is not referenced closes itself.
             self._given = client
             self._client = client.with_asyncio if isinstance(client, BlockingClient) else client
@@ -125,7 +125,7 @@ class WeightPublisher:
         """
         self._check_not_entered()
         if self._is_blocking:
-            raise InvalidRequest(field="client", problem="is of `rollbus.sync`", allowed="that client with `with`")
+            raise InvalidRequest("client", "is of `rollbus.sync`", "that client with `with`")
         async with contextlib.AsyncExitStack() as stack:
             if self._is_own:
                 await stack.enter_async_context(self._client)
@@ -238,7 +238,7 @@ class WeightPublisher:
 
     def _adapter_options(self, name: str, version: int, settings: AdapterSettings) -> PublishOptions[LoadLora]:
         if self._rank:
-            raise InvalidRequest(field="rank", problem=f"is {self._rank}", allowed="0: only rank 0 publishes adapters")
+            raise InvalidRequest("rank", f"is {self._rank}", "0: only rank 0 publishes adapters")
         return adapter_options(self._model, name, version, settings)
 
     def _make(self, runtime: Runtime, checkpoint: Checkpoint | None) -> VersionPublisher:

@@ -109,7 +109,7 @@ def read_tensor(name: object, tensor: object) -> TensorContent:
     """
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not _is_name(name):
         allowed = f"a name of 1 to {MAX_NAME_CHARS} characters, as in the checkpoint"
-        raise InvalidRequest(field="named_tensors", problem=f"has the name {describe(name)}", allowed=allowed)
+        raise InvalidRequest("named_tensors", f"has the name {describe(name)}", allowed)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         found = _read_torch(name, tensor, torch)
@@ -188,7 +188,7 @@ def _is_slice(name: str, tensor: object) -> InvalidRequest:
 
 def bad_tensor(name: str, problem: str, allowed: str) -> InvalidRequest:
     """Return the error for one of the given tensors."""
-    return InvalidRequest(field=f"named_tensors[{name[:200]!r}]", problem=problem, allowed=allowed)
+    return InvalidRequest(f"named_tensors[{name[:200]!r}]", problem, allowed)
 
 
 class FolderFile(NamedTuple):
@@ -271,9 +271,9 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
         if not is_file_name(name):
             # Workers would reject the manifest of every version.
             raise InvalidRequest(
-                field="checkpoint",
-                problem=f"{folder} has the file {name[:200]!r}, whose name no version can contain",
-                allowed="ASCII letters, digits, '_', '.' and '-', without the prefix 'delta-'; or remove this file",
+                "checkpoint",
+                f"{folder} has the file {name[:200]!r}, whose name no version can contain",
+                "ASCII letters, digits, '_', '.' and '-', without the prefix 'delta-'; or remove this file",
             )
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)
@@ -289,7 +289,7 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
 
 
 def _bad_folder(path: Path, problem: str) -> InvalidRequest:
-    return InvalidRequest(field="checkpoint", problem=f"{path} {problem}", allowed="the folder of a whole checkpoint")
+    return InvalidRequest("checkpoint", f"{path} {problem}", "the folder of a whole checkpoint")
 
 
 @dataclass(slots=True)
@@ -359,6 +359,4 @@ def fill(
 
 
 def _bad_base(problem: str) -> InvalidRequest:
-    return InvalidRequest(
-        field="base", problem=f"is {problem}", allowed="the content of the last published version, or no base"
-    )
+    return InvalidRequest("base", f"is {problem}", "the content of the last published version, or no base")

@@ -177,7 +177,7 @@ class VersionPublisher:
     async def _read_base(self, folder: str | os.PathLike[str]) -> None:
         """Fill the snapshot from a folder."""
         if not self._versions.record.links:
-            raise InvalidRequest(field="base", problem=f"is {folder}, and no version is published", allowed="no base")
+            raise InvalidRequest("base", f"is {folder}, and no version is published", "no base")
         link = self._versions.record.links[-1]
         async with (
             connected(self._runtime.config.server, name=f"rollbus versions {self._runtime.config.client}") as nats,

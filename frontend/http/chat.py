@@ -79,7 +79,7 @@ def _message(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     role = given.get("role")
     if not isinstance(role, str):
-        raise InvalidRequest(field=f"{field}.role", problem="is not text", allowed="system, user, assistant or tool")
+        raise InvalidRequest(f"{field}.role", "is not text", "system, user, assistant or tool")
     message: dict[str, Any] = {"role": role, "content": _content(f"{field}.content", given.get("content"))}
     if isinstance(given.get("name"), str):
         message["name"] = given["name"]
@@ -101,7 +101,7 @@ def _content(field: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(field=field, problem="is neither text nor a list", allowed="text, or a list of text parts")
+        raise InvalidRequest(field, "is neither text nor a list", "text, or a list of text parts")
     return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
 
 
@@ -109,20 +109,18 @@ def _part(field: str, part: object) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise InvalidRequest(field=field, problem="is not text", allowed='{"type": "text", "text": ...}')
+        raise InvalidRequest(field, "is not text", '{"type": "text", "text": ...}')
     return str(part["text"])
 
 
 def _tool_calls(field: str, calls: object) -> list[dict[str, Any]]:
     """Return tool calls with the arguments as objects, as templates expect. In requests, they are JSON in a string."""
     if not isinstance(calls, list):
-        raise InvalidRequest(field=field, problem="is not a list", allowed="a list of function calls")
+        raise InvalidRequest(field, "is not a list", "a list of function calls")
     found = []
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise InvalidRequest(
-                field=f"{field}[{index}]", problem="is not a function call", allowed='{"function": {...}, ...}'
-            )
+            raise InvalidRequest(f"{field}[{index}]", "is not a function call", '{"function": {...}, ...}')
         function = call["function"]
         found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     return found
@@ -210,13 +208,13 @@ def _chat(body: TokenizeBody) -> Chat | None:
     """
     if body.messages is None:
         if body.prompt is None:
-            raise InvalidRequest(field="prompt", problem="is missing", allowed="a text, or messages instead")
+            raise InvalidRequest("prompt", "is missing", "a text, or messages instead")
         for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
             if getattr(body, name):
-                raise InvalidRequest(field=name, problem="is given with a prompt", allowed="with messages")
+                raise InvalidRequest(name, "is given with a prompt", "with messages")
         return None
     if body.prompt is not None:
-        raise InvalidRequest(field="prompt", problem="is given with messages", allowed="one of the two")
+        raise InvalidRequest("prompt", "is given with messages", "one of the two")
     return Chat(
         messages=body.messages,
         add_generation_prompt=body.add_generation_prompt,
@@ -241,9 +239,7 @@ def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     unknown = {token_id for token_id, token in zip(used, tokenizer.tokens(used), strict=True) if not token}
     if unknown:
         index = next(index for index, token_id in enumerate(token_ids) if token_id in unknown)
-        raise InvalidRequest(
-            field=f"tokens[{index}]", problem=f"is {token_ids[index]}", allowed="ids of the model's tokenizer"
-        )
+        raise InvalidRequest(f"tokens[{index}]", f"is {token_ids[index]}", "ids of the model's tokenizer")
     return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 

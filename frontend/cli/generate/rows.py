@@ -106,7 +106,7 @@ class PromptLine:
             return request_from_json(fields)
         if tokenizer is None:
             problem = "is text" if isinstance(self.prompt, str) else "is messages"
-            raise InvalidRequest(field="prompt", problem=problem, allowed="prompt_token_ids, without a tokenizer")
+            raise InvalidRequest("prompt", problem, "prompt_token_ids, without a tokenizer")
         if isinstance(self.prompt, str):
             ids = tokenizer.encode(self.prompt)
         else:
@@ -144,7 +144,7 @@ def read_row(index: int, row: Mapping[str, object], defaults: Defaults) -> Promp
         return PromptLine(index, request_id, "", value, fields, kept)
     if not isinstance(value, list) or (not value and name != "prompt_token_ids"):
         allowed = "a non-empty string, token ids or messages"
-        raise InvalidRequest(field=name, problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest(name, f"is {describe(value)}", allowed)
     if name == "messages" or any(isinstance(item, Mapping) for item in value):
         messages, continues = _read_messages(name, value, defaults.messages)
         return PromptLine(index, request_id, "", messages, fields, kept, _read_tools(tools), continues)
@@ -163,13 +163,13 @@ def _prompt_name(row: Mapping[str, object], chosen: str | None) -> str:
     found = [name for name in names if name in row]
     if len(found) > 1:
         allowed = f"one of them; --prompt-field {found[0]} takes it and keeps the others as data"
-        raise InvalidRequest(field=" and ".join(found), problem="are both set", allowed=allowed)
+        raise InvalidRequest(" and ".join(found), "are both set", allowed)
     if not found:
         near = next(filter(None, (nearest(name, row, SIMILARITY) for name in names)), "")
         allowed = f"--prompt-field with one of its fields: {', '.join(row) or 'it has none'}"
         if chosen is None:
             allowed = f"{', '.join(PROMPT_FIELDS)}, or {allowed}"
-        raise InvalidRequest(field="the row", problem=f"has no {chosen or 'prompt'}{near}", allowed=allowed)
+        raise InvalidRequest("the row", f"has no {chosen or 'prompt'}{near}", allowed)
     return found[0]
 
 
@@ -185,15 +185,15 @@ def _read_options(
     if mode is None and unknown:
         if options:
             raise InvalidRequest(
-                field=next(iter(options)),
-                problem=f"is an option, in a row with data ({sorted(unknown)[0]})",
-                allowed="--row-options read, which uses it, or --row-options keep, which keeps it as data",
+                next(iter(options)),
+                f"is an option, in a row with data ({sorted(unknown)[0]})",
+                "--row-options read, which uses it, or --row-options keep, which keeps it as data",
             )
         for name in sorted(unknown):
             near = near_option(name)
             if near:
                 allowed = "an option, or --row-options keep, which keeps it as data"
-                raise InvalidRequest(field=name, problem=f"is not an option{near}", allowed=allowed)
+                raise InvalidRequest(name, f"is not an option{near}", allowed)
     return options, bool(unknown)
 
 
@@ -201,44 +201,44 @@ def _read_messages(name: str, messages: list[Any], mode: str | None) -> tuple[Me
     """Return the messages of the prompt, and whether the model continues the last one."""
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidRequest(field=f"{name}[{number}]", problem=f"is {describe(message)}", allowed="a message")
+            raise InvalidRequest(f"{name}[{number}]", f"is {describe(message)}", "a message")
         # A call of tools needs no content.
         content: tuple[type, ...] = (str, list) if message.get("tool_calls") is None else (str, list, type(None))
         for key, kinds in (("role", (str,)), ("content", content)):
             if not isinstance(message.get(key), kinds):
                 problem = f"is {describe(message[key])}" if key in message else f"is missing ({', '.join(message)})"
-                raise InvalidRequest(field=f"{name}[{number}].{key}", problem=problem, allowed="a string")
+                raise InvalidRequest(f"{name}[{number}].{key}", problem, "a string")
     if messages[-1]["role"] != "assistant":
         return messages, False
     if mode is None:
         allowed = "--messages drop-last, which takes the turn away, or --messages continue, which continues it"
-        raise InvalidRequest(field=name, problem="end with the assistant", allowed=allowed)
+        raise InvalidRequest(name, "end with the assistant", allowed)
     if mode == "continue":
         return messages, True
     end = max((number for number, message in enumerate(messages) if message["role"] != "assistant"), default=-1) + 1
     if not end:
-        raise InvalidRequest(field=name, problem="have only turns of the assistant", allowed="another turn before")
+        raise InvalidRequest(name, "have only turns of the assistant", "another turn before")
     return messages[:end], False
 
 
 def _read_tools(tools: object) -> Messages | None:
     if tools is None or (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         return tools
-    raise InvalidRequest(field="tools", problem=f"is {describe(tools)}", allowed="a list of objects")
+    raise InvalidRequest("tools", f"is {describe(tools)}", "a list of objects")
 
 
 def _read_batch(row: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """Return the name of the prompt in the body of a line of OpenAI's batch API, and the body with our names."""
     body = row["body"]
     if not isinstance(body, Mapping):
-        raise InvalidRequest(field="body", problem=f"is {describe(body)}", allowed="an object")
+        raise InvalidRequest("body", f"is {describe(body)}", "an object")
     url = row.get("url", CHAT_URL if "messages" in body else COMPLETIONS_URL)
     if url not in (CHAT_URL, COMPLETIONS_URL):
-        raise InvalidRequest(field="url", problem=f"is {describe(url)}", allowed=f"{CHAT_URL} or {COMPLETIONS_URL}")
+        raise InvalidRequest("url", f"is {describe(url)}", f"{CHAT_URL} or {COMPLETIONS_URL}")
     name = "messages" if url == CHAT_URL else "prompt"
     fields = {key: value for key, value in body.items() if value is not None and key not in BATCH_IGNORED}
     if name not in fields:
-        raise InvalidRequest(field=f"body.{name}", problem="is missing", allowed=f"the prompt, for {url}")
+        raise InvalidRequest(f"body.{name}", "is missing", f"the prompt, for {url}")
     if name == "messages":
         # As over HTTP: without a limit, the rest of the model's context.
         longest = fields.pop("max_completion_tokens", None)
@@ -248,7 +248,7 @@ def _read_batch(row: Mapping[str, object]) -> tuple[str, dict[str, object]]:
             fields["logprobs"] = top if fields["logprobs"] else None
     for key in fields.keys() - OPTION_FIELDS - {name}:
         allowed = f"{name} and {', '.join(sorted(OPTION_FIELDS))}"
-        raise InvalidRequest(field=f"body.{key}", problem=f"is not supported here{near_option(key)}", allowed=allowed)
+        raise InvalidRequest(f"body.{key}", f"is not supported here{near_option(key)}", allowed)
     return name, fields
 
 
@@ -337,7 +337,7 @@ def parse_prompt(index: int, raw: Row, defaults: Defaults) -> PromptLine:
     """
     row = read_row(index, _decode(raw) if isinstance(raw, bytes) else raw, defaults)
     if row.fields.get(ROUTING) and defaults.fields.get(ROUTING) is False:
-        raise InvalidRequest(field=ROUTING, problem="is true", allowed="false, with --routed-experts none")
+        raise InvalidRequest(ROUTING, "is true", "false, with --routed-experts none")
     own = dict(row.fields)
     sampling = {**defaults.sampling, **_take_sampling(own)}
     fields = {**defaults.fields, **own, "sampling": sampling}
@@ -373,9 +373,9 @@ def _decode(raw: bytes) -> dict[str, object]:
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise InvalidRequest(field="the line", problem=f"is not JSON ({exc})", allowed=allowed) from None
+        raise InvalidRequest("the line", f"is not JSON ({exc})", allowed) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(field="the line", problem=f"is {describe(value)}", allowed=allowed)
+        raise InvalidRequest("the line", f"is {describe(value)}", allowed)
     return value
 
 
@@ -383,12 +383,12 @@ def _take_sampling(fields: dict[str, object]) -> dict[str, object]:
     """Remove the sampling parameters from `fields`. Return them together with the parameters under `sampling`."""
     nested = fields.pop("sampling", {})
     if not isinstance(nested, dict):
-        raise InvalidRequest(field="sampling", problem=f"is {describe(nested)}", allowed="a JSON object")
+        raise InvalidRequest("sampling", f"is {describe(nested)}", "a JSON object")
     for name in sorted(nested.keys() - SAMPLING_FIELDS):
         problem = f"is unknown{near_option(name, SAMPLING_FIELDS)}"
-        raise InvalidRequest(field=f"sampling.{name}", problem=problem, allowed=", ".join(sorted(SAMPLING_FIELDS)))
+        raise InvalidRequest(f"sampling.{name}", problem, ", ".join(sorted(SAMPLING_FIELDS)))
     beside = {name: fields.pop(name) for name in sorted(SAMPLING_FIELDS & set(fields))}
     twice = sorted(set(beside) & set(nested))
     if twice:
-        raise InvalidRequest(field=twice[0], problem="is set both beside and under sampling", allowed="one of the two")
+        raise InvalidRequest(twice[0], "is set both beside and under sampling", "one of the two")
     return {**nested, **beside}
