@@ -20,7 +20,7 @@ from ...bus.auth.users import (
 from ...schemas.options import check_writable
 from .commands.machine import DEFAULT_LISTEN, ROLES, SINGLE
 from .console import print_json, program, write
-from .exits import CommandFailed, ExitCode
+from .exits import CommandFailed, ExitCode, WrongUsage
 from .options import refuse_options
 from .tables import print_table
 
@@ -31,7 +31,7 @@ SETTINGS = {"listen": "listen", "server_cert": "cert_file", "server_key": "key_f
 def run(args: argparse.Namespace) -> int:
     """Change the folder, and print the result."""
     if bool(args.files) != (args.action == "certify"):
-        raise CommandFailed("only the action certify has FILE arguments, and it requires at least one", ExitCode.USAGE)
+        raise WrongUsage("only the action certify has FILE arguments, and it requires at least one")
     if args.action != "init":
         roles = (*ROLES, "publisher") if args.action == "certify" else ()
         options = (*SETTINGS, *roles, *(["fleet"] if args.action == "certify" else []))
@@ -70,10 +70,9 @@ def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[
     has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
     if has_cluster and given:
-        raise CommandFailed(
+        raise WrongUsage(
             f"{_options(given)}: {args.dir} has the servers of a cluster; their configuration is that of "
-            "`rollbus nats init`",
-            ExitCode.USAGE,
+            "`rollbus nats init`"
         )
     server = args.dir / SERVER_FILE
     if server.exists():
@@ -130,7 +129,7 @@ def _certify(args: argparse.Namespace) -> int:
 def _remove(args: argparse.Namespace, users: tuple[WantedUser, ...]) -> int:
 
     if not users:
-        raise CommandFailed("remove requires users, for example --trainer NAME", ExitCode.USAGE)
+        raise WrongUsage("remove requires users, for example --trainer NAME")
     removed = [one for one in users if remove_user(args.dir, one)]
     if args.json:
         print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})
@@ -170,12 +169,12 @@ def run_nats(args: argparse.Namespace) -> int:
     refuse_options(args, ["nats"], "for the action init, which does not connect to a server")
 
     if not args.nodes:
-        raise CommandFailed("init requires servers, for example --nodes a.example,b.example,c.example", ExitCode.USAGE)
+        raise WrongUsage("init requires servers, for example --nodes a.example,b.example,c.example")
     nodes = parse_nodes(args.nodes)
     client_tls = _read_tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
     route_tls = _read_tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")
     if route_tls.cert and not route_tls.ca:
-        raise CommandFailed("--cluster-cert requires --cluster-ca: servers verify each other", ExitCode.USAGE)
+        raise WrongUsage("--cluster-cert requires --cluster-ca: servers verify each other")
     config = ClusterConfig(
         name=args.cluster,
         store_dir=args.store_dir.absolute(),
@@ -222,8 +221,6 @@ def _read_tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> Tls:
         CommandFailed: one of them lacks another.
     """
     if bool(cert) != bool(key) or (ca and not cert):
-        raise CommandFailed(
-            f"TLS requires --{what}-cert and --{what}-key; {ca_option} is allowed only with both", ExitCode.USAGE
-        )
+        raise WrongUsage(f"TLS requires --{what}-cert and --{what}-key; {ca_option} is allowed only with both")
     ca, cert, key = (str(Path(file).absolute()) if file else "" for file in (ca, cert, key))
     return Tls(ca=ca, cert=cert, key=key)

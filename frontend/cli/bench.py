@@ -24,7 +24,7 @@ from ...bus import FinishReason, GenerateRequest, Generation, NoWorkers, Request
 from ...bus.protocol.fleet.presence import FleetSnapshot
 from ...schemas.presence import Capabilities, WorkerPresence
 from .console import print_json, progress, write
-from .exits import CommandFailed, ExitCode
+from .exits import CommandFailed, ExitCode, WrongUsage
 from .options import without_password
 from .tables import NONE, as_json, cell, in_turns, machine, percentile, print_table, spreads
 from .watch.status import serving_workers
@@ -43,7 +43,7 @@ minute for them."""
 
 def refused(what: str, allowed: str) -> CommandFailed:
     """Return the error for options that cannot be measured."""
-    return CommandFailed(f"{what}; allowed: {allowed}", ExitCode.USAGE)
+    return WrongUsage(f"{what}; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

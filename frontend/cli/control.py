@@ -18,7 +18,7 @@ from ...schemas.acks import Ack
 from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSource
 from ..command_json import ledger_as_json, ledger_lines
 from .console import note, print_json, size, staging_text, waiting
-from .exits import CommandFailed, ExitCode, exit_code_of_ledger
+from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
 from .options import refuse_options
 from .tables import print_table, print_text
 
@@ -41,10 +41,10 @@ def source_of(args: argparse.Namespace) -> WeightSource:
         return WeightSource(objects=args.path)
     path = str(Path(args.path).absolute())
     if args.upload and not Path(path).is_dir():
-        raise CommandFailed(f"--upload {args.path}: PATH is not a folder on this machine", ExitCode.USAGE)
+        raise WrongUsage(f"--upload {args.path}: PATH is not a folder on this machine")
     if args.upload and not any(Path(path).glob("*.safetensors")):
         problem = f"--upload {args.path}: the folder has no *.safetensors; expected a folder of save_pretrained()"
-        raise CommandFailed(problem, ExitCode.USAGE)
+        raise WrongUsage(problem)
     return WeightSource(path=path)
 
 
@@ -236,14 +236,13 @@ async def update_weights(args: argparse.Namespace) -> int:
     source = asdict(source_of(args))
     if args.check:
         if args.upload:
-            raise CommandFailed(
-                "--check and --upload exclude each other: --check tests weights that the workers can reach already",
-                ExitCode.USAGE,
+            raise WrongUsage(
+                "--check and --upload exclude each other: --check tests weights that the workers can reach already"
             )
         refuse_options(args, ("version", "mode", "allow_rollback", "min_staged", "expected_canary"), "with --check")
         return await send_command(lambda fleet, options: fleet.check_weights(**source, **options), args)
     if args.version is None:
-        raise CommandFailed("--version N is required: it marks the tokens of the new weights", ExitCode.USAGE)
+        raise WrongUsage("--version N is required: it marks the tokens of the new weights")
     canary = None if args.expected_canary is None else read_canary(args.expected_canary)
     switch = {name: getattr(args, name) for name in ("upload", "version", "mode", "allow_rollback", "min_staged")}
     return await send_command(
@@ -260,4 +259,4 @@ def read_canary(path: Path) -> Canary:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Canary)
     except (OSError, msgspec.MsgspecError) as exc:
-        raise CommandFailed(f"--expected-canary {path}: {exc}", ExitCode.USAGE) from exc
+        raise WrongUsage(f"--expected-canary {path}: {exc}") from exc

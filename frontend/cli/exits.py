@@ -35,6 +35,13 @@ class CommandFailed(RollbusError):
         super().__init__(message)
 
 
+class WrongUsage(CommandFailed):
+    """The arguments or the files that they name are wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.USAGE)
+
+
 def exit_code_of(error: RollbusError | OSError) -> ExitCode:
     """Return the exit code for an error that ended a command."""
     match error:

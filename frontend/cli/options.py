@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...schemas.decoding import nearest
 from ...schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, flags_of, is_hub_id, pip_install
 from .console import note
-from .exits import CommandFailed, ExitCode
+from .exits import CommandFailed, WrongUsage
 
 if TYPE_CHECKING:
     from ...bus import FleetState
@@ -42,7 +42,7 @@ def check_known_model(state: "FleetState", model: str) -> None:
     known = {worker.model for worker in state.workers} | state.desired.keys()
     if model not in known:
         allowed = ", ".join(sorted(known)) or "none, because no worker has served a model"
-        raise CommandFailed(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}", ExitCode.USAGE)
+        raise WrongUsage(f"--model: fleet {state.fleet} has no model {model}; allowed: {allowed}")
 
 
 def check_drawable(option: str) -> None:
@@ -69,7 +69,7 @@ def refuse_options(args: argparse.Namespace, names: Iterable[str], reason: str) 
     """
     for name in names:
         if getattr(args, name) != args.default_of(name):
-            raise CommandFailed(f"--{name.replace('_', '-')} has no effect {reason}", ExitCode.USAGE)
+            raise WrongUsage(f"--{name.replace('_', '-')} has no effect {reason}")
 
 
 def without_password(text: str) -> str:
@@ -97,16 +97,16 @@ def config_flags(parser: argparse.ArgumentParser, path: Path) -> list[str]:
     try:
         settings = tomllib.loads(path.read_text())
     except OSError as exc:
-        raise CommandFailed(f"{path}: {exc.strerror}; `rollbus init` writes a file", ExitCode.USAGE) from exc
+        raise WrongUsage(f"{path}: {exc.strerror}; `rollbus init` writes a file") from exc
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise CommandFailed(f"{path}: {exc}", ExitCode.USAGE) from exc
+        raise WrongUsage(f"{path}: {exc}") from exc
     options = {_flag_of(action)[2:]: action for action in parser._actions if action.dest not in NOT_IN_FILES}
     flags: list[str] = []
     for key, value in settings.items():
         name = key.replace("_", "-")
         if name not in options:
             advice = nearest(name, options) or "; `rollbus init` writes a file with all keys"
-            raise CommandFailed(f'{path}: no setting "{key}"{advice}', ExitCode.USAGE)
+            raise WrongUsage(f'{path}: no setting "{key}"{advice}')
         flags += _flags(options[name], value, f"{path}: {key}")
     return flags
 
@@ -115,22 +115,22 @@ def _flags(action: argparse.Action, value: Any, where: str) -> list[str]:
     name = _flag_of(action)
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise CommandFailed(f"{where} is {value!r}; allowed: true or false", ExitCode.USAGE)
+            raise WrongUsage(f"{where} is {value!r}; allowed: true or false")
         return [name] if value else []
     if isinstance(value, list) and isinstance(action.default, list):
         return [flag for each in value for flag in _flags(action, each, where)]
     if isinstance(value, bool) or not isinstance(value, str | int | float | dict):
-        raise CommandFailed(f"{where} is {value!r}; allowed: {action.metavar or 'text'}", ExitCode.USAGE)
+        raise WrongUsage(f"{where} is {value!r}; allowed: {action.metavar or 'text'}")
     text = json.dumps(value, default=str) if isinstance(value, dict) else str(value)
     try:
         (action.type or str)(text)  # type: ignore[operator]
     except argparse.ArgumentTypeError as exc:
-        raise CommandFailed(f"{where}: {exc}", ExitCode.USAGE) from exc
+        raise WrongUsage(f"{where}: {exc}") from exc
     except ValueError as exc:
-        raise CommandFailed(f"{where} is {value!r}; allowed: {action.metavar}", ExitCode.USAGE) from exc
+        raise WrongUsage(f"{where} is {value!r}; allowed: {action.metavar}") from exc
     if action.choices is not None and text not in map(str, action.choices):
         allowed = ", ".join(map(str, action.choices))
-        raise CommandFailed(f"{where} is {value!r}; allowed: {allowed}", ExitCode.USAGE)
+        raise WrongUsage(f"{where} is {value!r}; allowed: {allowed}")
     return [f"{name}={text}"]
 
 

@@ -29,7 +29,7 @@ from ...schemas.rows import Rows, expected_rows
 from ..tokenization import Tokenizer, load_fast_tokenizer
 from .console import print_json, program, progress, waiting, write
 from .control import summary
-from .exits import CommandFailed, ExitCode
+from .exits import CommandFailed, ExitCode, WrongUsage
 from .generate.inputs import open_input
 from .generate.results import first_error
 from .generate.rows import Defaults, PromptLine, read_prompts
@@ -465,10 +465,10 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     refuse_options(args, ["nats"], "here: this command starts its own server")
     path: Path = (args.input or QUESTIONS).resolve()
     if not path.is_file():
-        raise CommandFailed(f"no file {path}; name a file of questions with --input FILE", ExitCode.USAGE)
+        raise WrongUsage(f"no file {path}; name a file of questions with --input FILE")
     prompts = list(read_prompts(open_input(str(path)), Defaults(sampling={"max_tokens": args.max_tokens})))
     if not prompts:
-        raise CommandFailed(f"{path} contains no prompts", ExitCode.USAGE)
+        raise WrongUsage(f"{path} contains no prompts")
     check_vllm()
     state_dir = args.state_dir or default_state_dir()
     check_writable("--state-dir", state_dir)

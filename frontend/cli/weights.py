@@ -21,7 +21,7 @@ from ...schemas.manifest import ChainRecord, Link
 from ..command_json import ledger_as_json
 from .console import note, print_json, size, waiting, write
 from .control import AckCounter, show_ledger
-from .exits import CommandFailed, ExitCode, exit_code_of_ledger
+from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
 from .options import check_known_model, refuse_options
 from .tables import print_table, print_text
 
@@ -192,7 +192,7 @@ async def only_model(rb: Client) -> str:
     models = await rb.fleet.known_models()
     if len(models) != 1:
         found = f"the fleet has the models {', '.join(models)}" if models else "the fleet has no model"
-        raise CommandFailed(f"--model NAME is required: {found}", ExitCode.USAGE)
+        raise WrongUsage(f"--model NAME is required: {found}")
     return models[0]
 
 

@@ -13,7 +13,7 @@ from ....schemas.errors import is_disk_full
 from ....schemas.options import check_writable
 from ..app import run_async
 from ..console import note, print_json, size, write
-from ..exits import CommandFailed, ExitCode, cause_of
+from ..exits import CommandFailed, ExitCode, WrongUsage, cause_of
 from .inputs import open_input
 from .results import ResultsFile, open_results, parquet_results
 from .rows import Defaults, check_input
@@ -90,20 +90,20 @@ def _check_paths(args: argparse.Namespace) -> Path | None:
     """Check the paths. Return the path of the `.npz` file, or None without --routed-experts npz."""
     folder = args.output.absolute().parent
     if not folder.is_dir():
-        raise CommandFailed(f"--output {args.output}: {folder} is not a directory", ExitCode.USAGE)
+        raise WrongUsage(f"--output {args.output}: {folder} is not a directory")
     if args.output.is_dir():
-        raise CommandFailed(f"--output {args.output} is a directory; name a file in it", ExitCode.USAGE)
+        raise WrongUsage(f"--output {args.output} is a directory; name a file in it")
     if not os.access(folder, os.W_OK):
-        raise CommandFailed(f"--output {args.output}: {folder} is not writable", ExitCode.USAGE)
+        raise WrongUsage(f"--output {args.output}: {folder} is not writable")
     rows_path: Path | None = args.output.with_suffix(".npz") if args.routed_experts == "npz" else None
     if rows_path == args.output:
-        raise CommandFailed("--output must not end with .npz: routed experts go to a file of that name", ExitCode.USAGE)
+        raise WrongUsage("--output must not end with .npz: routed experts go to a file of that name")
     if args.record is not None:
         check_writable("--record", args.record)
     source = Path(args.input)
     for path in (args.output, rows_path):
         if path is not None and path.exists() and source.exists() and path.samefile(source):
-            raise CommandFailed("--input and --output are the same file", ExitCode.USAGE)
+            raise WrongUsage("--input and --output are the same file")
     return rows_path
 
 

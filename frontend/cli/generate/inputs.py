@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 from ....schemas.decoding import nearest
 from ....schemas.errors import ForeignError, foreign_code
 from ....schemas.options import HUB_ID, pip_install
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, WrongUsage
 
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of a line. The longest allowed prompt fits as decimal numbers. A file without line ends must not fill
@@ -62,7 +62,7 @@ class Input:
             CommandFailed: there is none.
         """
         if next(self.rows_to_check(), None) is None:
-            raise CommandFailed(f"--input {self.name} has no rows; expected one for each prompt", ExitCode.USAGE)
+            raise WrongUsage(f"--input {self.name} has no rows; expected one for each prompt")
 
     def rows(self) -> Iterator[NumberedRow]:
         """Yield all rows."""
@@ -100,7 +100,7 @@ def open_input(
     if not is_set:
         given = [text for text, value in (("--subset", subset), ("--split", split), ("--stream", streams)) if value]
         if given:
-            raise CommandFailed(f"{given[0]} has no effect on a file", ExitCode.USAGE)
+            raise WrongUsage(f"{given[0]} has no effect on a file")
         if kind is not None and stat.S_ISFIFO(kind):
             return Input(name, "line", lambda: _lines_of(path), is_stream=True)
         with path.open("rb") as file:
@@ -112,7 +112,7 @@ def open_input(
     is_hub_name = HUB_ID.fullmatch(name) and not name.endswith(FILE_SUFFIXES) and not path.parent.is_dir()
     if kind is None and not is_hub_name:
         advice = _similar_file(path) or "; a data set on the Hub is OWNER/NAME"
-        raise CommandFailed(f"--input {name} does not exist{advice}", ExitCode.USAGE)
+        raise WrongUsage(f"--input {name} does not exist{advice}")
     return _data_set(name, None if kind is None else path, subset, split, revision, streams=streams)
 
 
@@ -127,9 +127,7 @@ def import_data_package(name: str, what: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise CommandFailed(
-            f"{what} needs the package {name.partition('.')[0]}: {pip_install('data')}", ExitCode.USAGE
-        ) from None
+        raise WrongUsage(f"{what} needs the package {name.partition('.')[0]}: {pip_install('data')}") from None
 
 
 def _similar_file(path: Path) -> str:
@@ -149,7 +147,7 @@ def _lines(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
     for index in count():
         raw = file.readline(MAX_LINE_BYTES + 1)
         if len(raw) > MAX_LINE_BYTES:
-            raise CommandFailed(f"{name} line {index + 1} is longer than {MAX_LINE_BYTES} bytes", ExitCode.USAGE)
+            raise WrongUsage(f"{name} line {index + 1} is longer than {MAX_LINE_BYTES} bytes")
         if not raw:
             return
         if not raw.isspace():
@@ -165,7 +163,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
             batches = file.iter_batches(batch_size=ROWS_PER_BATCH)
             yield from _rows_of(batches)
     except ForeignError as exc:
-        raise CommandFailed(f"{path} {problem}: {exc}", ExitCode.USAGE) from exc.cause
+        raise WrongUsage(f"{path} {problem}: {exc}") from exc.cause
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[NumberedRow]:
@@ -194,9 +192,8 @@ def _data_set(
             in_arrow = loaded.with_format("arrow")
     except ForeignError as exc:
         what = "is not a data set" if folder is not None else "is not a file, and not a data set on the Hub"
-        raise CommandFailed(
-            f"--input {name} {what} that can be read ({exc}); --subset and --split choose a part of a data set",
-            ExitCode.USAGE,
+        raise WrongUsage(
+            f"--input {name} {what} that can be read ({exc}); --subset and --split choose a part of a data set"
         ) from exc.cause
     return Input(
         name, "row", lambda: _rows_of(in_arrow.iter(batch_size=ROWS_PER_BATCH)), is_stream=streams, revision=revision
@@ -209,7 +206,7 @@ def _one_split(name: str, splits: Sequence[str], split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
     problem = "several splits" if split is None else f"no split {split}"
-    raise CommandFailed(f"--input {name} has {problem}; choose one with --split: {', '.join(splits)}", ExitCode.USAGE)
+    raise WrongUsage(f"--input {name} has {problem}; choose one with --split: {', '.join(splits)}")
 
 
 def _newest_commit(name: str) -> str | None:

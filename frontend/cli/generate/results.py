@@ -31,7 +31,7 @@ from ....schemas.chunk import json_logprobs
 from ....schemas.errors import InvalidRequest, RequestError
 from ....schemas.rows import Rows, dtype_of
 from ...tokenization import Tokenizer
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, WrongUsage
 from .inputs import import_data_package
 from .rows import PromptLine
 
@@ -120,9 +120,7 @@ def _restore(parquet: Any, path: Path, lines: Path) -> None:
                     out.write(msgspec.json.encode(line) + b"\n")
     except ValueError as exc:
         draft.unlink(missing_ok=True)
-        raise CommandFailed(
-            f"{path} is not a file of results ({exc}); choose another --output", ExitCode.USAGE
-        ) from exc
+        raise WrongUsage(f"{path} is not a file of results ({exc}); choose another --output") from exc
     draft.replace(lines)
 
 
@@ -231,7 +229,7 @@ def _read_names(path: Path) -> frozenset[str]:
         with zipfile.ZipFile(path) as archive:
             return frozenset(archive.namelist())
     except zipfile.BadZipFile as exc:
-        raise CommandFailed(f"{path} is not an .npz file ({exc}); choose another --output", ExitCode.USAGE) from None
+        raise WrongUsage(f"{path} is not an .npz file ({exc}); choose another --output") from None
 
 
 def _copy_members(source: Path, target: zipfile.ZipFile, names: frozenset[str]) -> None:
@@ -344,12 +342,10 @@ def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int,
         try:
             line = _line_decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise CommandFailed(
-                f"{path} line {number + 1} is not a result ({exc}); choose another --output", ExitCode.USAGE
-            ) from None
+            raise WrongUsage(f"{path} line {number + 1} is not a result ({exc}); choose another --output") from None
         keys = list(line.keys())
         if keys and rows is None:
-            raise CommandFailed(f"the results in {path} need --routed-experts npz, as in the first run", ExitCode.USAGE)
+            raise WrongUsage(f"the results in {path} need --routed-experts npz, as in the first run")
         if line.error is not None or not all(key in rows for key in keys if rows is not None):
             dropped.add(number)
         else:

@@ -23,7 +23,7 @@ from ....schemas.request import GenerateRequest, check_given_id
 from ....schemas.request_fields import request_from_json
 from ....schemas.sampling import SamplingParams
 from ...tokenization import Encoder
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, WrongUsage
 from .inputs import Input, Row
 
 Messages = Sequence[Mapping[str, Any]]
@@ -278,7 +278,7 @@ def read_prompts(source: Input, defaults: Defaults) -> Iterator[PromptLine]:
         try:
             yield parse_prompt(index, row, defaults)
         except InvalidRequest as exc:
-            raise CommandFailed(f"{source.place(index)}: {exc.message}", ExitCode.USAGE) from exc
+            raise WrongUsage(f"{source.place(index)}: {exc.message}") from exc
 
 
 def check_input(source: Input, defaults: Defaults, finished: Mapping[int, str], changes: str = "") -> InputSummary:
@@ -326,7 +326,7 @@ def check_unchanged(source: Input, prompt: PromptLine, finished: Mapping[int, st
 
 def _changed(what: str, changes: str) -> CommandFailed:
     cause = f"the options changed: {changes}" if changes else "the input changed after the first run"
-    return CommandFailed(f"{what}: {cause}; choose another --output", ExitCode.USAGE)
+    return WrongUsage(f"{what}: {cause}; choose another --output")
 
 
 def parse_prompt(index: int, raw: Row, defaults: Defaults) -> PromptLine:

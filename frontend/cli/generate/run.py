@@ -32,7 +32,7 @@ from ....schemas.presence import WorkerPresence, WorkerState
 from ....schemas.request import check_given_id
 from ...tokenization import Tokenizer, TokenizerUnavailable, load_fast_tokenizer, load_tokenizer
 from ..console import note
-from ..exits import CommandFailed, ExitCode
+from ..exits import CommandFailed, ExitCode, WrongUsage
 from ..tables import printable
 from ..watch.status import warn_of_wait
 from .inputs import Input
@@ -66,7 +66,7 @@ def read_first_run(output: Path) -> FirstRun | None:
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise CommandFailed(f"{path} is not the record of a run ({exc}); remove it", ExitCode.USAGE) from None
+        raise WrongUsage(f"{path} is not the record of a run ({exc}); remove it") from None
 
 
 def write_first_run(output: Path, record: FirstRun) -> None:
@@ -296,7 +296,7 @@ class GenerateRun:
                 problem = f"{source} {name}{nearest(name, known)}"
             else:
                 continue
-            raise CommandFailed(f"{problem}; allowed: {', '.join(sorted(known))}", ExitCode.USAGE)
+            raise WrongUsage(f"{problem}; allowed: {', '.join(sorted(known))}")
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer:
         self.bar.show("loading the tokenizer")
@@ -410,10 +410,9 @@ class GenerateRun:
         folders = [path for path in paths if path.is_dir()]
         if len(folders) != 1:
             found = "more than one model" if folders else "no model"
-            raise CommandFailed(
+            raise WrongUsage(
                 f"the input has text prompts, but the workers serve {found} from a folder on this machine; name the "
-                "folder of the model or of its tokenizer with --tokenizer DIR",
-                ExitCode.USAGE,
+                "folder of the model or of its tokenizer with --tokenizer DIR"
             )
         return folders[0]
 
