@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from . import limits
 from .errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError, request_error
 from .limits import ErrorText, Name, Version
-from .rows import DTYPES, RowDtype, Rows, dtype_of
+from .rows import DTYPES, Float32s, Int32s, RowDtype, Rows, dtype_of
 
 if TYPE_CHECKING:
     # A sender may pass a view of an engine's array.
@@ -122,12 +121,12 @@ class TopLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raise ValueError("top logprobs: token ids and logprobs must both have the shape [positions, width]")
 
     @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
+    def token_ids(self) -> Int32s:
         """Token ids, i4[positions, width], read-only."""
         return np.frombuffer(self.token_ids_data, _I4).reshape(-1, self.width)
 
     @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
+    def logprobs(self) -> Float32s:
         """Log probabilities, f4[positions, width], read-only."""
         return np.frombuffer(self.logprobs_data, _F4).reshape(-1, self.width)
 
@@ -159,12 +158,12 @@ class SamplingMask(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raise ValueError(f"sampling mask: id {ids.min()}; allowed: 0 to {limits.MAX_TOKEN_ID}")
 
     @property
-    def counts(self) -> npt.NDArray[np.int32]:
+    def counts(self) -> Int32s:
         """Number of ids of each token, i4[k], read-only."""
         return np.frombuffer(self.counts_data, _I4)
 
     @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
+    def token_ids(self) -> Int32s:
         """Ids of all tokens, i4[sum of the counts], read-only."""
         return np.frombuffer(self.token_ids_data, _I4)
 
@@ -190,7 +189,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raise ValueError(f"{size // 4} prompt logprobs, but top logprobs of other positions")
 
     @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
+    def logprobs(self) -> Float32s:
         """Log probabilities, f4[positions], read-only."""
         return np.frombuffer(self.logprobs_data, _F4)
 
@@ -317,12 +316,12 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
             raise ValueError(f"{size // 4} token ids but {len(mask.counts_data) // 4} sampling masks")
 
     @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
+    def token_ids(self) -> Int32s:
         """New token ids, i4[k], read-only."""
         return np.frombuffer(self.token_ids_data, _I4)
 
     @property
-    def logprobs(self) -> npt.NDArray[np.float32] | None:
+    def logprobs(self) -> Float32s | None:
         """The sampler's log probability of each new token, f4[k], read-only."""
         return None if self.logprobs_data is None else np.frombuffer(self.logprobs_data, _F4)
 
@@ -347,7 +346,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
         return None if self.end is None else self.end.error
 
 
-def json_logprobs(logprobs: npt.NDArray[np.float32]) -> list[float]:
+def json_logprobs(logprobs: Float32s) -> list[float]:
     """Convert logprobs to a list for JSON: -inf becomes -9999.0.
 
     Args:

@@ -39,7 +39,7 @@ from .chunk import FinishReason
 from .decoding import MALFORMED
 from .errors import InvalidRequest
 from .limits import MAX_GIVEN_ID_CHARS, MAX_SEED
-from .rows import Rows, expected_rows
+from .rows import Int32s, Rows, expected_rows
 from .sampling import NamedFields, SamplingParams, check_names
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class StoppedAnswer(Protocol):
         """Absolute position of the first row."""
 
     @property
-    def token_ids(self) -> npt.NDArray[np.int32]:
+    def token_ids(self) -> Int32s:
         """Generated tokens, i4[G]."""
 
     @property
@@ -257,7 +257,7 @@ def expand_children(request: GenerateRequest) -> list[GenerateRequest]:
     ]
 
 
-def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_rows: int) -> "GenerateRequest":
+def rest_of(request: "GenerateRequest", token_ids: Int32s, num_rows: int) -> "GenerateRequest":
     """Return `request` for the tokens after `token_ids`, with the same id. `token_ids` must not be empty.
 
     Args:
@@ -332,7 +332,7 @@ def check_continuable(sampling: SamplingParams) -> None:
         )
 
 
-def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> FinishReason | None:
+def why_ended(sampling: SamplingParams, token_ids: Int32s) -> FinishReason | None:
     """Return why an answer ended after `token_ids`, if its terminal chunk was lost. None: more tokens may follow."""
     num_tokens = len(token_ids)
     if num_tokens > sampling.min_tokens and int(token_ids[-1]) in sampling.stop_token_ids:

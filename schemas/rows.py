@@ -13,6 +13,12 @@ import numpy.typing as npt
 from . import limits
 
 Rows: TypeAlias = npt.NDArray[np.uint8 | np.uint16]
+Int32s: TypeAlias = npt.NDArray[np.int32]
+"""Token ids, weight versions and counts."""
+Float32s: TypeAlias = npt.NDArray[np.float32]
+"""Log probabilities and advantages."""
+Uint8s: TypeAlias = npt.NDArray[np.uint8]
+"""The content of a tensor."""
 RowDtype = Literal["u1", "<u2"]
 DTYPES: dict[str, np.dtype[Any]] = {"u1": np.dtype("u1"), "<u2": np.dtype("<u2")}
 """Dtypes of expert ids, by their names on the wire."""

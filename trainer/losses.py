@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..schemas.rows import Float32s
 from .errors import PackError, check_integer
 from .packing import MicroBatch, segment_indices
 from .stitching import Sample, check_samples
@@ -27,7 +28,7 @@ from .stitching import Sample, check_samples
 
 def group_advantages(
     rewards: npt.ArrayLike, *, by: Literal["std", "mean", "leave_one_out"] = "std", eps: float = 1e-6
-) -> npt.NDArray[np.float32]:
+) -> Float32s:
     """Return the advantages of answers from the rewards of their groups.
 
     Groups without signal, including groups with one answer, have advantages of exactly 0.0.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...schemas.checks import describe
 from ...schemas.errors import BusClosed, InvalidRequest
 from ...schemas.manifest import MAX_DELTA_OBJECTS, TensorDelta, TensorEntry, delta_name
+from ...schemas.rows import Uint8s
 from ..protocol.weights.chain import Contents
 from ..protocol.weights.tensors import INDEX, Encoded, apply_delta, encode_delta, index_of, layouts, ordered, undo_delta
 from .tensors import FolderFile, Snapshot, SnapshotTensor, TensorKind, bad_tensor, read_tensor
@@ -146,7 +146,7 @@ class _Drafted:
     encoded: Encoded
     """Encoding relative to the snapshot. It is `same` if `content` is set. If it is sparse, the snapshot already has
     the new content."""
-    content: npt.NDArray[np.uint8] | None
+    content: Uint8s | None
     """u1[size]: content of the tensor. None if there is a snapshot."""
     delta: TensorDelta | None = None
 
@@ -284,7 +284,7 @@ class Draft:
         if kind != expected:
             raise bad_tensor(name, f"is {kind}", f"{expected}, the kind {where}")
 
-    def _compare(self, name: str, kind: TensorKind, content: npt.NDArray[np.uint8]) -> Iterator[StoredObject]:
+    def _compare(self, name: str, kind: TensorKind, content: Uint8s) -> Iterator[StoredObject]:
         before = self._before[name]
         encoded = encode_delta(before.content, content, kind.item_bytes)
         is_same = encoded.encoding == "same"
@@ -345,7 +345,7 @@ class Draft:
         dtype, shape = drafted.kind
         return TensorEntry(name=name, dtype=dtype, shape=shape, sha256=drafted.sha256, file=file, delta=drafted.delta)
 
-    def _content(self, name: str, drafted: _Drafted) -> npt.NDArray[np.uint8]:
+    def _content(self, name: str, drafted: _Drafted) -> Uint8s:
         if drafted.content is not None:
             return drafted.content
         content = self._before[name].content

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ...schemas.checks import describe
 from ...schemas.errors import InvalidRequest
 from ...schemas.manifest import DTYPE_BITS, MANIFEST, Manifest, content_bytes, is_file_name, item_bytes
+from ...schemas.rows import Uint8s
 from ..objects.safetensors_header import MAX_DIMS, BadSafetensors, StoredTensor, read_header
 from ..protocol.weights.tensors import INDEX
 
@@ -67,7 +68,7 @@ class RawTensor:
     """Name of the dtype in safetensors, for example BF16 or F8_E4M3."""
     shape: tuple[int, ...]
     """Length of each dimension. Empty for a scalar."""
-    data: bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+    data: bytes | bytearray | memoryview | Uint8s
     """The content, little-endian, in row-major order."""
 
 
@@ -97,7 +98,7 @@ class TensorContent(NamedTuple):
     """Kind and content of one tensor."""
 
     kind: TensorKind
-    content: npt.NDArray[np.uint8]
+    content: Uint8s
     """u1[size]. It may be the caller's own memory, which the caller may change later."""
 
 
@@ -300,7 +301,7 @@ class SnapshotTensor:
     file: str
     """File of the version that contains the tensor."""
     sha256: str
-    content: npt.NDArray[np.uint8]
+    content: Uint8s
     """u1[size]: content in the publisher's own memory."""
 
 

@@ -18,14 +18,12 @@ from msgspec.structs import replace
 from ... import bus
 from ...schemas.chunk import JSON_MINUS_INFINITY
 from ...schemas.errors import ErrorCode
-from ...schemas.rows import RowDtype, Rows, dtype_of, expected_rows, no_rows
+from ...schemas.rows import Float32s, Int32s, RowDtype, Rows, dtype_of, expected_rows, no_rows
 from .errors import HttpError
 from .requests import RequestTarget
 
 BLOCK: Final = 1024
 """Number of positions whose logprobs are converted to objects at a time."""
-Ids = npt.NDArray[np.int32]
-Logprobs = npt.NDArray[np.float32]
 Array = TypeVar("Array", bound=npt.NDArray[np.generic])
 
 
@@ -49,13 +47,13 @@ class ScoredBlocks(Protocol):
 class Scores(msgspec.Struct, frozen=True):
     """Tokens with their log probabilities, and likely alternatives at the same positions."""
 
-    ids: Ids
+    ids: Int32s
     """i4[k]."""
-    logprobs: Logprobs | None = None
+    logprobs: Float32s | None = None
     """f4[k]; None if not requested."""
-    top_ids: Ids | None = None
+    top_ids: Int32s | None = None
     """i4[k, width], most likely first; None if not requested."""
-    top_logprobs: Logprobs | None = None
+    top_logprobs: Float32s | None = None
     """f4[k, width]."""
 
     def check(self, width: int, what: str) -> None:
@@ -109,7 +107,7 @@ def _position(own_id: int, own_logprob: float, ids: Sequence[int], logprobs: Seq
     return [Scored(own_id, own_logprob, own_rank), *(top for top in tops if top.token_id != own_id)]
 
 
-def json_logprobs(logprobs: Logprobs | None, here: slice = slice(None)) -> list[float]:
+def json_logprobs(logprobs: Float32s | None, here: slice = slice(None)) -> list[float]:
     """Return the logprobs in the slice as JSON represents them. Return an empty list if they were not requested."""
     if logprobs is None:
         return []
@@ -135,7 +133,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
     scores: Scores
     """Token ids and their log probabilities."""
-    weight_versions: Ids
+    weight_versions: Int32s
     """i4[k]."""
     rows: Rows | None = None
     """u1|u2[rows, layers, top_k]."""
@@ -158,7 +156,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     the prompt, or if a worker was lost."""
 
     @property
-    def ids(self) -> Ids:
+    def ids(self) -> Int32s:
         """i4[k]."""
         return self.scores.ids
 
@@ -245,7 +243,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _prompt_ids(request: bus.GenerateRequest) -> Ids:
+def _prompt_ids(request: bus.GenerateRequest) -> Int32s:
     return np.asarray(request.prompt_token_ids, "i4")
 
 

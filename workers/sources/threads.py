@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...schemas.limits import MAX_ERROR_CHARS
+from ...schemas.rows import Uint8s
 from ...schemas.weights import Staging, WeightSource
 
 Report = Callable[[str], None]
@@ -85,7 +85,7 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
-    def get(self, size: int) -> npt.NDArray[np.uint8]:
+    def get(self, size: int) -> Uint8s:
         """Return `size` bytes with arbitrary content."""
         if len(self._memory) < size:
             self._memory = np.empty(0, np.uint8)  # free the old memory before the new allocation
