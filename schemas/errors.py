@@ -239,6 +239,16 @@ class ControlError(RollbusError):
         super().__init__(f"{code}: {message}")
 
 
+def bad_source(*words: object) -> ControlError:
+    """Return the error for a source that cannot be used. Its message consists of `words`, joined by spaces."""
+    return ControlError(ControlCode.BAD_SOURCE, " ".join(map(str, words)))
+
+
+def storage_failure(message: str) -> ControlError:
+    """Return the error for a store or a disk that rejects or lacks something."""
+    return ControlError(ControlCode.STORAGE, message)
+
+
 class RequestError(RollbusError):
     """One request failed.
 

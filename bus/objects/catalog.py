@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import bad_source, storage_failure
 from ..auth.credentials import BadSignature
 from ..logs import RejectionCount
 from ..nats.connection import Connection
@@ -75,9 +75,7 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> str
         used = info["state"]["bytes"]
         # With a lower limit, the server would reject all uploads, including the record of published weights.
         if used > max_bytes:
-            raise ControlError(
-                ControlCode.STORAGE, f"the bucket {bucket!r} holds {used} bytes; it cannot have {max_bytes}"
-            )
+            raise storage_failure(f"the bucket {bucket!r} holds {used} bytes; it cannot have {max_bytes}")
         await ask(nats, f"STREAM.UPDATE.{stream}", {**info["config"], "max_bytes": max_bytes})
     return "resized"
 
@@ -103,9 +101,7 @@ async def list_objects(
         found = [name_of(subject) for subject in await list_subjects(nats, bucket, info_subjects(bucket))]
         names = [name for name in found if name is not None and name.startswith(start)]
         if len(names) > MAX_FILES:
-            raise ControlError(
-                ControlCode.BAD_SOURCE, f"objects:{bucket}/{prefix} has {len(names)} objects; at most {MAX_FILES}"
-            )
+            raise bad_source(f"objects:{bucket}/{prefix} has {len(names)} objects; at most {MAX_FILES}")
         objects = [await find_object(nats, bucket, name, is_signed=is_signed) for name in sorted(names)]
     return tuple(one.info for one in objects if one is not None and one.info is not None)
 
@@ -120,9 +116,7 @@ async def list_prefix(nats: Connection, objects: str, *, is_signed: bool) -> tup
     infos = await list_objects(nats, bucket, prefix, is_signed=is_signed)
     if not infos:
         what = "signed objects" if is_signed and nats.signatures.are_demanded else "objects"
-        raise ControlError(
-            ControlCode.BAD_SOURCE, f"objects:{objects}: the bucket {bucket!r} has no {what} below {prefix!r}"
-        )
+        raise bad_source(f"objects:{objects}: the bucket {bucket!r} has no {what} below {prefix!r}")
     return infos
 
 
@@ -238,9 +232,7 @@ async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bo
         return FoundObject(message["seq"], stored_at, None)
     info = decode_info(data)
     if (info.name, info.bucket) != (name, bucket):
-        raise ControlError(
-            ControlCode.BAD_SOURCE, f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000]
-        )
+        raise bad_source(f"objects:{bucket}/{name} describes itself as {info.bucket}/{info.name}"[:1000])
     return FoundObject(message["seq"], stored_at, None if info.deleted else info)
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import bad_source
 
 MAX_FILES: Final = 4096
 """Maximum files of one folder, several times as many as the largest checkpoints have."""
@@ -75,9 +75,7 @@ def check_bucket(bucket: str) -> None:
         ControlError: `bad_source`.
     """
     if _BUCKET.fullmatch(bucket) is None:
-        raise ControlError(
-            ControlCode.BAD_SOURCE, f"{bucket[:80]!r} is no bucket; allowed: letters, digits, '_' and '-'"
-        )
+        raise bad_source(f"{bucket[:80]!r} is no bucket; allowed: letters, digits, '_' and '-'")
 
 
 def check_path(path: str, what: str) -> None:
@@ -88,9 +86,8 @@ def check_path(path: str, what: str) -> None:
     """
     is_plain = 0 < len(path) <= MAX_PATH_CHARS and path.isprintable() and "\\" not in path
     if not is_plain or any(part in {"", ".", ".."} for part in path.split("/")):
-        raise ControlError(
-            ControlCode.BAD_SOURCE,
-            f"{what[:200]} is {path[:200]!r}; allowed: a relative path without '..', empty parts and backslashes",
+        raise bad_source(
+            f"{what[:200]} is {path[:200]!r}; allowed: a relative path without '..', empty parts and backslashes"
         )
 
 
@@ -156,7 +153,7 @@ def decode_digest(info: ObjectInfo) -> bytes:
             digest = b""
         if len(digest) == 32:
             return digest
-    raise ControlError(ControlCode.BAD_SOURCE, f"{shown(info)} has no SHA-256, but the digest {info.digest[:80]!r}")
+    raise bad_source(f"{shown(info)} has no SHA-256, but the digest {info.digest[:80]!r}")
 
 
 def decode_info(data: bytes) -> ObjectInfo:
@@ -168,16 +165,15 @@ def decode_info(data: bytes) -> ObjectInfo:
     try:
         info = msgspec.json.decode(data, type=ObjectInfo)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ControlError(ControlCode.BAD_SOURCE, f"an object's description does not decode: {error}") from error
+        raise bad_source(f"an object's description does not decode: {error}") from error
     if info.options is not None and info.options.link is not None:
-        raise ControlError(ControlCode.BAD_SOURCE, f"{shown(info)} is a link; allowed: objects that have content")
+        raise bad_source(f"{shown(info)} is a link; allowed: objects that have content")
     if not info.deleted:
         # The nuid becomes a token of a subject, and the sizes limit the bytes that are written.
         is_sound = info.nuid.isalnum() and 0 <= info.chunks <= info.size and (info.size == 0) == (info.chunks == 0)
         if not is_sound:
-            raise ControlError(
-                ControlCode.BAD_SOURCE,
-                f"{shown(info)} contradicts itself: {info.size} bytes in {info.chunks} parts of {info.nuid[:80]!r}",
+            raise bad_source(
+                f"{shown(info)} contradicts itself: {info.size} bytes in {info.chunks} parts of {info.nuid[:80]!r}"
             )
     return info
 

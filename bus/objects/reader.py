@@ -19,7 +19,13 @@ from typing import BinaryIO, Final, ParamSpec, TypeVar
 
 import msgspec
 
-from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError, LocalProtocolError
+from ...schemas.errors import (
+    BusBroken,
+    BusClosed,
+    LocalProtocolError,
+    bad_source,
+    storage_failure,
+)
 from ..nats.connection import Connection, connected, publish, subscribe
 from ..nats.jetstream import API, ApiError
 from ..nats.library import Msg
@@ -138,8 +144,8 @@ async def read_object_chunks(nats: Connection, info: ObjectInfo) -> AsyncGenerat
             if lost_at is None or progress.chunks > chunks_before:
                 lost_at = now
             if now - lost_at > STALL_S:
-                raise ControlError(
-                    ControlCode.STORAGE, f"{progress.shown} stopped for {STALL_S:g} s after {progress.so_far}: {error}"
+                raise storage_failure(
+                    f"{progress.shown} stopped for {STALL_S:g} s after {progress.so_far}: {error}"
                 ) from error
             logger.warning(
                 "objects.transfer_retried object=%s so_far=%r error=%s", progress.shown, progress.so_far, error
@@ -182,7 +188,7 @@ class _ReadProgress:
         problem = f"{self.shown} has {found} more parts, expected {missing}: stored incompletely, or deleted meanwhile"
         if self._mismatches < MAX_MISMATCHES:
             raise _AttemptLost(problem)
-        raise ControlError(ControlCode.BAD_SOURCE, problem)
+        raise bad_source(problem)
 
     def add(self, chunk: bytes, seq: int) -> None:
         """Count a chunk, and reject a chunk that cannot belong to the object.
@@ -194,9 +200,8 @@ class _ReadProgress:
         self.size += len(chunk)
         self.next_seq = seq + 1
         if self.size > self.info.size or (self.is_complete and self.size != self.info.size):
-            raise ControlError(
-                ControlCode.BAD_SOURCE,
-                f"{self.shown} has {self.size} bytes in {self.so_far}; its description says {self.info.size}",
+            raise bad_source(
+                f"{self.shown} has {self.size} bytes in {self.so_far}; its description says {self.info.size}"
             )
 
 
@@ -363,9 +368,7 @@ class FolderReader:
         """
         info = self._info(name)
         if info.size > max_bytes:
-            raise ControlError(
-                ControlCode.BAD_SOURCE, f"{shown(info)} has {info.size} bytes; allowed: at most {max_bytes}"
-            )
+            raise bad_source(f"{shown(info)} has {info.size} bytes; allowed: at most {max_bytes}")
         expected = decode_digest(info)
         content = bytearray()
         async with contextlib.aclosing(self._parts(info)) as batches:
@@ -418,7 +421,7 @@ class FolderReader:
         try:
             return await bucket_state(self._nats, bucket)
         except (ApiError, BusBroken, BusClosed) as error:
-            raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
+            raise storage_failure(f"the bucket {bucket!r} cannot be read: {error}") from error
 
     async def run(self, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """Call a function on the disk thread. Calls run in order, even if a caller is cancelled."""
@@ -433,12 +436,12 @@ class FolderReader:
                     if self._rate is not None:
                         await asyncio.sleep(self._rate.spend(sum(map(len, parts)), time.monotonic()))
         except (BusBroken, BusClosed) as error:
-            raise ControlError(ControlCode.STORAGE, f"{shown(info)} cannot be fetched: {error}") from error
+            raise storage_failure(f"{shown(info)} cannot be fetched: {error}") from error
 
     def _info(self, name: str) -> ObjectInfo:
         info = self.names.get(name)
         if info is None:
-            raise ControlError(ControlCode.BAD_SOURCE, f"objects:{self.objects} has no object {name[:200]!r}")
+            raise bad_source(f"objects:{self.objects} has no object {name[:200]!r}")
         return info
 
 
@@ -478,17 +481,13 @@ def _disk_errors(info: ObjectInfo, into: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ControlError(
-            ControlCode.STORAGE, f"{shown(info)} cannot be written to {into}: {reason(error)}"
-        ) from error
+        raise storage_failure(f"{shown(info)} cannot be written to {into}: {reason(error)}") from error
 
 
 def _check_digest(info: ObjectInfo, sha: "hashlib._Hash", expected: bytes) -> None:
     if sha.digest() != expected:
-        raise ControlError(
-            ControlCode.BAD_SOURCE,
-            f"{shown(info)} is damaged: its SHA-256 is {sha.hexdigest()}, the store's description says "
-            f"{expected.hex()}",
+        raise bad_source(
+            f"{shown(info)} is damaged: its SHA-256 is {sha.hexdigest()}, the store's description says {expected.hex()}"
         )
 
 
@@ -524,5 +523,5 @@ class ObjectReader:
                 nats = await stack.enter_async_context(connected(self._server, name=f"{self._name}-objects"))
                 folder = await stack.enter_async_context(open_reader(nats, objects, self._rate, nice=self._nice))
             except (BusBroken, BusClosed) as error:
-                raise ControlError(ControlCode.STORAGE, f"objects:{objects} cannot be fetched: {error}") from error
+                raise storage_failure(f"objects:{objects} cannot be fetched: {error}") from error
             yield folder

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...schemas.errors import BusBroken, ControlCode, ControlError, RollbusError
+from ...schemas.errors import BusBroken, ControlError, RollbusError, bad_source, storage_failure
 from ..nats.client import PatchedNatsClient
 from ..nats.connection import Connection, publish, subscribe
 from ..nats.jetstream import put, storage_errors
@@ -134,9 +134,7 @@ def _refusal(message: Msg) -> ControlError | None:
     answer: dict[str, Any] = json.loads(message.data) if message.data else {"error": {"description": "no such bucket"}}
     if "error" not in answer:
         return None
-    return ControlError(
-        ControlCode.STORAGE, f"the bucket rejected the upload: {answer['error'].get('description', '')}"
-    )
+    return storage_failure(f"the bucket rejected the upload: {answer['error'].get('description', '')}")
 
 
 def folder_digest(objects: str, infos: Iterable[ObjectInfo]) -> str:
@@ -182,9 +180,8 @@ def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
     digest = folder_digest(objects, infos)
     for info in infos:
         if info.metadata.get(FOLDER_DIGEST) != digest:
-            raise ControlError(
-                ControlCode.BAD_SOURCE,
-                f"objects:{objects} is not the folder that was signed: a file was changed, added or removed since",
+            raise bad_source(
+                f"objects:{objects} is not the folder that was signed: a file was changed, added or removed since"
             )
 
 
@@ -218,7 +215,7 @@ async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
     try:
         return await put_pieces(sender, info, pieces())
     except OSError as error:
-        raise ControlError(ControlCode.BAD_SOURCE, f"{path} cannot be read: {error.strerror or error}") from error
+        raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
     finally:
         await call_to_end(windows.close)
 
@@ -229,7 +226,7 @@ def _read_windows(path: Path) -> Generator[bytes, None, None]:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ControlError(ControlCode.BAD_SOURCE, f"{path} is no regular file")
+            raise bad_source(f"{path} is no regular file")
         yield from iter(partial(os.read, fd, WINDOW_BYTES), b"")
     finally:
         os.close(fd)
@@ -331,7 +328,7 @@ async def put_folder(
     files = await asyncio.to_thread(_find_files, folder)
     await ensure_bucket(nats, bucket, max_bytes=max_bytes)
     if await list_objects(nats, bucket, prefix):
-        raise ControlError(ControlCode.STORAGE, f"objects:{objects} exists; delete it first, or use another prefix")
+        raise storage_failure(f"objects:{objects} exists; delete it first, or use another prefix")
     if needed_bytes is not None:
         await _check_room(nats, bucket, folder, needed_bytes(await asyncio.to_thread(_bytes_of, folder, files)))
     started = time.monotonic()
@@ -358,10 +355,9 @@ async def _check_room(nats: Connection, bucket: str, folder: Path, needed: int) 
     with storage_errors(f"the bucket {bucket!r} cannot be read"):
         used, limit, _ = await bucket_state(nats, bucket)
     if limit < used + needed:
-        raise ControlError(
-            ControlCode.STORAGE,
+        raise storage_failure(
             f"{folder} needs {needed} bytes, and of the {limit} bytes of the bucket {bucket!r} {used} are used; an "
-            "admin can enlarge it: rollbus make-queue MODEL --upload-bytes N",
+            "admin can enlarge it: rollbus make-queue MODEL --upload-bytes N"
         )
 
 
@@ -378,16 +374,16 @@ def _find_files(folder: Path) -> list[str]:
     """Return the paths of the regular files below `folder`, relative to it."""
 
     def fail(error: OSError) -> None:
-        raise ControlError(ControlCode.BAD_SOURCE, f"{error.filename} cannot be read: {error.strerror}") from error
+        raise bad_source(f"{error.filename} cannot be read: {error.strerror}") from error
 
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in sorted(names) if not name.startswith(".")]
         if len(files) > MAX_FILES:
-            raise ControlError(ControlCode.BAD_SOURCE, f"{folder} has more than {MAX_FILES} files")
+            raise bad_source(f"{folder} has more than {MAX_FILES} files")
     if not files:
-        raise ControlError(ControlCode.BAD_SOURCE, f"{folder} has no files")
+        raise bad_source(f"{folder} has no files")
     paths = [file.relative_to(folder).as_posix() for file in files]
     for path in paths:
         check_path(path, f"a file of {folder}")

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError
+from ...schemas.errors import ControlCode, ControlError, RemoteProtocolError, RollbusError, storage_failure
 from ...schemas.manifest import (
     CHAIN,
     CHAIN_OBJECT,
@@ -119,12 +119,11 @@ class ChainKey:
 
     def _rejection(self, what: str, error: ApiError) -> ControlError:
         if error.code == NO_STREAM:
-            return ControlError(
-                ControlCode.STORAGE,
+            return storage_failure(
                 f"the bucket {self.bucket!r} of {self._model!r} does not exist; an admin creates it: rollbus "
-                "make-queue MODEL --upload-bytes N",
+                "make-queue MODEL --upload-bytes N"
             )
-        return ControlError(ControlCode.STORAGE, f"the bucket {self.bucket!r} cannot be {what}: {error}")
+        return storage_failure(f"the bucket {self.bucket!r} cannot be {what}: {error}")
 
 
 async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | None:

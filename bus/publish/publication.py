@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, RollbusError
+from ...schemas.errors import ControlCode, ControlError, LocalProtocolError, RollbusError, bad_source, storage_failure
 from ...schemas.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -129,9 +129,7 @@ class Publication:
         if any(info.name == full for info in self._infos):
             raise LocalProtocolError(f"{self.objects} has an object {name!r} already")
         if len(self._infos) >= MAX_FILES - 1:
-            raise ControlError(
-                ControlCode.BAD_SOURCE, f"{self.objects} has {MAX_FILES} objects with its manifest; no more are allowed"
-            )
+            raise bad_source(f"{self.objects} has {MAX_FILES} objects with its manifest; no more are allowed")
         async with self._or_discarded():
             return await self._put(full, pieces)
 
@@ -330,10 +328,9 @@ class Publication:
                     room += await self._free_room()
                 if num_bytes > room:
                     state = await self._home.key.bucket_state()
-                    raise ControlError(
-                        ControlCode.STORAGE,
+                    raise storage_failure(
                         f"the bucket {self._bucket!r} has no room: {state.used} of {state.limit} bytes are used, and "
-                        f"an object needs at least {num_bytes + chain.SPARE_BYTES}",
+                        f"an object needs at least {num_bytes + chain.SPARE_BYTES}"
                     )
                 yield piece
 
@@ -405,4 +402,4 @@ def _withdrawn(record: ChainRecord, objects: str, reason: str) -> ChainRecord:
 
 
 def _bad_list(rank: int, problem: str) -> ControlError:
-    return ControlError(ControlCode.BAD_SOURCE, f"the list of rank {rank} is rejected: {problem}")
+    return bad_source(f"the list of rank {rank} is rejected: {problem}")

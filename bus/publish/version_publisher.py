@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import structs
 
 from ...schemas.control import FinishWeightUpdate, LoadLora, UpdateWeights
-from ...schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
+from ...schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError, bad_source
 from ...schemas.manifest import (
     DELTA_PREFIX,
     MANIFEST,
@@ -377,9 +377,8 @@ class VersionPublisher:
             unless_given.push_async_exit(report_failure)
             opened, links = publication.opened, self._versions.record.links
             if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
-                raise ControlError(
-                    ControlCode.BAD_SOURCE,
-                    f"rank {self._rank} does not have the version before {version}; the next version will be an anchor",
+                raise bad_source(
+                    f"rank {self._rank} does not have the version before {version}; the next version will be an anchor"
                 )
             what = Contents(anchor=opened.has_anchor, delta=opened.has_delta)
             async with publication.alive(self._rank):

@@ -46,6 +46,7 @@ from ...schemas.errors import (
     InvalidRequest,
     PermissionDenied,
     RemoteProtocolError,
+    storage_failure,
 )
 from ...schemas.limits import MAX_SEEN_COMMANDS
 from ...schemas.messages import command_id_of, decode_command
@@ -333,7 +334,7 @@ class CommandHandler:
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             except RemoteProtocolError as exc:
-                error = ControlError(ControlCode.STORAGE, str(exc))
+                error = storage_failure(str(exc))
             except ControlError as exc:
                 error = exc
             else:
@@ -444,7 +445,7 @@ class CommandHandler:
                     recorded = register, received.epoch, received.command.id
                     if outcome is None and self.reader.has_lost(*recorded, received.needs_read):
                         problem = "the server has lost the desired state that recorded this command: send it again"
-                        outcome = failure(ControlError(ControlCode.STORAGE, problem))
+                        outcome = failure(storage_failure(problem))
             if outcome is None and now > received.received_at + timeout_s + LATE_S:
                 what = "recorded" if received.epoch is None else "fully applied"
                 problem = f"the command was not {what} within {timeout_s:g} s; the worker is {self._lifecycle.state}"

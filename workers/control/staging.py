@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...schemas.errors import ControlCode, ControlError, EngineDead
+from ...schemas.errors import ControlCode, ControlError, EngineDead, storage_failure
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import Capabilities
 from ...schemas.weights import Staging, UpdateTiming, WeightSource
@@ -294,7 +294,7 @@ class Stager:
                 await self._bring(job)
         except (ControlError, TimeoutError) as exc:
             self.stats.weights_stagings_failed += 1
-            job.error = exc if isinstance(exc, ControlError) else ControlError(ControlCode.STORAGE, f"{exc!r}")
+            job.error = exc if isinstance(exc, ControlError) else storage_failure(f"{exc!r}")
         except asyncio.CancelledError:
             self.stats.weights_stagings_cancelled += 1
             job.stage = WAITING

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ...schemas.errors import ControlError
+from ...schemas.errors import ControlError, bad_source
 from ...schemas.manifest import Manifest, tensors_digest
 from .content import (
     FLOATS,
@@ -20,7 +20,6 @@ from .content import (
     ContentHasher,
     FileNotes,
     Tensor,
-    bad_source,
     note_files,
     open_regular,
     read_header,

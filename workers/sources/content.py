@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ...bus.objects import safetensors_header
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError, bad_source, storage_failure
 from ...schemas.manifest import DTYPE_BITS, tensors_digest
 from .store import LockWatch, boot_id, try_lock
 from .threads import Job, Progress, Scratch, run_quietly
@@ -91,11 +91,6 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise bad_source(f"{path} is no regular file")
     return fd
-
-
-def bad_source(*words: object) -> ControlError:
-    """Return the error for a source that cannot be used. Its message consists of `words`, joined by spaces."""
-    return ControlError(ControlCode.BAD_SOURCE, " ".join(map(str, words)))
 
 
 def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
@@ -299,7 +294,7 @@ class ContentHasher:
         after = await asyncio.to_thread(note_files, by_file)
         for path in by_file:
             if after[path].content != notes[path].content:
-                raise ControlError(ControlCode.STORAGE, f"{path} changed while it was hashed: stage its source again")
+                raise storage_failure(f"{path} changed while it was hashed: stage its source again")
         await asyncio.to_thread(self._keep, found, notes, after, began_ns)
         return found
 

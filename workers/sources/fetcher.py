@@ -20,7 +20,15 @@ from ...bus.objects.layout import decode_digest
 from ...bus.objects.reader import FolderReader, ObjectReader
 from ...bus.protocol.weights.chain import FetchPlan, chain_length, fetch_plans
 from ...bus.protocol.weights.tensors import layouts, max_body_bytes
-from ...schemas.errors import FREE_SPACE, ControlCode, ControlError, RemoteProtocolError, is_disk_full
+from ...schemas.errors import (
+    FREE_SPACE,
+    ControlCode,
+    ControlError,
+    RemoteProtocolError,
+    bad_source,
+    is_disk_full,
+    storage_failure,
+)
 from ...schemas.manifest import (
     DELTA_PREFIX,
     MANIFEST,
@@ -34,7 +42,7 @@ from ...schemas.manifest import (
 )
 from ...schemas.weights import PublishedVersion
 from .checkpoint import check_tensors, digest_of_published, read_checkpoint
-from .content import Tensor, bad_source
+from .content import Tensor
 from .store import FolderStore, Hold, PartialFolder, files_stamp
 from .tensor_files import Change, build_jobs, check_no_others, copy_others, prepare_files, verify_file, verify_jobs
 from .threads import Progress, run_quietly
@@ -125,9 +133,7 @@ class Fetcher:
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             where += f"; {FREE_SPACE}" if is_disk_full(error) else ""
-            raise ControlError(
-                ControlCode.STORAGE, f"objects:{objects} cannot be staged: {error.strerror or error}{where}"
-            ) from error
+            raise storage_failure(f"objects:{objects} cannot be staged: {error.strerror or error}{where}") from error
         except asyncio.CancelledError:
             if hold is not None:  # cancelled while the object folder was being closed
                 hold.release()
@@ -151,7 +157,7 @@ class Fetcher:
                     return hold
             elif await self._is_sound(opened, folder, manifest, checks, progress):
                 return opened
-        raise ControlError(ControlCode.STORAGE, f"{self._store.folder(digest)} was found damaged or deleted repeatedly")
+        raise storage_failure(f"{self._store.folder(digest)} was found damaged or deleted repeatedly")
 
     async def _is_sound(
         self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...bus.objects.reader import ObjectReader
-from ...schemas.errors import ControlCode, ControlError
+from ...schemas.errors import ControlCode, ControlError, bad_source, storage_failure
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging, WeightSource
@@ -32,7 +32,7 @@ from .checkpoint import (
     read_config,
     start_content,
 )
-from .content import ContentHasher, Tensor, bad_source, resolve_allowed
+from .content import ContentHasher, Tensor, resolve_allowed
 from .fetcher import Checks, Fetcher, check_manifest
 from .store import FolderStore, Hold, store_root
 from .threads import Progress, Report
@@ -327,7 +327,7 @@ class WeightSources:
                     await staged.watched.read(source.path, content, progress)
             return content.folder
         if self._objects is None or source.objects is None:
-            raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
+            raise bad_source(f"{source} is refused: this worker reads no object store")
         find = functools.partial(self._find, source.objects, report, staged, checks, is_any_age=is_any_age)
         if (found := await find()) is not None:
             return found
@@ -433,7 +433,7 @@ def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold
         return None
     hold = store.hold(folder.name)
     if hold is None:
-        raise ControlError(ControlCode.STORAGE, f"{folder} was deleted meanwhile: stage its source again")
+        raise storage_failure(f"{folder} was deleted meanwhile: stage its source again")
     return stack.enter_context(hold)
 
 
@@ -465,5 +465,5 @@ async def _check_unchanged(
 
     has_other = watched is not None and digest not in {None, watched.digest}
     if has_other or await asyncio.to_thread(find_changed, is_strict=True) is not None:
-        raise ControlError(ControlCode.STORAGE, f"files of {folder} were changed: stage its source again")
+        raise storage_failure(f"files of {folder} were changed: stage its source again")
     return verify_unchanged

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from ...schemas.errors import FREE_SPACE, ControlCode, ControlError
+from ...schemas.errors import FREE_SPACE, storage_failure
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ class LockWatch:
             self._seen, self._since = seen, now
         elif now >= self._since + STALLED_S:
             pid = content.removeprefix(BUILDER) if content.startswith(BUILDER) else "of unknown id"
-            raise ControlError(
-                ControlCode.STORAGE,
-                f"{self._path} is locked by the process {pid}, which has made no progress for {STALLED_S:g} s",
+            raise storage_failure(
+                f"{self._path} is locked by the process {pid}, which has made no progress for {STALLED_S:g} s"
             )
 
 
@@ -413,7 +412,7 @@ class FolderStore:
         while (problem := self._problem_of(needed, digest)) is not None:
             other = next(unused, None)
             if other is None:
-                raise ControlError(ControlCode.STORAGE, problem)
+                raise storage_failure(problem)
             if other != digest:
                 self.delete(other)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...bus.protocol.weights.tensors import DeltaError, Encoded, FileLayout, apply_delta, layouts
+from ...schemas.errors import bad_source
 from ...schemas.manifest import Manifest, TensorDelta, TensorEntry
-from .content import PIECE_BYTES, Tensor, bad_source, hash_range, open_regular
+from ...schemas.rows import Uint8s
+from .content import PIECE_BYTES, Tensor, hash_range, open_regular
 from .threads import Job, Scratch
 
 OnBytes = Callable[[int], None]
@@ -209,7 +210,7 @@ def _open_file(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _read(path: Path, offset: int, into: npt.NDArray[np.uint8]) -> None:
+def _read(path: Path, offset: int, into: Uint8s) -> None:
     """Fill `into` from a file.
 
     Raises:
@@ -224,7 +225,7 @@ def _read(path: Path, offset: int, into: npt.NDArray[np.uint8]) -> None:
             rest, offset = rest[count:], offset + count
 
 
-def _write(fd: int, content: npt.NDArray[np.uint8], offset: int) -> None:
+def _write(fd: int, content: Uint8s, offset: int) -> None:
     rest = content.data
     while rest:
         count = os.pwrite(fd, rest, offset)
