@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -12,6 +11,7 @@ from ..bus.protocol.telemetry.requests import clock_skews
 from ..schemas.acks import Ack
 from ..schemas.checks import list_names
 from ..schemas.control import READ_TIMEOUT_S
+from ..schemas.decoding import JsonObject
 from ..schemas.telemetry import RequestKind
 
 
@@ -27,7 +27,7 @@ class WorkerLine:
     """The reason why the worker did not apply the command, as text for people; None if it applied the command."""
 
 
-def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
+def ledger_as_json(ledger: CommandResult) -> JsonObject:
     """Return the command result as JSON for programs.
 
     docs/operate/commands.md documents the names. They never change.
@@ -49,10 +49,10 @@ def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
 ACK_FIELDS = ("model", "weight_version", "in_flight", "seconds", "stage", "canary", "request_ids", "verified", "timing")
 
 
-def _line_as_json(line: WorkerLine) -> dict[str, Any]:
+def _line_as_json(line: WorkerLine) -> JsonObject:
     ack = line.ack
     code = None if ack is None or ack.error is None else ack.error.code
-    found: dict[str, Any] = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
+    found: JsonObject = {"worker": line.worker, "result": line.result, "code": code, "why": line.why}
     if ack is None:
         return found | dict.fromkeys(ACK_FIELDS)
     found |= {name: getattr(ack, name) for name in ACK_FIELDS}

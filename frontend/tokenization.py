@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from ..schemas.decoding import JsonObject
 from ..schemas.errors import ForeignError, InvalidRequest, RollbusError, foreign_code
 from ..schemas.options import pip_install
 
@@ -74,7 +75,7 @@ class _HuggingFace(Protocol):
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: object) -> str: ...
+    def apply_chat_template(self, conversation: list[JsonObject], **options: object) -> str: ...
 
 
 class Tokenizer:
@@ -282,25 +283,25 @@ class _FastTokenizer:
         decoder = self._backend.decoder
         return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: object) -> str:
+    def apply_chat_template(self, conversation: list[JsonObject], **options: object) -> str:
         # This module of transformers does not import torch.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = [{name: value for name, value in message.items() if value is not None} for message in conversation]
-        variables: dict[str, Any] = {**self.special_tokens_map, **options}
+        variables: JsonObject = {**self.special_tokens_map, **options}
         del variables["tokenize"]
         rendered, _ = render_jinja_template(conversations=[given], chat_template=self.chat_template, **variables)
         return str(rendered[0])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:
         raise _Unproven(f"it has no {path.name}") from None
 
 
-def _check(folder: Path, config: Mapping[str, Any], added: Mapping[int, dict[str, Any]]) -> dict[str, str]:
+def _check(folder: Path, config: Mapping[str, Any], added: Mapping[int, JsonObject]) -> dict[str, str]:
     """Check that transformers uses `tokenizer.json` as it is. Return the named special tokens.
 
     Args:

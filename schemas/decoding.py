@@ -28,6 +28,8 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 Python's own limit."""
 Form = Literal["map", "array", "json"]
 """Encoding of a message: a msgpack map, a msgpack array, or JSON."""
+JsonObject = dict[str, Any]
+"""A JSON object, or fields by name that become one."""
 T = TypeVar("T")
 
 

@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Mapping, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ...bus.protocol.weights.chain import chain_length
 from ...bus.publish.chain_store import ChainKey
 from ...bus.publish.options import PublishSettings
 from ...bus.publish.tensors import folder_tensors
+from ...schemas.decoding import JsonObject
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.manifest import ChainRecord, Link
 from ..command_json import ledger_as_json
@@ -76,7 +77,7 @@ def weights_rows(weights: ModelWeights) -> list[list[str]]:
     ]
 
 
-def weights_as_json(weights: ModelWeights) -> dict[str, Any]:
+def weights_as_json(weights: ModelWeights) -> JsonObject:
     """Return the published weights as a JSON object."""
     record = weights.record
     return {

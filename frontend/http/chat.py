@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...schemas import limits
+from ...schemas.decoding import JsonObject
 from ...schemas.errors import InvalidRequest
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from .body import decode_body, read_body
@@ -72,7 +73,7 @@ def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
 
 
-def _message(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _message(field: str, given: Mapping[str, Any]) -> JsonObject:
     """Return a message in the form that templates expect.
 
     Fields unknown to vLLM, such as `annotations`, are omitted, as in vLLM.
@@ -80,7 +81,7 @@ def _message(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
     role = given.get("role")
     if not isinstance(role, str):
         raise InvalidRequest(f"{field}.role", "is not text", "system, user, assistant or tool")
-    message: dict[str, Any] = {"role": role, "content": _content(f"{field}.content", given.get("content"))}
+    message: JsonObject = {"role": role, "content": _content(f"{field}.content", given.get("content"))}
     if isinstance(given.get("name"), str):
         message["name"] = given["name"]
     if role == "tool" and "tool_call_id" in given:
@@ -113,7 +114,7 @@ def _part(field: str, part: object) -> str:
     return str(part["text"])
 
 
-def _tool_calls(field: str, calls: object) -> list[dict[str, Any]]:
+def _tool_calls(field: str, calls: object) -> list[JsonObject]:
     """Return tool calls with the arguments as objects, as templates expect. In requests, they are JSON in a string."""
     if not isinstance(calls, list):
         raise InvalidRequest(field, "is not a list", "a list of function calls")
@@ -126,7 +127,7 @@ def _tool_calls(field: str, calls: object) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(given: object) -> dict[str, Any]:
+def _arguments(given: object) -> JsonObject:
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
@@ -142,15 +143,15 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     add_special_tokens: bool | None = None
     """Null means true for a text, and false for a chat, because the chat template adds the special tokens."""
     return_token_strs: bool | None = False
     add_generation_prompt: bool | None = None
     """Null means true, unless `continue_final_message` is true."""
     continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
     chat_template: None = None
     """Must be null. A template is a program, so the service runs only the model's own template."""
     media_io_kwargs: None = None

@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from ...schemas.decoding import JsonObject
 from . import Settings
 from .service import HttpRoute, RouteTable, Service
 
-Schemas: TypeAlias = Mapping[object, dict[str, Any]]
+Schemas: TypeAlias = Mapping[object, JsonObject]
 """By type: its schema, mostly a reference to a component."""
 REF: Final = "#/components/schemas/{name}"
 PATH_PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -49,7 +50,7 @@ _DOCUMENT: Final = HttpRoute(openapi)
 ROUTES: RouteTable = {("GET", "/openapi.json"): _DOCUMENT, ("GET", "/docs"): _DOCUMENT}
 
 
-def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: Settings) -> dict[str, Any]:
+def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: Settings) -> JsonObject:
     """Return the document as JSON types.
 
     Args:
@@ -64,7 +65,7 @@ def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: 
     described = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type)]
     made, components = msgspec.json.schema_components(described, schema_hook=_schema_of, ref_template=REF)
     schemas: Schemas = dict(zip(described, made, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, JsonObject] = {}
     for (method, path), route in routes.items():
         operation = _operation(method, path, route, schemas)
         if (method, path) in data and settings.token is not None:
@@ -88,9 +89,9 @@ def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: 
     }
 
 
-def _operation(method: str, path: str, route: HttpRoute, schemas: Schemas) -> dict[str, Any]:
+def _operation(method: str, path: str, route: HttpRoute, schemas: Schemas) -> JsonObject:
     summary, _, description = (getdoc(route.handler) or "").partition("\n\n")
-    operation: dict[str, Any] = {
+    operation: JsonObject = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": summary.replace("\n", " ").removesuffix("."),
     }
@@ -127,7 +128,7 @@ def _by_status(answer: object) -> list[tuple[str, object]]:
     return [("200", answer)]
 
 
-def _response(status: str, kind: object, schemas: Schemas) -> dict[str, Any]:
+def _response(status: str, kind: object, schemas: Schemas) -> JsonObject:
     description = HTTPStatus(int(status)).phrase if status.isdecimal() else "An error"
     if kind is None:
         return {"description": description}
@@ -137,7 +138,7 @@ def _response(status: str, kind: object, schemas: Schemas) -> dict[str, Any]:
     return {"description": description, "content": content}
 
 
-def _query_parameters(query: type, *, is_all: bool) -> list[dict[str, Any]]:
+def _query_parameters(query: type, *, is_all: bool) -> list[JsonObject]:
     """Return the parameters of a struct's fields. Each parameter is a string in the query, which the route converts.
 
     Args:
@@ -160,6 +161,6 @@ def _has_objects(schema: Mapping[str, Any]) -> bool:
     return any("$ref" in kind or kind.get("type") == "object" for kind in kinds)
 
 
-def _schema_of(_kind: type) -> dict[str, Any]:
+def _schema_of(_kind: type) -> JsonObject:
     """Return the schema of a type that msgspec does not know: any value."""
     return {}

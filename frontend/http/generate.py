@@ -5,7 +5,7 @@ By default, routed experts are a JSON object.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ...schemas import limits
 from ...schemas.checks import describe
+from ...schemas.decoding import JsonObject
 from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update
 from .body import decode_body, read_body
@@ -29,7 +30,7 @@ from .writer import AnswerWriter, respond
 
 class _Generate(AnswerShape):
     has_text = False
-    nothing: ClassVar[dict[str, Any]] = {
+    nothing: ClassVar[JsonObject] = {
         "token_ids": [],
         "weight_versions": [],
         "logprobs": None,
@@ -37,17 +38,17 @@ class _Generate(AnswerShape):
         "routed_experts": None,
     }
 
-    def head(self, request_id: str, model: str, lora: str | None, created: int, *, is_event: bool) -> dict[str, Any]:
-        head: dict[str, Any] = {"request_id": request_id, "model": model}
+    def head(self, request_id: str, model: str, lora: str | None, created: int, *, is_event: bool) -> JsonObject:
+        head: JsonObject = {"request_id": request_id, "model": model}
         if is_event:
             return {**head, "usage": None}
         absent = ("prompt_token_ids", "mm_placeholders", "kv_transfer_params", "ec_transfer_params")
         return {**head, "lora": lora, "created": created, "usage": None, **dict.fromkeys(absent)}
 
-    def text(self, text: str, *, delta: bool) -> dict[str, Any]:
+    def text(self, text: str, *, delta: bool) -> JsonObject:
         return {}
 
-    def fields(self, choice: AnswerChoice, update: Update, shown: dict[str, Any], *, with_ids: bool) -> dict[str, Any]:
+    def fields(self, choice: AnswerChoice, update: Update, shown: JsonObject, *, with_ids: bool) -> JsonObject:
         ids, versions = update.tokens.ids.tolist(), update.tokens.weight_versions.tolist()
         return {"index": choice.index, **shown, "token_ids": ids, "weight_versions": versions}
 
@@ -114,7 +115,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Requests share prefix-cache entries only with requests of the same salt."""
     priority: int = 0
     """Lower is more urgent."""
-    kv_hints: dict[str, Any] | None = None
+    kv_hints: JsonObject | None = None
     """Hints for the engine's KV connector. The field is rejected if the engine has no connector."""
     routed_experts_format: RowsFormat | None = None
     """`npy`: each choice has its routed experts as in vLLM's server, the base64 of a `.npy` file. Null: the format of
@@ -127,10 +128,10 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     token_offsets: list[tuple[int, int]] | None = None
 
     # Rejected fields: inputs other than tokens, and KV transfers between engines by clients.
-    features: dict[str, Any] | None = None
-    content_parts: list[dict[str, Any]] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
+    features: JsonObject | None = None
+    content_parts: list[JsonObject] | None = None
+    kv_transfer_params: JsonObject | None = None
+    ec_transfer_params: JsonObject | None = None
 
 
 NOT_SERVED: Final = {
@@ -158,7 +159,7 @@ def check_supported(body: GenerateBody) -> None:
 
 def request_fields(
     body: GenerateBody, tokenizer: Tokenizer | None, room: int, *, returns_tokens: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[JsonObject, JsonObject]:
     """Return the sampling fields and the other fields of a request, by their names on the bus.
 
     The first mapping has fields of `rollbus.SamplingParams`, the second those of `rollbus.GenerateRequest`.

@@ -23,6 +23,7 @@ from ...bus.tracing import names
 from ...bus.tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
 from ...schemas import limits
 from ...schemas.checks import TRACEPARENT_PATTERN, check_name, describe, list_names, trim_tracestate
+from ...schemas.decoding import JsonObject
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request_fields import check_model_limits
@@ -261,7 +262,7 @@ def build_request(
     """
     headers = request.headers
     trace: GivenTrace | None = request.state.trace
-    common: dict[str, Any] = {
+    common: JsonObject = {
         "model": target.worker.model,
         "lora": target.lora,
         "session_id": headers.get(SESSION_ID_HEADER),

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from ...schemas import limits
+from ...schemas.decoding import JsonObject
 from ..tokenization import Tokenizer
 from .errors import invalid, unsupported
 from .text import StopString, StopStrings
@@ -80,13 +81,13 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     """If true, the text includes the stop string at its end. The tokens are the same."""
 
     # Parameters of the engine. A request fails if the worker's capabilities do not list its parameters.
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: JsonObject | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
+    repetition_detection: JsonObject | None = None
     watermarking: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     trace_decode_token_ids: TokenIds | None = None
-    extra_args: dict[str, Any] | None = None
+    extra_args: JsonObject | None = None
     prompt_logprob_token_ids: list[Any] | None = None
     prompt_logprob_start: int | None = None
 
@@ -146,7 +147,7 @@ def check_stream_options(options: msgspec.Struct | None, stream: bool | None) ->
         raise invalid("stream_options", "is given without stream", "stream true")
 
 
-def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str = "") -> dict[str, Any]:
+def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str = "") -> JsonObject:
     """Return the fields of `rollbus.SamplingParams` that the body sets.
 
     Args:

@@ -4,7 +4,7 @@ import platform
 import re
 import time
 from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__, bus
+from ...schemas.decoding import JsonObject
 from ...schemas.errors import ErrorCode
 from ...schemas.presence import WorkerPresence, WorkerState
 from .calls import json_response
@@ -194,7 +195,7 @@ async def server_info(service: Service, request: Request) -> Response:
     announce their environment.
     """
     query = read_query(request, InfoQuery)
-    config: dict[str, dict[str, Any]] = {
+    config: dict[str, JsonObject] = {
         worker.worker: {"model": worker.model, "model_path": worker.model_path, **msgspec.to_builtins(known)}
         for worker in service.rb.fleet.workers
         if (known := worker.capabilities) is not None

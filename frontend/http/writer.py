@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
+from ...schemas.decoding import JsonObject
 from ...schemas.rows import Rows
 from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
@@ -105,7 +106,7 @@ class AnswerWriter:
         parts: AnswerParts | None,
         *,
         delta: bool = False,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the text or the parsed parts of an answer, and its finish reason."""
         if reader is None or parts is None:
             return {**self.shape.text(update.text, delta=delta), "finish_reason": choice.finish_reason}
@@ -169,7 +170,7 @@ class AnswerWriter:
         self,
         choice: AnswerChoice,
         update: Update,
-        shown: dict[str, Any],
+        shown: JsonObject,
         of_prompt: Scores | None = None,
         *,
         rows: Rows | None,
@@ -285,7 +286,7 @@ class AnswerWriter:
         """The first fields of each event, which stay the same."""
         return msgspec.json.encode(self._head(is_event=True))[:-1]
 
-    def _head(self, *, is_event: bool) -> dict[str, Any]:
+    def _head(self, *, is_event: bool) -> JsonObject:
         request_id, created = self.requests[0].request_id, self.created
         return self.shape.head(request_id, self.target.name, self.target.lora, created, is_event=is_event)
 
@@ -299,7 +300,7 @@ class AnswerWriter:
             [choice.cached_tokens for choice in firsts] if with_cached else (),
         )
 
-    def _prompt_ids(self, request: bus.GenerateRequest, *, of_answer: bool) -> dict[str, Any]:
+    def _prompt_ids(self, request: bus.GenerateRequest, *, of_answer: bool) -> JsonObject:
         """Return the prompt's token ids, if the shape has them at this place and the request asks for token ids."""
         if not self.options.token_ids or self.shape.prompt_is_common is not of_answer:
             return {}
@@ -336,10 +337,10 @@ async def respond(
 
 
 def _write_aborted(
-    shape: AnswerShape, head: dict[str, Any], num_choices: int, *, stream: bool, with_usage: bool
-) -> list[dict[str, Any]]:
+    shape: AnswerShape, head: JsonObject, num_choices: int, *, stream: bool, with_usage: bool
+) -> list[JsonObject]:
     """Return the answer to a request that was aborted before it was open, or the events of its stream: no tokens."""
-    nothing: dict[str, Any] = {} if stream else {"prompt_logprobs": None}
+    nothing: JsonObject = {} if stream else {"prompt_logprobs": None}
     ended = {"finish_reason": bus.FinishReason.ABORT, **shape.nothing, **({} if shape.prompt_is_common else nothing)}
     choices = [{"index": index, **shape.text("", delta=stream), **ended} for index in range(num_choices)]
     if not stream:

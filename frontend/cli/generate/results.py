@@ -24,12 +24,12 @@ from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ....bus import Generation
 from ....schemas.chunk import json_logprobs
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import InvalidRequest, RequestError
-from ....schemas.rows import Rows, dtype_of
+from ....schemas.rows import Float32s, Rows, dtype_of
 from ...tokenization import Tokenizer
 from ..exits import CommandFailed, WrongUsage
 from .inputs import import_data_package
@@ -74,8 +74,8 @@ def _convert(parquet: Any, lines: Path, path: Path) -> bool:
     return has_errors
 
 
-def _batches(lines: Path) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
+def _batches(lines: Path) -> Iterator[list[JsonObject]]:
+    batch: list[JsonObject] = []
     num_bytes = 0
     with lines.open("rb") as file:
         for raw in file:
@@ -88,11 +88,11 @@ def _batches(lines: Path) -> Iterator[list[dict[str, Any]]]:
         yield batch
 
 
-def _table(batch: list[dict[str, Any]], schema: Any) -> Any:
+def _table(batch: list[JsonObject], schema: Any) -> Any:
     return import_data_package("pyarrow", "a parquet output").Table.from_pylist(batch, schema=schema)
 
 
-def _to_columns(line: dict[str, Any]) -> dict[str, Any]:
+def _to_columns(line: JsonObject) -> JsonObject:
     """Return a line with the types of the columns: values of any type become JSON text, base64 becomes bytes."""
     for name in ("request_id", "prompt", "row"):
         if name in line and not isinstance(line[name], str):
@@ -472,7 +472,7 @@ def _encode_experts(prompt: PromptLine, generation: Generation, rows: RowsFile |
     return {**described, "key": key}
 
 
-def _json_logprobs(values: npt.NDArray[np.float32]) -> object:
+def _json_logprobs(values: Float32s) -> object:
     """Return log probabilities as (nested) lists. Nine digits identify a float32."""
     if values.ndim > 1:
         return [_json_logprobs(row) for row in values]

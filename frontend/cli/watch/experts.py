@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -17,19 +17,20 @@ from .... import bus
 from ....bus import ExpertAnswers
 from ....bus.protocol.telemetry.experts import Counts, ExpertWindow, PlaneLoad, VersionLoad, imbalance
 from ....schemas.checks import list_names
+from ....schemas.decoding import JsonObject
 from ..console import note, print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..options import check_drawable, refuse_options
 from ..tables import print_table, print_text
 
 
-def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
+def answers_as_json(answers: ExpertAnswers) -> JsonObject:
     """Return all counts and the imbalance of each layer.
 
     Without a usable answer, return only the asked workers and the reason why each answer is missing.
     """
     window = answers.window
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "model": answers.model,
         "workers_total": answers.num_workers,
         "workers_asked": list(answers.asked),
@@ -39,7 +40,7 @@ def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
     if window is None:
         return found
 
-    def planes(load: ExpertWindow | VersionLoad) -> dict[str, dict[str, Any]]:
+    def planes(load: ExpertWindow | VersionLoad) -> dict[str, JsonObject]:
         return {"prompt": _plane(load.prompt, top_k), "generated": _plane(load.generated, top_k)}
 
     top_k = window.shape.top_k
@@ -52,7 +53,7 @@ def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
     }
 
 
-def _plane(plane: PlaneLoad, top_k: int) -> dict[str, Any]:
+def _plane(plane: PlaneLoad, top_k: int) -> JsonObject:
     found = imbalance(plane.counts, top_k)
     return {
         "computed": plane.computed,

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -38,6 +38,7 @@ from ....schemas.control import (
     Sleep,
     UpdateWeights,
 )
+from ....schemas.decoding import JsonObject
 from ....schemas.presence import Capabilities, WorkerPresence, WorkerState
 from ....schemas.weights import PublishedVersion
 from ..app import run_async
@@ -287,7 +288,7 @@ def of_model(state: FleetState, model: str | None) -> FleetState:
     )
 
 
-def state_as_json(state: FleetState) -> dict[str, Any]:
+def state_as_json(state: FleetState) -> JsonObject:
     """Return the output of `rollbus status --json`. docs/operate/commands.md names its fields, which do not change."""
     return {
         "fleet": state.fleet,
@@ -300,8 +301,8 @@ def state_as_json(state: FleetState) -> dict[str, Any]:
     }
 
 
-def _without(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(struct)
+def _without(struct: msgspec.Struct, *names: str) -> JsonObject:
+    fields: JsonObject = msgspec.to_builtins(struct)
     return {name: value for name, value in fields.items() if name not in names}
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 from rich.cells import cell_len
@@ -31,6 +31,7 @@ from ....schemas.control import (
     UnloadLora,
     UpdateWeights,
 )
+from ....schemas.decoding import JsonObject
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..console import write
 from ..tables import NONE, lay_out, print_table, printable, wrapped
@@ -484,7 +485,7 @@ def print_top(view: TopView, options: TopOptions) -> None:
         print_table(columns, cells)
 
 
-def top_as_json(view: TopView, options: TopOptions) -> dict[str, Any]:
+def top_as_json(view: TopView, options: TopOptions) -> JsonObject:
     """Return the JSON of `rollbus status --json` with the rates of the fleet, the models and the workers.
 
     With `options.model`, all but the rates of the fleet is of this model.

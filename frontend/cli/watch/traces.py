@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from ....bus.protocol.telemetry.requests import (
     phases_of,
     seconds_of,
 )
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import RollbusError
 from ....schemas.telemetry import RequestKind, TimelineEvent
 from ...command_json import RequestQuery, answer_of, find_timelines, unknown_request
@@ -241,7 +242,7 @@ def list_notes(show: RequestKind, found: RequestList, width: int) -> list[str]:
     return [part for line in lines for part in wrapped(line, width)]
 
 
-def list_as_json(show: RequestKind, found: RequestList) -> dict[str, Any]:
+def list_as_json(show: RequestKind, found: RequestList) -> JsonObject:
     """Return the output of `rollbus requests --json`."""
     return {"show": show, **msgspec.to_builtins(found), "silent": list(found.silent)}
 

@@ -4,11 +4,12 @@ If not all workers applied the command, the answer also has `error`, in the form
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from starlette.responses import Response
 
 from .... import bus
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode
 from ...command_json import ledger_as_json
 from ..calls import json_response
@@ -67,7 +68,7 @@ def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseS
     status, code = status_of(error.ledger, command, style)
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     why = {"message": str(error), "type": kind, "param": None, "code": code}
-    body: dict[str, Any] = {**ledger_as_json(error.ledger), "complete": False, "error": why}
+    body: JsonObject = {**ledger_as_json(error.ledger), "complete": False, "error": why}
     return json_response(body, status)
 
 

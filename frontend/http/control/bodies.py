@@ -5,7 +5,7 @@ from query parameters. Each route has one struct with all its fields. The code t
 exclude each other.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from ....schemas import limits
 from ....schemas.control import PauseMode
+from ....schemas.decoding import JsonObject
 from ....schemas.limits import NonEmptyName as Name
 from ....schemas.limits import Version
 from ....schemas.weights import Canary
@@ -81,7 +82,7 @@ class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`<bucket>/<prefix>` in the NATS object store."""
     weight_dir: Path | None = None
     """prime-rl's name for `path`."""
-    update_info: dict[str, Any] | None = None
+    update_info: JsonObject | None = None
     """vLLM's field: a part of the weights, in the format of the engines' transfer backend."""
     transfer: Name | None = None
     """Only with `update_info`: id of the transfer that must be open; None: any of the same user."""
@@ -185,7 +186,7 @@ class WakeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Initialize the engines' own transfer of weights, as vLLM's route does."""
 
-    init_info: dict[str, Any]
+    init_info: JsonObject
     """Arguments in the format of the engines' transfer backend. Without `workers`, each worker gets its own
     `rank_offset`: the `rank_offset` in this field plus the worker's `rank_offset` from `/get_world_size`."""
 

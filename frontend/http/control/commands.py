@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic
+from typing import Final, Generic
 
 import msgspec
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from .... import bus
 from ....bus.objects.layout import split_objects
 from ....bus.protocol.fleet.desired import desired_loras, served_version
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError, NoWorkers
 from ....schemas.limits import MAX_WEIGHT_VERSION
 from ...command_json import ledger_as_json, without_prefix
@@ -113,7 +114,7 @@ class CommandCall(Generic[Fields]):
         return HTTP_ADMIN if self.service.settings.admin_token is not None else HTTP_ANYONE
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
         fields = self.fields
         options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s, "by": self.user}
@@ -456,7 +457,7 @@ async def list_loras(service: Service, request: Request) -> Response:
         for lora in worker.loras:
             found.setdefault((lora.name, worker.model), {})[worker.worker] = lora.version
     adapters = [Adapter(name=name, model=model, workers=workers) for (name, model), workers in sorted(found.items())]
-    answer: dict[str, Any] = {
+    answer: JsonObject = {
         "status": "success",
         "loras": {adapter.name: max(adapter.workers.values()) for adapter in adapters},
         "count": len(adapters),

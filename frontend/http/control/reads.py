@@ -23,6 +23,7 @@ from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
 from ....bus.protocol.fleet.desired import effective, served_version, version_label
 from ....schemas.acks import Ack
 from ....schemas.control import DesiredState, Pause
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
 from ...command_json import RequestAnswer, RequestQuery, answer_of, find_timelines, unknown_request
@@ -255,7 +256,7 @@ async def operation(service: Service, request: Request) -> Response:
     return json_response(found)
 
 
-def operation_as_json(state: bus.FleetState, command_id: str) -> dict[str, Any] | None:
+def operation_as_json(state: bus.FleetState, command_id: str) -> JsonObject | None:
     """Return the state of a pause as JSON; None: the id is unknown or belongs to another command."""
     epochs = {
         model: epoch
@@ -283,7 +284,7 @@ def operation_as_json(state: bus.FleetState, command_id: str) -> dict[str, Any] 
     }
 
 
-def _lines(state: bus.FleetState, model: str, command_id: str, epoch: int) -> Iterator[dict[str, Any]]:
+def _lines(state: bus.FleetState, model: str, command_id: str, epoch: int) -> Iterator[JsonObject]:
     """Yield the progress of each worker of a model to which the pause applies.
 
     If later commands have replaced the pause everywhere, yield all workers of the model as `stale`, because the desired
@@ -395,7 +396,7 @@ async def _ranks(service: Service, model: str | None, *, include_dp: bool = True
 
 
 async def begin_transfer(
-    service: Service, info: dict[str, Any], *, model: str | None = None, **options: Any
+    service: Service, info: JsonObject, *, model: str | None = None, **options: Any
 ) -> bus.CommandResult:
     """Initialize the engines' transfer of weights.
 

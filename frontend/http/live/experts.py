@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from .... import bus
 from ....bus.protocol.telemetry.experts import ExpertAnswers, ExpertShape, PlaneLoad, imbalance
 from ....schemas.checks import list_names
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import RollbusError
 from .events import EXPERTS, encode_event
 from .viewers import Viewer, contained
@@ -78,7 +79,7 @@ class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
 def experts_event(answers: ExpertAnswers, *, worker: str | None, at: float) -> ExpertsEvent:
     """Build the event from the counts of the last minute."""
     window = answers.window
-    counted: dict[str, Any] = {}
+    counted: JsonObject = {}
     if window is not None:
         counted = {
             "seconds": round(window.seconds, 1),

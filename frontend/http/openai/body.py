@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from ....schemas import limits
+from ....schemas.decoding import JsonObject
 from ..body import NO_TEXT, STRICT
 from ..errors import unsupported
 from ..sampling import SamplingFields, TokenIds, check_sampling
@@ -64,7 +65,7 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: OpenAIStreamOptions | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
 
     # vLLM's fields.
     thinking_token_budget: Annotated[int, STRICT] | None = None
@@ -83,9 +84,9 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     routed_experts_format: RowsFormat | None = None
     """`npy`: the rows are the base64 of a `.npy` file, as in vLLM's server. A format without `return_routed_experts`
     asks for the rows too. Null: the format of the service."""
-    vllm_xargs: dict[str, Any] | None = None
+    vllm_xargs: JsonObject | None = None
     """Same as `extra_args`."""
-    kv_hints: dict[str, Any] | None = None
+    kv_hints: JsonObject | None = None
     """Hints for the engine's KV connector. They are rejected if the engine does not support them."""
     timeout_s: float | None = None
     """Seconds until the request fails with 504. This field overrides the header `X-Request-Timeout`."""
@@ -102,7 +103,7 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
 
     # Accepted without effect: the service has no function for these fields, or another component has it.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -113,14 +114,14 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: JsonObject | None = None
+    ec_transfer_params: JsonObject | None = None
 
 
 class ChatBody(CommonBody, kw_only=True, frozen=True):
     """The body of a chat completion."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    messages: Annotated[list[JsonObject], Meta(min_length=1)] | None = None
     """Messages of the chat. With token ids, the field is optional and ignored."""
     max_completion_tokens: int | None = None
     """Maximum number of generated tokens; null: the rest of the model's context."""
@@ -129,14 +130,14 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     """Null: true unless `continue_final_message` is true."""
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template_args: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    chat_template_args: JsonObject | None = None
     """Dynamo's name for `chat_template_kwargs`."""
     reasoning_effort: str | None = None
     """Variable of the chat template."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """Tools that the chat template shows to the model. Unless `tool_choice` is "none", the service needs a parser."""
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | JsonObject | None = None
     """Null: auto if there are tools. A dict names the function that the model must call."""
     parallel_tool_calls: bool | None = None
     """False: the answer omits all calls after the first."""
@@ -145,16 +146,16 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
 
     # Accepted without effect.
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: JsonObject | None = None
 
     # Known but not supported.
     echo: bool | None = None
     chat_template: str | None = None
     documents: list[Any] | None = None
     functions: list[Any] | None = None
-    function_call: str | dict[str, Any] | None = None
-    media_io_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    function_call: str | JsonObject | None = None
+    media_io_kwargs: JsonObject | None = None
+    mm_processor_kwargs: JsonObject | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True, frozen=True):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from ....schemas.decoding import JsonObject
 from ....schemas.errors import ForeignError, RollbusError, foreign_code
 from ...tokenization import Tokenizer
 from ..errors import HttpError, invalid
@@ -135,10 +136,10 @@ class ParsePlan:
     parser_class: Any
     tokenizer: Any
     request: Any
-    template_kwargs: dict[str, Any]
+    template_kwargs: JsonObject
 
     @property
-    def structured_outputs(self) -> dict[str, Any] | None:
+    def structured_outputs(self) -> JsonObject | None:
         """The constraint that the engine must enforce on the answer, in vLLM's format; None: no constraint."""
         params = self.request.structured_outputs
         if params is None:
@@ -391,7 +392,7 @@ def _without_blanks(blanks: AnswerParts, found: AnswerParts) -> tuple[AnswerPart
 
 def _request_fields(question: ToolQuestion) -> Mapping[str, Any]:
     """Return the fields of a request that parsers read. No parser reads the messages."""
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "messages": [{"role": "user", "content": ""}],
         "skip_special_tokens": question.skip_special_tokens,
     }

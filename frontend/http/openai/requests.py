@@ -11,7 +11,7 @@ import numpy as np
 
 from .... import bus
 from ....schemas.checks import describe
-from ....schemas.decoding import nearest
+from ....schemas.decoding import JsonObject, nearest
 from ...tokenization import Tokenizer
 from .. import Settings
 from ..answers import Update
@@ -65,7 +65,7 @@ def _path(name: str) -> list[str]:
     return name.split(".")
 
 
-def given_values(body: CommonBody, *names: str) -> dict[str, Any]:
+def given_values(body: CommonBody, *names: str) -> JsonObject:
     """Return the values of the fields that have one, by name."""
     found = {}
     for name in names:
@@ -163,7 +163,7 @@ def count_prompts(body: CompletionBody) -> int:
     return 1 if any(isinstance(item, int) for item in body.prompt) else min(len(body.prompt), MAX_PROMPTS)
 
 
-def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+def _chat_tools(body: ChatBody) -> list[JsonObject] | None:
     """Return the tools in the format in which vLLM passes them to chat templates."""
     if not body.tools:
         return None
@@ -177,7 +177,7 @@ def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:
     return shown
 
 
-def template_variables(body: ChatBody) -> dict[str, Any]:
+def template_variables(body: ChatBody) -> JsonObject:
     """Return the variables of the chat template that a body sets."""
     variables = dict(one_of(body, "chat_template_kwargs", "chat_template_args") or {})
     if body.reasoning_effort is None:
@@ -311,7 +311,7 @@ def _extra_fields(body: CommonBody, target: RequestTarget) -> frozenset[str]:
     return extra
 
 
-def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer | None) -> JsonObject:
     """Return the fields of `rollbus.SamplingParams` that the request sets.
 
     Raises:
@@ -331,7 +331,7 @@ def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer
     return {**fields, "extra": {**(fields["extra"] or {}), **_more_extra(body)} or None}
 
 
-def _more_extra(body: CommonBody) -> dict[str, Any]:
+def _more_extra(body: CommonBody) -> JsonObject:
     """Return entries of `extra` that the body has under other names or in another format."""
     structure = _structure(body.response_format)
     if structure is not None and body.structured_outputs:
@@ -344,7 +344,7 @@ def _more_extra(body: CommonBody) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if value is not None}
 
 
-def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+def _structure(response_format: JsonObject | None) -> JsonObject | None:
     """Return vLLM's `structured_outputs` for OpenAI's `response_format`; None: no constraint."""
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
@@ -359,7 +359,7 @@ def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     )
 
 
-def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
+def bus_fields(body: CommonBody, options: Options) -> JsonObject:
     """Return the fields of `rollbus.GenerateRequest` that the body sets, except the prompt and the sampling parameters.
 
     Raises:
@@ -561,7 +561,7 @@ def _choice(given: object, names: list[str]) -> tuple[str, str | None]:
     return "named", name
 
 
-def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
+def _with_parameters(tool: JsonObject) -> JsonObject:
     """Add an empty schema to a tool without parameters. Without a schema, the engine would not enforce JSON."""
     function = tool["function"]
     if function.get("parameters") is not None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
+from ....schemas.decoding import JsonObject
 from ....schemas.limits import MAX_GIVEN_ID_CHARS, MAX_N
 from ....schemas.request_fields import check_sampling
 from ..body import decode_body, read_body
@@ -60,14 +61,14 @@ async def render_completions(service: Service, request: Request) -> Response:
     return json_response(await _render(service, request, CompletionBody))
 
 
-async def _render(service: Service, request: Request, kind: type[AnyBody]) -> list[dict[str, Any]]:
+async def _render(service: Service, request: Request, kind: type[AnyBody]) -> list[JsonObject]:
     service.admit(request)
     body: AnyBody = decode_body(await read_body(request, service.settings), kind)
     job = await _prepare(service, request, body, RequestClock())
     return [_rendered(body, job, each) for each in job.requests]
 
 
-def _rendered(body: AnyBody, job: AnswerWriter, request: bus.GenerateRequest) -> dict[str, Any]:
+def _rendered(body: AnyBody, job: AnswerWriter, request: bus.GenerateRequest) -> JsonObject:
     """Return the body of `/inference/v1/generate` that generates the tokens of a request."""
     request_id = f"{job.shape.id_prefix}{request.request_id}"
     if len(request_id) > MAX_GIVEN_ID_CHARS or request.id_scope != job.requests[0].id_scope:
@@ -84,7 +85,7 @@ def _rendered(body: AnyBody, job: AnswerWriter, request: bus.GenerateRequest) ->
         "skip_special_tokens": job.options.skip_special_tokens,
         "routed_experts_prompt_start": request.routed_experts_prompt_start,
     }
-    given: dict[str, Any] = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
+    given: JsonObject = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
     if "kv_hints" in extra:
         given["kv_hints"] = extra.pop("kv_hints")
     return {

@@ -5,12 +5,13 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
 
 from .... import bus
+from ....schemas.decoding import JsonObject
 from ....schemas.rows import Rows
 from ...tokenization import Tokenizer, token_text
 from ..answers import AnswerChoice, Update
@@ -40,23 +41,23 @@ class AnswerShape:
     """True if all answers belong to one prompt, so that its token ids and logprobs are fields of the whole response."""
     has_text = True
     """False: the answers have only tokens, which each event of a stream has."""
-    nothing: ClassVar[dict[str, Any]] = {"stop_reason": None, "logprobs": None}
+    nothing: ClassVar[JsonObject] = {"stop_reason": None, "logprobs": None}
     """Fields of an answer that was aborted before its first token."""
 
-    def head(self, request_id: str, model: str, lora: str | None, created: int, *, is_event: bool) -> dict[str, Any]:
+    def head(self, request_id: str, model: str, lora: str | None, created: int, *, is_event: bool) -> JsonObject:
         """Return the first fields of a response or an event."""
         name = self.event_object if is_event else self.object
         return {"id": f"{self.id_prefix}{request_id}", "object": name, "created": created, "model": model}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> JsonObject | None:
         """Return the event content before the first text of an answer in a stream; None: there is none."""
         return None
 
-    def text(self, text: str, *, delta: bool) -> dict[str, Any]:
+    def text(self, text: str, *, delta: bool) -> JsonObject:
         """Return the fields for the text of an answer, or for a part of the text."""
         return {"text": text}
 
-    def fields(self, choice: AnswerChoice, update: Update, shown: dict[str, Any], *, with_ids: bool) -> dict[str, Any]:
+    def fields(self, choice: AnswerChoice, update: Update, shown: JsonObject, *, with_ids: bool) -> JsonObject:
         """Return the first fields of an answer, or of a part of an answer."""
         ids = {"token_ids": update.tokens.ids.tolist()} if with_ids else {}
         return {"index": choice.index, **shown, "stop_reason": choice.stop_reason, **ids}
@@ -99,7 +100,7 @@ class _ChatShape(AnswerShape):
     object = "chat.completion"
     event_object = "chat.completion.chunk"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> JsonObject | None:
         return {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -107,7 +108,7 @@ class _ChatShape(AnswerShape):
             "finish_reason": None,
         }
 
-    def text(self, text: str, *, delta: bool) -> dict[str, Any]:
+    def text(self, text: str, *, delta: bool) -> JsonObject:
         if delta:
             return {"delta": {"content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -174,7 +175,7 @@ class RequestClock:
         if self._first is None:
             self._first = time.perf_counter()
 
-    def timing(self) -> dict[str, Any]:
+    def timing(self) -> JsonObject:
         """Return Dynamo's `timing`. The time to the first token is null if the answer was not streamed."""
         first = self._first
         return {
@@ -199,7 +200,7 @@ def nvext_json(
     """
     prompt_ids = np.asarray(request.prompt_token_ids).tolist()
     completion_ids = tokens.ids.tolist()
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     if "prompt_token_ids" in extra:
         fields["prompt_token_ids"] = prompt_ids
     for name in {"completion_token_ids", "token_ids"} & extra:
@@ -211,7 +212,7 @@ def nvext_json(
     if "weight_version" in extra:
         # The version of the last token; null if there are no tokens.
         fields["weight_version"] = int(tokens.weight_versions[-1]) if completion_ids else None
-    engine: dict[str, Any] | None = None
+    engine: JsonObject | None = None
     if "engine_data" in extra:
         engine = {"prompt_token_ids": prompt_ids, "completion_token_ids": completion_ids}
         engine["completion_logprobs"] = json_logprobs(tokens.scores.logprobs)
@@ -222,7 +223,7 @@ def nvext_json(
 
 
 def _join(
-    fields: dict[str, Any], engine: dict[str, Any] | None, rows: Rows | None, start: int, *, in_engine: bool
+    fields: JsonObject, engine: JsonObject | None, rows: Rows | None, start: int, *, in_engine: bool
 ) -> Iterator[bytes]:
     if rows is None:
         # Without rows, the object is small enough for one piece.
@@ -245,7 +246,7 @@ class Reading:
     question: ToolQuestion
     plan: ParsePlan
 
-    def constrain(self, sampling: dict[str, Any]) -> dict[str, Any]:
+    def constrain(self, sampling: JsonObject) -> JsonObject:
         """Return the sampling fields with the plan's constraint, which replaces a `response_format`, as in vLLM."""
         structure = self.plan.structured_outputs
         if structure is None:
@@ -263,9 +264,9 @@ class Reading:
         )
 
 
-def parts_json(parts: AnswerParts, *, delta: bool) -> dict[str, Any]:
+def parts_json(parts: AnswerParts, *, delta: bool) -> JsonObject:
     """Return the `message` of an answer, or the `delta` of a stream."""
-    fields: dict[str, Any] = {} if delta else {"role": "assistant", "refusal": None}
+    fields: JsonObject = {} if delta else {"role": "assistant", "refusal": None}
     if not delta or parts.content:
         # As in OpenAI's API, empty content is null if the answer has other parts.
         fields["content"] = parts.content or (None if parts else "")
@@ -277,9 +278,9 @@ def parts_json(parts: AnswerParts, *, delta: bool) -> dict[str, Any]:
     return {"delta" if delta else "message": fields}
 
 
-def _call_json(call: CallPart, *, delta: bool) -> dict[str, Any]:
+def _call_json(call: CallPart, *, delta: bool) -> JsonObject:
     function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
-    found: dict[str, Any] = {"index": call.index} if delta else {}
+    found: JsonObject = {"index": call.index} if delta else {}
     if call.id is not None:
         found |= {"id": call.id, "type": "function"}
     return {**found, "function": function}
