@@ -334,17 +334,15 @@ async def put_folder(
     started = time.monotonic()
     infos: list[ObjectInfo] = []
     nuid = NUID()
-    is_stored = False
     try:
         async with open_sender(nats) as sender:
             for path in files:
                 infos.append(ObjectInfo(name=f"{prefix}/{path}", bucket=bucket, nuid=nuid.next().decode()))
                 infos[-1] = await put_file(sender, infos[-1], folder / path)
             await store_folder(nats, sender, objects, infos)
-        is_stored = True
-    finally:
-        if not is_stored:
-            await delete_stored(nats, bucket, tuple(infos))
+    except BaseException:
+        await delete_stored(nats, bucket, tuple(infos))
+        raise
     size, seconds = sum(info.size for info in infos), time.monotonic() - started
     logger.info("objects.uploaded objects=%s files=%s bytes=%s seconds=%.3f", objects, len(infos), size, seconds)
     return objects

@@ -3,8 +3,9 @@
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypedDict
 
 import msgspec
@@ -45,6 +46,8 @@ class PublishOptions(Generic[Load]):
     """Seconds that rank 0 waits for the tensors of the other ranks, and that they wait for rank 0 to begin and to
     commit."""
     on_ack: OnAck | None = None
+    started: float = field(default_factory=time.monotonic)
+    """Monotonic time of the call."""
 
 
 class ConnectOptions(TypedDict, total=False):

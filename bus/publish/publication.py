@@ -353,13 +353,11 @@ class Publication:
     @contextlib.asynccontextmanager
     async def _or_discarded(self) -> AsyncIterator[None]:
         """Discard the publication if the block fails or is cancelled."""
-        is_done = False
         try:
             yield
-            is_done = True
-        finally:
-            if not is_done:
-                await self.discard()
+        except BaseException:
+            await self.discard()
+            raise
 
     async def _end(self) -> None:
         self._is_over = True

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
 from ...schemas.checks import check_int, check_name
@@ -137,9 +136,7 @@ class WeightPublisher:
             self._exits = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Release the lease."""
         thread, self._thread = self._connected, None
         stack, self._exits = self._exits, None
@@ -163,16 +160,14 @@ class WeightPublisher:
             self._exits = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Release the lease. This blocks."""
         thread, self._thread = self._connected, None
         stack, self._exits = self._exits, None
         if not isinstance(stack, contextlib.ExitStack):
             raise BusClosed("this publisher was entered with `async with`; leave it with `async with`")
         # The error of the block says more than that the client has failed.
-        with stack, contextlib.suppress(BusClosed, *(() if exc is None else (BusBroken,))):
+        with stack, contextlib.suppress(BusClosed, *(() if error is None else (BusBroken,))):
             thread.submit(self._publisher.close()).result()
 
     async def publish(

@@ -60,13 +60,13 @@ class _Job:
     publication: Publication
     contents: Contents
     draft: Draft
+    started: float
     links: tuple[Link, ...] = ()
     """Links that the version follows. Stored here, because a renewal of the lease may read other links meanwhile."""
     files: Mapping[str, FolderFile] = field(default_factory=dict)
     adapter: str | None = None
     ranks_timeout_s: float | None = None
     """Seconds to wait for other ranks. None if only rank 0 publishes."""
-    started: float = field(default_factory=time.monotonic)
     num_bytes: int = 0
     upload_began: float | None = None
     upload_s: float = 0.0
@@ -168,11 +168,12 @@ class VersionPublisher:
             BusBroken: JetStream or the connection failed.
         """
         await self._versions.open(with_lease=self._rank == 0)
-        async with contextlib.AsyncExitStack() as unless_opened:
-            unless_opened.push_async_callback(self.close)
-            if base is not None:
+        if base is not None:
+            try:
                 await self._read_base(base)
-            unless_opened.pop_all()
+            except BaseException:
+                await self.close()
+                raise
 
     async def _read_base(self, folder: str | os.PathLike[str]) -> None:
         """Fill the snapshot from a folder."""
@@ -205,13 +206,12 @@ class VersionPublisher:
             CommandIncomplete: the version is stored, and not all workers have loaded it.
             BusBroken: JetStream or the connection failed.
         """
-        started = time.monotonic()
         async with self._turn(feed):
             if self._rank:
-                return await self._give(feed, options, started)
-            published = await self._store_weights(feed, options, started)
+                return await self._give(feed, options)
+            published = await self._store_weights(feed, options)
             try:
-                return await self._load(published, options, started)
+                return await self._load(published, options)
             except CommandIncomplete as error:
                 failures = (ack.error for ack in error.ledger.failed.values())
                 # An object of the chain is damaged. The next delta must not build on it.
@@ -222,15 +222,15 @@ class VersionPublisher:
         self, feed: TensorFeed, files: Mapping[str, FolderFile], options: PublishOptions[LoadLora]
     ) -> PublishedWeights:
         """Store and commit a whole LoRA adapter. Then load it, if `options` ask for it. Errors: as `publish`."""
-        started, command = time.monotonic(), options.command
+        command = options.command
         async with self._turn(feed):
             if options.updates:
                 await self._check_adapter(command)
             whole = Contents(anchor=True, delta=False)
             publication = self._versions.begin(command.version, command.name)
             draft = Draft(whole, Snapshot(), None, file=ADAPTER_FILE)
-            job = _Job(publication, whole, draft, files=files, adapter=command.name, started=started)
-            return await self._load(await self._store(feed, job), options, started)
+            job = _Job(publication, whole, draft, options.started, files=files, adapter=command.name)
+            return await self._load(await self._store(feed, job), options)
 
     @contextlib.asynccontextmanager
     async def _turn(self, feed: TensorFeed) -> AsyncIterator[None]:
@@ -255,15 +255,13 @@ class VersionPublisher:
             hint = "update=False stores the adapter; an admin can then load it with load_lora"
             raise ControlError(error.code, f"{error.message}. {hint}") from error
 
-    async def _load(
-        self, published: PublishedWeights, options: PublishOptions[Load], started: float
-    ) -> PublishedWeights:
+    async def _load(self, published: PublishedWeights, options: PublishOptions[Load]) -> PublishedWeights:
         """Make the fleet load what was published, if `options` ask for it. Return the result with the outcome."""
         if not options.updates:
             await self._clean()
             return published
         ledger = await self.load(published.objects, options)
-        return structs.replace(published, ledger=ledger, seconds=time.monotonic() - started)
+        return structs.replace(published, ledger=ledger, seconds=time.monotonic() - options.started)
 
     async def load(self, objects: str, options: PublishOptions[Load]) -> CommandResult:
         """Make the fleet load a committed version or adapter, and delete old versions.
@@ -351,42 +349,37 @@ class VersionPublisher:
             links = self._versions.record.links
         return links, contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
 
-    async def _store_weights(
-        self, feed: TensorFeed, options: PublishOptions[UpdateWeights], started: float
-    ) -> PublishedWeights:
+    async def _store_weights(self, feed: TensorFeed, options: PublishOptions[UpdateWeights]) -> PublishedWeights:
         links, what = await self._plan(options, feed.given_bytes)
         publication = self._versions.begin(options.command.version, has_delta=what.delta, has_anchor=what.anchor)
         timeout_s = options.ranks_timeout_s if self._num_ranks > 1 else None
         async with self._draft(what, feed) as draft:
-            job = _Job(publication, what, draft, links, self._files, ranks_timeout_s=timeout_s, started=started)
+            job = _Job(publication, what, draft, options.started, links, self._files, ranks_timeout_s=timeout_s)
             published = await self._store(feed, job)
             await call_to_end(draft.commit, published.digest)
         self._is_out_of_step = False
         return published
 
-    async def _give(self, feed: TensorFeed, options: PublishOptions[UpdateWeights], started: float) -> PublishedWeights:
+    async def _give(self, feed: TensorFeed, options: PublishOptions[UpdateWeights]) -> PublishedWeights:
         """Store this rank's tensors for the version that rank 0 publishes, and wait for its commit."""
         version, timeout_s = options.command.version, options.ranks_timeout_s
         publication = await self._versions.join(version, timeout_s)
-        async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as unless_given:
-
-            async def report_failure(_: object, error: BaseException | None, __: object) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                opened, links = publication.opened, self._versions.record.links
+                if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
+                    problem = f"rank {self._rank} does not have the version before {version}"
+                    raise bad_source(f"{problem}; the next version will be an anchor")
+                what = Contents(anchor=opened.has_anchor, delta=opened.has_delta)
+                async with publication.alive(self._rank):
+                    draft = await stack.enter_async_context(self._draft(what, feed))
+                    job = _Job(publication, what, draft, options.started)
+                    await self._store_tensors(feed, job)
+                await publication.give(self._rank, job.entries)
+            except BaseException as error:
+                # Without this report, rank 0 would wait for this rank until its timeout.
                 await publication.fail(self._rank, f"{type(error).__name__}: {error}")
-
-            # Without this report, rank 0 would wait for this rank until its timeout.
-            unless_given.push_async_exit(report_failure)
-            opened, links = publication.opened, self._versions.record.links
-            if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
-                raise bad_source(
-                    f"rank {self._rank} does not have the version before {version}; the next version will be an anchor"
-                )
-            what = Contents(anchor=opened.has_anchor, delta=opened.has_delta)
-            async with publication.alive(self._rank):
-                draft = await stack.enter_async_context(self._draft(what, feed))
-                job = _Job(publication, what, draft, started=started)
-                await self._store_tensors(feed, job)
-            await publication.give(self._rank, job.entries)
-            unless_given.pop_all()
+                raise
             link = await self._versions.until_committed(publication.objects, timeout_s)
             await call_to_end(draft.commit, link.digest)
         return job.result(link.digest, feed.compare_s)
@@ -395,14 +388,15 @@ class VersionPublisher:
     async def _draft(self, contents: Contents, feed: TensorFeed) -> AsyncIterator[Draft]:
         """Create a draft. If the block fails, roll the draft back, so that the snapshot is as before."""
         draft = Draft(contents, self._snapshot, self._kinds, rank=self._rank, num_ranks=self._num_ranks)
-        async with contextlib.AsyncExitStack() as unless_committed:
-            unless_committed.push_async_callback(_take_back, draft, feed)
+        try:
             yield draft
-            unless_committed.pop_all()
+        except BaseException:
+            await _take_back(draft, feed)
+            raise
 
     async def _store(self, feed: TensorFeed, job: _Job) -> PublishedWeights:
         """Store all objects, while the tensors are drawn, and commit the publication."""
-        publication, is_committed = job.publication, False
+        publication = job.publication
         try:
             if job.ranks_timeout_s is not None:
                 await publication.announce()
@@ -415,10 +409,9 @@ class VersionPublisher:
                     await self._put(job, found)
             manifest = self._manifest(job)
             await publication.commit(manifest)
-            is_committed = True
-        finally:
-            if not is_committed:
-                await publication.discard()
+        except BaseException:
+            await publication.discard()
+            raise
         published = job.result(manifest.digest, feed.compare_s)
         logger.info(
             "weights.published model=%s version=%s objects=%s"

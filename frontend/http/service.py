@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -455,11 +455,12 @@ class Service:
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]
     ) -> EventStream:
         """Start a stream after its first event, because an error before that event sets the HTTP status."""
-        async with AsyncExitStack() as unless_begun:
-            unless_begun.push_async_callback(events.aclose)
+        try:
             with while_connected(request.scope):
                 first = await anext(events)
-            unless_begun.pop_all()
+        except BaseException:
+            await events.aclose()
+            raise
         return EventStream(first, events, headers)
 
 

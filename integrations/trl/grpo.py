@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import count, groupby
-from types import TracebackType
 from typing import Any, Final, Self
 
 from accelerate.utils import broadcast_object_list
@@ -194,9 +193,7 @@ class Rollouts:
         self._connected()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Close the connection."""
         self.close()
 

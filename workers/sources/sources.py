@@ -359,11 +359,12 @@ class WeightSources:
 
     async def _digest_of_upload(self, hold: Hold, progress: Progress, staged: StagedFolders) -> str:
         """Return the digest of a fetched folder without a manifest."""
-        with contextlib.ExitStack() as unless_hashed:
-            unless_hashed.callback(hold.release)
+        try:
             content = await asyncio.to_thread(folder_content, hold.folder, None, is_adapter=staged.is_adapter)
             digest, _ = await self._hasher.digest(content.tensors, content.notes, progress, whole=content.whole)
-            unless_hashed.pop_all()
+        except BaseException:
+            hold.release()
+            raise
         return digest
 
     @contextlib.contextmanager

@@ -19,7 +19,6 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import msgspec
@@ -186,9 +185,7 @@ class RowsFile:
         """Return this file, which is already open."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Move the arrays of the folder into the `.npz`."""
         added = sorted(self._folder.glob("*.npy"))
         if added:
