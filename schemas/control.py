@@ -39,7 +39,9 @@ HTTP_USER = re.compile(r"http:[A-Za-z0-9_.-]{1,64}")
 """Identity of a user of the HTTP service."""
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Command(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="command"
+):
     """The fields that all commands have."""
 
     sets: ClassVar[str | None] = None
@@ -101,7 +103,7 @@ def lora_register(name: str) -> str:
     return f"{LORA_REGISTER}{name}"
 
 
-class Pause(Command, frozen=True, kw_only=True, tag_field="command", tag="pause"):
+class Pause(Command, frozen=True, kw_only=True, tag="pause"):
     """Accept no more requests.
 
     `mode` decides whether the requests in flight end, finish, or continue after the resume.
@@ -115,19 +117,19 @@ class Pause(Command, frozen=True, kw_only=True, tag_field="command", tag="pause"
     """Also reset the prefix cache. With `keep`, the engine recomputes the requests in flight when they continue."""
 
 
-class Resume(Command, frozen=True, kw_only=True, tag_field="command", tag="resume"):
+class Resume(Command, frozen=True, kw_only=True, tag="resume"):
     """Undo `pause` and `drain`."""
 
     sets: ClassVar[str | None] = "pause"
 
 
-class Drain(Command, frozen=True, kw_only=True, tag_field="command", tag="drain"):
+class Drain(Command, frozen=True, kw_only=True, tag="drain"):
     """Hand the requests in flight to other workers and accept no more until `resume`."""
 
     sets: ClassVar[str | None] = "pause"
 
 
-class FlushCache(Command, frozen=True, kw_only=True, tag_field="command", tag="flush_cache"):
+class FlushCache(Command, frozen=True, kw_only=True, tag="flush_cache"):
     """Reset the prefix cache."""
 
     sets: ClassVar[str | None] = "flush"
@@ -137,7 +139,7 @@ class FlushCache(Command, frozen=True, kw_only=True, tag_field="command", tag="f
     requests in flight use the cache."""
 
 
-class Sleep(Command, frozen=True, kw_only=True, tag_field="command", tag="sleep"):
+class Sleep(Command, frozen=True, kw_only=True, tag="sleep"):
     """Free the memory of an idle engine."""
 
     sets: ClassVar[str | None] = "sleep"
@@ -146,13 +148,13 @@ class Sleep(Command, frozen=True, kw_only=True, tag_field="command", tag="sleep"
     """Level 1 keeps the weights in the machine's memory; level 2 drops them."""
 
 
-class Wake(Command, frozen=True, kw_only=True, tag_field="command", tag="wake"):
+class Wake(Command, frozen=True, kw_only=True, tag="wake"):
     """Undo `sleep`."""
 
     sets: ClassVar[str | None] = "sleep"
 
 
-class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag="check_weights"):
+class CheckWeights(Command, frozen=True, kw_only=True, tag="check_weights"):
     """Check whether `update_weights` could load this source, and change nothing."""
 
     source: WeightSource
@@ -163,7 +165,7 @@ class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag=
     """True: the source is an adapter, as for `load_lora`. Workers without `Capabilities.weight_digests` reject this."""
 
 
-class UpdateWeights(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
+class UpdateWeights(_OneModelCommand, frozen=True, kw_only=True, tag="update_weights"):
     """Replace the weights."""
 
     sets: ClassVar[str | None] = "weights"
@@ -207,7 +209,7 @@ class _LoraCommand(_OneModelCommand, frozen=True, kw_only=True):
         return lora_register(self.name)
 
 
-class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="load_lora"):
+class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag="load_lora"):
     """Load a LoRA adapter, or replace the adapter with the same name."""
 
     name: str
@@ -225,7 +227,7 @@ class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag
     replaced. Recorded only if all workers have `Capabilities.base_adapters`."""
 
 
-class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
+class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag="unload_lora"):
     """Unload a LoRA adapter.
 
     Requests in flight that use the adapter end. Controllers do not record this for an adapter that no worker has.
@@ -235,7 +237,7 @@ class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", t
     """Name of the adapter in requests."""
 
 
-class Abort(Command, frozen=True, kw_only=True, tag_field="command", tag="abort"):
+class Abort(Command, frozen=True, kw_only=True, tag="abort"):
     """End requests in flight of any client."""
 
     request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)] | None
@@ -243,11 +245,11 @@ class Abort(Command, frozen=True, kw_only=True, tag_field="command", tag="abort"
     command with None as `invalid_command`."""
 
 
-class State(Command, frozen=True, kw_only=True, tag_field="command", tag="state"):
+class State(Command, frozen=True, kw_only=True, tag="state"):
     """Ask for the worker's state. The ack contains the worker's presence."""
 
 
-class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="read_experts"):
+class ReadExperts(Command, frozen=True, kw_only=True, tag="read_experts"):
     """Ask how often the router chose each expert.
 
     Only workers with `Capabilities.telemetry_reads` support this command.
@@ -261,7 +263,7 @@ class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="
     timeout_s: float = READ_TIMEOUT_S
 
 
-class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="read_request"):
+class ReadRequest(Command, frozen=True, kw_only=True, tag="read_request"):
     """Ask for the history of a request, or for a list of requests.
 
     Only workers with `Capabilities.telemetry_reads` support this command.
@@ -284,21 +286,21 @@ class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="
             check_request_id("request_id", self.request_id)
 
 
-class Fence(Command, frozen=True, kw_only=True, tag_field="command", tag="fence"):
+class Fence(Command, frozen=True, kw_only=True, tag="fence"):
     """Serve nothing until the next successful update or a restart. The fleet disagrees about this worker's weights."""
 
     reason: str = "a controller fenced it"
     """Reason for people; the worker announces it as `last_error`."""
 
 
-class InitWeightTransfer(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="init_weight_transfer"):
+class InitWeightTransfer(_OneModelCommand, frozen=True, kw_only=True, tag="init_weight_transfer"):
     """Pass `info` to the engine's `init_weight_transfer_engine`."""
 
     info: dict[str, Any]
     """Arguments in the format of the engine's transfer backend."""
 
 
-class StartWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
+class StartWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag="start_weight_update"):
     """Hold the requests in flight and start to receive weights.
 
     The id of the command becomes the id of the transfer. Its owner may start again; others get `transfer_held`.
@@ -308,7 +310,7 @@ class StartWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="
     """Handling of the requests in flight."""
 
 
-class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="update_weight_chunk"):
+class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag="update_weight_chunk"):
     """Pass `info` to the engine's `update_weights`."""
 
     info: dict[str, Any]
@@ -317,7 +319,7 @@ class UpdateWeightChunk(_OneModelCommand, frozen=True, kw_only=True, tag_field="
     """Id of the transfer that must be open; None: any of the same owner."""
 
 
-class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
+class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag="finish_weight_update"):
     """Verify the received weights, set the version and resume.
 
     A worker that joins later cannot repeat this update.
@@ -337,7 +339,7 @@ class FinishWeightUpdate(_OneModelCommand, frozen=True, kw_only=True, tag_field=
     """Id of the transfer that must be open; None: any of the same owner."""
 
 
-class CancelWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="cancel_weight_update"):
+class CancelWeightUpdate(Command, frozen=True, kw_only=True, tag="cancel_weight_update"):
     """End the open transfer of any owner. The worker loads the desired weights again.
 
     Only workers with `Capabilities.transfer_leases` support this command. Without an open transfer, it fails with

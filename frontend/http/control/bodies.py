@@ -37,7 +37,7 @@ class SendBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds for each worker to execute the command; None: 60, or 600 for commands that load weights."""
 
 
-class PauseBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PauseBody(SendBody, frozen=True, kw_only=True):
     """Accept no more requests."""
 
     mode: PauseMode | None = None
@@ -51,18 +51,18 @@ class PauseBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     does the same."""
 
 
-class ResumeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResumeBody(SendBody, frozen=True, kw_only=True):
     """Accept requests again."""
 
 
-class DrainBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DrainBody(SendBody, frozen=True, kw_only=True):
     """Hand the requests in flight to other workers and accept no more, until `resume`."""
 
     workers: Workers
     """Ids of the workers. There is no default, because a drain of all workers leaves no worker for the requests."""
 
 
-class FlushBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FlushBody(SendBody, frozen=True, kw_only=True):
     """Reset the prefix cache."""
 
     preempt: bool | None = None
@@ -73,7 +73,7 @@ class FlushBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """vLLM's field. Only false is allowed, because the fleet has no external caches."""
 
 
-class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class UpdateBody(SendBody, frozen=True, kw_only=True):
     """Replace the weights from exactly one source: `path` or `weight_dir`, `objects`, or `update_info`."""
 
     path: Path | None = None
@@ -107,7 +107,7 @@ class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """prime-rl's field. It has no effect, because new requests never use cache entries of older weights."""
 
 
-class LoadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoadLoraBody(SendBody, frozen=True, kw_only=True):
     """Load a LoRA adapter, or replace the adapter with the same name."""
 
     name: Name | None = None
@@ -136,7 +136,7 @@ class LoraSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`file:///FOLDER` or `/FOLDER` on the workers' machines, or `objects:<bucket>/<prefix>` in NATS's object store."""
 
 
-class AddLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AddLoraBody(SendBody, frozen=True, kw_only=True):
     """Dynamo's body: load a LoRA adapter, or replace the adapter with the same name."""
 
     lora_name: Name
@@ -147,7 +147,7 @@ class AddLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """True if the adapter may replace a loaded adapter of the same name."""
 
 
-class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class UnloadLoraBody(SendBody, frozen=True, kw_only=True):
     """Unload a LoRA adapter. An adapter that no worker has is 404."""
 
     name: Name | None = None
@@ -158,7 +158,7 @@ class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=
     """vLLM's field. It has no effect."""
 
 
-class AbortBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AbortBody(SendBody, frozen=True, kw_only=True):
     """Abort requests in flight of any client, and those of this service that wait."""
 
     request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
@@ -166,7 +166,7 @@ class AbortBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Requests of this service may also wait or be prepared. `/v1/rl/abort` needs ids."""
 
 
-class SleepBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SleepBody(SendBody, frozen=True, kw_only=True):
     """Free the memory of the engines. Requests in flight go back to the queue."""
 
     level: Literal[1, 2] = 1
@@ -175,7 +175,7 @@ class SleepBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """vLLM's field. Only `abort` is allowed. To let the requests finish, pause with `mode=wait` first."""
 
 
-class WakeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WakeBody(SendBody, frozen=True, kw_only=True):
     """Restore the memory of sleeping engines."""
 
     tags: tuple[Literal["weights", "kv_cache", "scheduling"], ...] | None = None
@@ -183,7 +183,7 @@ class WakeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the requests until there are new weights, pause before `sleep`."""
 
 
-class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InitTransferBody(SendBody, frozen=True, kw_only=True):
     """Initialize the engines' own transfer of weights, as vLLM's route does."""
 
     init_info: JsonObject
@@ -191,7 +191,7 @@ class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_field
     `rank_offset`: the `rank_offset` in this field plus the worker's `rank_offset` from `/get_world_size`."""
 
 
-class StartTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StartTransferBody(SendBody, frozen=True, kw_only=True):
     """Start to receive weights from the transfer engine."""
 
     mode: PauseMode = "keep"
@@ -200,7 +200,7 @@ class StartTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fiel
     """Field of earlier vLLM releases. Only true is allowed: the tensors have the names and shapes of a checkpoint."""
 
 
-class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FinishTransferBody(SendBody, frozen=True, kw_only=True):
     """Use the weights that were transferred."""
 
     version: Version | None = None
@@ -214,7 +214,7 @@ class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fie
     """Id of the transfer that must be open; None: any of the same user."""
 
 
-class CancelTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CancelTransferBody(SendBody, frozen=True, kw_only=True):
     """End an open transfer of weights. The workers load the desired weights again."""
 
     transfer: Name | None = None

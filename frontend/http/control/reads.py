@@ -329,7 +329,7 @@ RANK_OFFSET: Final = "rank_offset"
 """vLLM's key in `init_info`: the rank of a worker's first process among all processes of the transfer."""
 
 
-class WorldQuery(FleetQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorldQuery(FleetQuery, frozen=True, kw_only=True):
     """The ranks to count."""
 
     include_dp: bool = True
