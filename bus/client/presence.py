@@ -118,8 +118,11 @@ class PresenceWatcher:
             self._on_survivor(change)
         elif change is not None:
             self._on_lost(change)
-        # A large fleet changes its state at once: one snapshot shows all presence that has arrived.
-        if not self._is_notifying:
+        # A large fleet changes its state at once: one snapshot shows all presence that has arrived. Attempts that are
+        # lost with a worker must not go to a model that it has served alone.
+        if change is not None:
+            self._notify()
+        elif not self._is_notifying:
             self._is_notifying = True
             asyncio.get_running_loop().call_soon(self._notify)
 

@@ -211,12 +211,7 @@ class AckCollector:
         owing = set(tracker.owing)
         owed = ((message, message.workers & owing) for message in messages if message.workers & owing)
         await self._publish(
-            # Each worker decodes all names, so a repeat to all names none.
-            message
-            if rest == message.workers
-            else dataclasses.replace(
-                message, command=replace(message.command, workers=tuple(sorted(rest))), workers=rest
-            )
+            dataclasses.replace(message, command=replace(message.command, workers=tuple(sorted(rest))), workers=rest)
             for message, rest in owed
         )
 

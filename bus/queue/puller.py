@@ -112,8 +112,7 @@ class QueuePuller:
     Args:
         room: returns how many more requests the worker could accept now, and counts handed-over requests immediately;
             negative if the worker has more than it has room for.
-        on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond the room of
-            the last step.
+        on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond `room`.
         limits: the limits of the queue, if the puller must create it.
     """
 
@@ -153,6 +152,10 @@ class QueuePuller:
         self.stats = PullerStats()
         self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
         """Called with each request that is returned immediately; must not block."""
+
+    def take_room(self, count: int) -> None:
+        """Note that the worker has accepted `count` other requests."""
+        self._left -= count
 
     def lanes_waiting(self) -> tuple[Lane, ...] | None:
         """Return the lanes in which requests wait, as of the last pulls; None: not known."""

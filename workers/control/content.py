@@ -64,15 +64,15 @@ class StartCheck:
         self._listens_since = 0.0
 
     async def run(self, nats: Connection | None) -> None:
-        """Compute the digest, then listen to other workers. Run this while the engine loads the checkpoint.
+        """Listen to other workers, and compute the digest. Run this while the engine loads the checkpoint.
 
         Args:
             nats: None: compare nothing with other workers.
         """
         try:
-            self.digest = await self._sources.start_digest()
-            if nats is not None and self.digest is not None:
+            if nats is not None and self._sources.has_own:
                 await self._listen(nats)
+            self.digest = await self._sources.start_digest()
         except (ControlError, OSError) as exc:
             logger.warning("weights.start_digest_failed error=%s", exc)
             self._has_changed = isinstance(exc, ControlError) and exc.code is ControlCode.STORAGE
@@ -82,7 +82,7 @@ class StartCheck:
     async def _listen(self, nats: Connection) -> None:
         """Subscribe to the presence of all workers.
 
-        Without a digest nothing is compared: a fleet that starts at once would cost the square of its workers.
+        Only with a checkpoint: a fleet that starts at once costs the square of its workers.
         Users that an earlier release created may not subscribe. The worker then compares nothing.
         """
         self._listens_since = time.monotonic()

@@ -187,6 +187,7 @@ class RequestIntake:
                     self._refuse(incoming.with_samples(samples), "this worker has no free slot for a placed request")
                 elif samples:
                     self._add(incoming.with_samples(samples, None if begins == "now" else begins))
+                    self._puller.take_room(len(samples))
 
     def _decode(self, client: str, data: bytes, message: QueuedRequest | None = None) -> IncomingRequest | None:
         """Decode a message. If there is no client to answer, remove it from the queue and return None."""

@@ -151,7 +151,7 @@ class WorkerLinkStats:
     failed: int = 0
     """Requests that the worker ended with an error."""
     aborted: int = 0
-    """Requests aborted by their clients. Their unsent chunks were discarded."""
+    """Requests aborted by their clients."""
     confirmed: int = 0
     """Offers that clients acknowledged."""
     late_steps: int = 0
@@ -271,23 +271,18 @@ class StepDispatcher:
         had_token = request.has_token
         if not self._forward_early(request, step, now, instructions):
             return
-        if not self.flush_request(request, instructions) or not self._forward(
-            request, step, self._versions.weight_version, instructions
-        ):
+        if not self.flush_request(request, instructions):
+            return
+        # The next batch counts its seconds from this step.
+        self._gathering.close(request.name)
+        if not self._forward(request, step, self._versions.weight_version, instructions):
             return
         self.experts.add_step(step, request, self._versions.weight_version, now)
         self._stats.count(step, request, now)
         if request.has_token and not had_token:
             request.timeline.add("first_token")
-            is_small = request.writer.unsent_bytes <= MAX_RUN_BYTES
-            if (
-                request.gathers
-                and is_small
-                and step.finish_reason is None
-                and isinstance(request.outbound, OutboundLink)
-            ):
-                request.outbound.sender.hold(request.origin.key)
-                self._held[request.name] = None
+            if request.gathers and step.finish_reason is None:
+                self._hold_first(request)
         request.awaits_kv = request.awaits_kv and not len(step.token_ids)
         if step.finish_reason is not None:
             self._stats.ended += 1
@@ -296,11 +291,13 @@ class StepDispatcher:
             reason = step.finish_reason if step.error is None else step.error_code
             self._requests.end(request, event, reason.value)
 
-    def _hold_first(self, request: WorkerRequest, step: RequestStep) -> None:
-        """Let the first token of an unstreamed request wait for those behind it, unless it is the last or large."""
-        if not request.gathers or step.finish_reason is not None or request.writer.unsent_bytes > MAX_RUN_BYTES:
-            return
-        if isinstance(request.outbound, OutboundLink):
+    def _hold_first(self, request: WorkerRequest) -> None:
+        """Let a small first token of an unstreamed request wait for those behind it.
+
+        That of a later attempt leaves at once: with it the client knows that the request has not killed this engine.
+        """
+        is_small = request.writer.unsent_bytes <= MAX_RUN_BYTES
+        if is_small and not request.origin.key.attempt and isinstance(request.outbound, OutboundLink):
             request.outbound.sender.hold(request.origin.key)
             self._held[request.name] = None
 

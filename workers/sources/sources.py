@@ -238,6 +238,11 @@ class WeightSources:
         """Return the digest of a folder that `checkpoint`, `adapter` or `start_digest` has staged, or None."""
         return self._checkpoints.digest_of(folder) or self._adapters.digest_of(folder)
 
+    @property
+    def has_own(self) -> bool:
+        """True if the worker was started with a checkpoint."""
+        return self._own_path is not None and self._own_path.exists()
+
     async def start_digest(self) -> str | None:
         """Return the digest of the checkpoint that the worker was started with, or None if there is none to read.
 
@@ -245,7 +250,7 @@ class WeightSources:
             ControlError: `storage`: a file changed meanwhile; `bad_source`: a file cannot be read.
         """
         own = self._own_path
-        if own is None or not own.exists():
+        if own is None or not self.has_own:
             return None
         try:
             notes, tensors, whole = await asyncio.to_thread(start_content, own)

@@ -449,14 +449,20 @@ class ChunkWriter:
         """
         return self._cut_short(End(FinishReason.ERROR, 0, 0, error=error), weight_version)
 
-    def abort(self, weight_version: int) -> Chunk:
+    def abort(self, weight_version: int, *, keeps: bool = False) -> Chunk:
         """End the request as `fail` does, with the finish reason `abort`, because its client aborted it.
 
-        The number of its rows may differ from the row rule.
+        The number of its rows may differ from the row rule. With `keeps`, the terminal chunk has the unsent output, if
+        it fits one chunk.
 
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
         """
+        if keeps and not self.has_left:
+            self._ending, self.is_ended = End(FinishReason.ABORT, 0, 0), True
+            plan = self._plan()
+            if plan.is_terminal:
+                return self._cut(*plan)
         return self._cut_short(End(FinishReason.ABORT, 0, 0), weight_version)
 
     def _cut_short(self, ending: End, weight_version: int) -> Chunk:

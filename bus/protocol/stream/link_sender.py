@@ -106,6 +106,8 @@ class LinkSender:
         self._offers: deque[RequestKey] = deque()
         # Terminal chunks of requests that have ended and have no other unsent output. They need no credit.
         self._terminals: deque[Chunk] = deque()
+        # Output of aborted requests in these chunks. It needs credit.
+        self._kept_bytes = 0
         # Requests with unsent output: in the order of their first unsent step, and in the order of their turn for a
         # segment.
         self._touched: dict[ChunkWriter, None] = {}
@@ -235,19 +237,17 @@ class LinkSender:
     def abort(self, key: RequestKey, weight_version: int) -> None:
         """Abort an open request on its client's wish.
 
-        Unsent output that is one small chunk goes first, if there is credit, and other unsent output is discarded.
+        The terminal chunk has the unsent output if it is small and there is credit. Otherwise the output is discarded.
 
         Raises:
             KeyError: it is not open.
         """
-        writer = self._open[key]
-        before = writer.unsent_bytes
-        if self._credit > self._offset and (chunk := writer.next_chunk(self._small_bytes)) is not None:
-            self._unsent_bytes -= before - writer.unsent_bytes
-            self._add_terminal(chunk)
-        self._discard(key)
-        if not writer.has_left:
-            self._add_terminal(writer.abort(weight_version))
+        writer = self._discard(key)
+        room = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes) - self._kept_bytes
+        keeps = 0 < writer.next_bytes <= min(self._small_bytes, room)
+        if keeps:
+            self._kept_bytes += writer.next_bytes
+        self._add_terminal(writer.abort(weight_version, keeps=keeps))
 
     def _discard(self, key: RequestKey) -> ChunkWriter:
         writer = self._open[key]
@@ -300,6 +300,7 @@ class LinkSender:
                 return False
             draft.add(self._terminals.popleft(), num_bytes)
             self._unsent_bytes -= num_bytes
+        self._kept_bytes = 0
         return True
 
     def _add_small(self, draft: FrameBuilder) -> bool:
