@@ -1,6 +1,7 @@
 """The ASGI application: its routes, access to them, and the format of errors."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import bus
@@ -22,6 +23,7 @@ from . import Settings, chat, control, docs, generate, page, status
 from .access import check_access, check_media_type, check_origin
 from .calls import Admission
 from .control import reads
+from .edge import new_id
 from .errors import HttpError, error_response, http_error
 from .live import routes as live
 from .openai import routes as openai
@@ -44,8 +46,6 @@ DATA: RouteTable = {
 """Routes that require the data token or the admin token."""
 ADMIN: RouteTable = {**control.ADMIN_ROUTES, **reads.TIMELINE_ROUTES}
 """Routes that require the admin token: they change the fleet or show other clients' requests."""
-FREQUENT = frozenset({path for _, path in (*generate.ROUTES, *openai.ROUTES)})
-"""Paths of the routes of tokens."""
 CLIENT_GONE = 499
 """nginx's status: the client disconnected before it had the answer."""
 CLIENT_STALLED = 408
@@ -57,31 +57,51 @@ NO_ROUTE = "none"
 def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None) -> Starlette:
     """Create the application for a connected client, which must stay connected while the application serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
-    routes: list[BaseRoute] = [
-        *_routes(service, OPEN, None),
-        *_routes(service, DATA, settings.token, settings.admin_token),
-        *_routes(service, ADMIN, settings.admin_token),
-    ]
-    # Starlette tries the routes in this order. The routes of tokens come first, because they are frequent.
-    routes.sort(key=lambda route: not isinstance(route, Route) or route.path not in FREQUENT)
+    endpoints = {
+        **_endpoints(service, OPEN, None),
+        **_endpoints(service, DATA, settings.token, settings.admin_token),
+        **_endpoints(service, ADMIN, settings.admin_token),
+    }
+    routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()]
     # A web page does not know the token. If a token is missing, the origin check separates pages from clients.
     is_open = settings.token is None or settings.admin_token is None
-    app = Starlette(
+    app = _App(
         routes=routes,
         exception_handlers={HTTPException: _no_route, Exception: _bug},
         middleware=[Middleware(_OriginCheck, service)] if is_open else [],
     )
     app.state.service = service
+    direct = {each: endpoint for each, endpoint in endpoints.items() if "{" not in each[1]}
+    app.direct = {each: _OriginCheck(own, service) for each, own in direct.items()} if is_open else direct
     # The document takes a tenth of a second, and few programs read it.
     app.state.openapi = cache(lambda: msgspec.json.encode(docs.document(OPEN, DATA, ADMIN, settings)))
     return app
 
 
-def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[BaseRoute]:
-    return [
-        Route(path, _Endpoint(service, path, route.handler, tokens), methods=[method])
-        for (method, path), route in table.items()
-    ]
+def _endpoints(service: Service, table: RouteTable, *tokens: str | None) -> dict[tuple[str, str], ASGIApp]:
+    return {each: _Endpoint(service, each[1], route.handler, tokens) for each, route in table.items()}
+
+
+class _App(Starlette):
+    """Starlette's application. It calls the endpoint of a known path at once, because Starlette tries all routes."""
+
+    direct: Mapping[tuple[str, str], ASGIApp]
+    """Endpoints by method and path, except of paths with parameters."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        endpoint = self.direct.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"] = self
+        try:
+            await endpoint(scope, receive, send)
+        except Exception as exc:
+            # Boundary of one request, as in Starlette. The server logs the traceback.
+            if not scope["state"]["delivery"].has_begun:
+                await (await _bug(Request(scope), exc))(scope, receive, send)
+            raise
 
 
 class _OriginCheck:
@@ -120,6 +140,7 @@ class _Endpoint:
         ):
             request.state.until_answered, request.state.seen = until_answered, seen
             request.state.waited_s = 0.0
+            request.state.new_id = new_id()
             try:
                 response = await self._answer(request)
                 seen.status = response.status_code

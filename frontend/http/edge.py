@@ -5,8 +5,9 @@ each event of a stream. The system closes dead connections.
 """
 
 import asyncio
+import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -33,8 +34,22 @@ MAX_QUEUED: Final = 32
 NOT_HTTP: Final = "Invalid HTTP request received."
 HOSTS: Final = {"1.0": (0, 1), "1.1": (1,)}
 """Versions of HTTP that are served, and how many `Host` headers a request of them may have."""
+ID_BYTES: Final = 16
+_random = bytearray()
+"""Random bytes for the next ids of this process."""
+os.register_at_fork(after_in_child=_random.clear)
+LAST_CHUNK: Final = b"0\r\n\r\n"
 BODILESS: Final = frozenset({204, 304})
 """Statuses of answers without a body."""
+
+
+def new_id() -> str:
+    """Return a new random id. One system call serves many ids, because each lets another thread run."""
+    if not _random:
+        _random.extend(os.urandom(ID_BYTES << 8))
+    data = bytes(_random[-ID_BYTES:])
+    del _random[-ID_BYTES:]
+    return uuid.UUID(bytes=data, version=4).hex
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:
@@ -232,6 +247,7 @@ class ResponseSender:
         self._cycle: RequestResponseCycle = scope["state"]["cycle"]
         self._timeout_s = timeout_s
         self._has_body = self._is_chunked = True
+        self._head = b""
 
     async def send(self, message: Message) -> None:
         """Send an ASGI message.
@@ -240,27 +256,37 @@ class ResponseSender:
             ClientDisconnect: the client does not read.
         """
         if message["type"] == "http.response.start":
-            self._begin(message["status"], message["headers"])
+            self.begin(message["status"], message["headers"])
+            self._write(b"")
             return
-        if body := message.get("body", b""):
-            await self.write(body)
-        if not message.get("more_body", False):
-            await self._end()
+        await self.write(message.get("body", b""), is_last=not message.get("more_body", False))
 
-    async def write(self, data: bytes) -> None:
-        """Send a part of the body.
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        """Send a part of the body. Its first part goes out with the head, and its last part with the end of the body.
 
         Raises:
             ClientDisconnect: the client does not read.
         """
-        for at in range(0, len(data), SEND_BYTES):
-            piece = data if len(data) <= SEND_BYTES else data[at : at + SEND_BYTES]
+        size = len(data)
+        # An empty last part has one piece.
+        for at in range(0, size or is_last, SEND_BYTES):
+            piece = data if size <= SEND_BYTES else data[at : at + SEND_BYTES]
             if self._cycle.flow.write_paused:
                 await self._drain()
-            if self._has_body and not self._connection.is_lost:
-                self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
+            if self._is_chunked:
+                piece = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
+                piece += LAST_CHUNK if is_last and at + SEND_BYTES >= size else b""
+            self._write(piece if self._has_body else b"")
+        if is_last:
+            await self._end()
 
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def _write(self, data: bytes) -> None:
+        data, self._head = self._head + data, b""
+        if data and not self._connection.is_lost:
+            self._cycle.transport.write(data)
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Begin the answer. Its head is sent with the first part of the body, which must follow at once."""
         self.has_begun = True
         cycle, method, version = self._cycle, self._scope["method"], self._scope["http_version"]
         self._has_body = method != "HEAD" and status not in BODILESS
@@ -283,18 +309,15 @@ class ResponseSender:
             lines.append(b"transfer-encoding: chunked\r\n")
         lines += (b"\r\n",) if cycle.keep_alive else (b"connection: close\r\n\r\n",)
         cycle.response_started, cycle.waiting_for_100_continue = True, False
-        if not self._connection.is_lost:
-            cycle.transport.write(b"".join(lines))
+        self._head = b"".join(lines)
 
     async def _end(self) -> None:
         cycle = self._cycle
-        # The server waits here until most of the earlier data is sent.
+        # The server waits here until most of the data is sent.
         if cycle.flow.write_paused:
             await self._drain()
         if self._connection.is_lost:
             return
-        if self._is_chunked:
-            cycle.transport.write(b"0\r\n\r\n")
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
@@ -307,7 +330,7 @@ class ResponseSender:
             given = given_request_id(Headers(scope=self._scope))
         except InvalidRequest:
             given = None
-        return given or uuid.uuid4().hex
+        return given or new_id()
 
     def limit_wait(self, timeout_s: float) -> None:
         """Limit the time for the client to receive each further piece. A shorter existing limit stays."""

@@ -7,7 +7,6 @@ below the service's span.
 import hashlib
 import re
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -279,7 +278,7 @@ def build_request(
             **{
                 **given,
                 **{name: _of_user(user, name, given[name]) for name in ("session_id", "group_id")},
-                **_request_id(headers, fields.get("request_id"), user),
+                **_request_id(request, fields.get("request_id"), user),
                 "timeout_s": timeout_s,
             },
         )
@@ -330,7 +329,7 @@ def _header_timeout(headers: Mapping[str, str]) -> float | None:
     return seconds
 
 
-def _request_id(headers: Mapping[str, str], from_body: str | None, user: str) -> dict[str, str]:
+def _request_id(request: Request, from_body: str | None, user: str) -> dict[str, str]:
     """Return the fields for the id in the header or in the body, or for a new id.
 
     An id that the client chose is unique among the open requests of its user. Other users may have the same id.
@@ -338,8 +337,8 @@ def _request_id(headers: Mapping[str, str], from_body: str | None, user: str) ->
     Raises:
         InvalidRequest: the id in the header is not valid.
     """
-    given = given_request_id(headers) or from_body
-    return {"request_id": uuid.uuid4().hex} if given is None else {"request_id": given, "id_scope": user}
+    given = given_request_id(request.headers) or from_body
+    return {"request_id": request.state.new_id} if given is None else {"request_id": given, "id_scope": user}
 
 
 def id_headers(request_id: str) -> dict[str, str]:

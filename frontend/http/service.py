@@ -9,7 +9,6 @@ import asyncio
 import bisect
 import itertools
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
@@ -380,7 +379,7 @@ class Service:
         given = given_request_id(request.headers) or (body_id and check_given_id("request_id", body_id))
         try:
             async with asyncio.timeout(None) as scope:
-                own = Preparation(given or uuid.uuid4().hex, self.user_of(request) if given else None, scope)
+                own = Preparation(given or request.state.new_id, self.user_of(request) if given else None, scope)
                 self._preparing[request] = own
                 until_answered: ExitStack = request.state.until_answered
                 until_answered.callback(self._preparing.pop, request, None)

@@ -48,7 +48,8 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the new text."""
-        data = (self._tokenizer.token_bytes(token_id) for token_id in token_ids if token_id not in self._hidden)
+        hidden, bytes_of = self._hidden, self._tokenizer.token_bytes
+        data = [bytes_of(token_id) for token_id in token_ids if token_id not in hidden]
         return self._utf8.decode(b"".join(data))
 
     def flush(self) -> str:
@@ -90,6 +91,11 @@ class StopMatcher:
         self.include_stop = include_stop
         self._patterns = [_Pattern(stop) for stop in stops]
         self._held = ""
+
+    @property
+    def has_stops(self) -> bool:
+        """False: all text is final at once."""
+        return bool(self._patterns)
 
     def add(self, text: str, *, may_stop: bool = True) -> str:
         """Return the text that is final now. If `may_stop` is False, ignore stop strings that `text` completes."""
@@ -175,8 +181,12 @@ class AnswerText:
             by_stop_token: the last token is a stop token, which ended the answer. The token is kept, and its text is
                 treated like that of a stop string.
         """
-        texts: list[str] = []
         unread = by_stop_token and not self._stops.include_stop
+        if not self._stops.has_stops:
+            self.tokens += len(token_ids)
+            text = self._detokenizer.add(token_ids[:-1] if unread else token_ids)
+            return TextDelta(text + self._detokenizer.flush() if final else text, len(token_ids))
+        texts: list[str] = []
         for kept, token_id in enumerate(token_ids, 1):
             self.tokens += 1
             if not (unread and kept == len(token_ids)):

@@ -76,12 +76,13 @@ class Namer:
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_token_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._as_token_ids = as_token_ids or tokenizer is None
+        self._as_token_ids = as_token_ids
 
     def name(self, token_id: int) -> str:
         """Return the text of a token, or `token_id:N`."""
-        data = None if self._as_token_ids else self.bytes(token_id)
-        return f"token_id:{token_id}" if data is None else token_text(data)
+        if self._tokenizer is None or self._as_token_ids:
+            return f"token_id:{token_id}"
+        return token_text(self._tokenizer.token_bytes(token_id))
 
     def bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of a token, which may be a part of a character; None without a tokenizer."""
@@ -90,8 +91,6 @@ class Namer:
 
 def _tops(position: list[Scored], width: int) -> list[Scored]:
     """Return the `width` most likely tokens of a position, the most likely token first."""
-    if not width:
-        return []
     return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
@@ -120,7 +119,9 @@ class _ChatShape(AnswerShape):
 
         def content(block: list[list[Scored]]) -> list[SampledToken]:
             return [
-                SampledToken(*named(position[0]), [TopToken(*named(each)) for each in _tops(position, width)])
+                SampledToken(
+                    *named(position[0]), [TopToken(*named(each)) for each in _tops(position, width)] if width else []
+                )
                 for position in block
             ]
 
@@ -134,25 +135,34 @@ class _Completion(AnswerShape):
     prompt_is_common = False
 
     def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+        named: tuple[list[list[Scored]], list[str]] = [], []
+
         def names(block: list[list[Scored]]) -> list[str]:
-            return [namer.name(position[0].token_id) for position in block]
+            nonlocal named
+            # Three lists of a block have the names.
+            if named[0] is not block:
+                named = block, [namer.name(position[0].token_id) for position in block]
+            return named[1]
 
         def offsets(block: list[list[Scored]]) -> list[int]:
             *places, choice.text_offset = itertools.accumulate(map(len, names(block)), initial=choice.text_offset)
             return places
 
-        def top(position: list[Scored]) -> dict[str, float] | None:
-            if math.isnan(position[0].logprob):
+        def top(position: list[Scored], name: str) -> dict[str, float] | None:
+            logprob = position[0].logprob
+            if math.isnan(logprob):
                 return None
+            tops = {namer.name(each.token_id): each.logprob for each in _tops(position, width)} if width else {}
             # The sampled token is included even if it is not among the most likely tokens.
-            return {namer.name(each.token_id): each.logprob for each in [*_tops(position, width), position[0]]}
+            tops[name] = logprob
+            return tops
 
         return lists_json(
             scores,
             {
                 "tokens": names,
                 "token_logprobs": lambda block: [position[0].logprob for position in block],
-                "top_logprobs": lambda block: list(map(top, block)),
+                "top_logprobs": lambda block: list(map(top, block, names(block))),
                 "text_offset": offsets,
             },
         )
