@@ -59,12 +59,13 @@ class AnswerChoice:
             HttpError: 502, the log probabilities do not belong to these tokens.
         """
         sampling = self.request.sampling
-        if sampling.logprobs is not None and len(tokens.ids):
+        ids = tokens.scores.ids
+        text, kept, stop = "", len(ids), None
+        if sampling.logprobs is not None and kept:
             tokens.scores.check(sampling.logprobs, "tokens")
-        text, kept, stop = "", len(tokens.ids), None
         if self._text is not None:
             delta = self._text.add(
-                tokens.ids.tolist(),
+                ids.tolist(),
                 final=tokens.finish_reason is not None,
                 by_stop_token=tokens.finish_reason is bus.FinishReason.STOP,
             )

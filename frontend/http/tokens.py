@@ -5,6 +5,7 @@ millions of objects.
 """
 
 import itertools
+import math
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -70,8 +71,7 @@ class Scores(msgspec.Struct, frozen=True):
             found = 0 if values is None else len(values)
             if found != len(self.ids):
                 raise _broken(f"{len(self.ids)} {what} came with {found} logprobs")
-            # NaN propagates.
-            if values is not None and not np.maximum.reduce(values, axis=None, initial=-np.inf) < np.inf:
+            if values is not None and not _are_numbers(values):
                 raise _broken(f"a logprob of the {what} is not a number")
 
     def blocks(self) -> Iterator[list[list[Scored]]]:
@@ -99,6 +99,15 @@ class Scores(msgspec.Struct, frozen=True):
             np.concatenate([part.ids for part in parts]),
             *(_join([getattr(part, name) for part in parts]) for name in names),
         )
+
+
+def _are_numbers(values: Logprobs) -> bool:
+    """Return False if a logprob is NaN or infinite."""
+    if len(values) == 1 == values.ndim:
+        # A chunk of a stream, for which numpy takes longer.
+        return values.item() < math.inf
+    # NaN propagates.
+    return bool(np.maximum.reduce(values, axis=None, initial=-np.inf) < np.inf)
 
 
 def _position(own_id: int, own_logprob: float, ids: Sequence[int], logprobs: Sequence[float]) -> list[Scored]:

@@ -213,11 +213,13 @@ class AnswerWriter:
                     if len(part.tokens.ids):
                         self.clock.token()
                     is_first = not has_begun[choice.index]
+                    # The first event of the stream has the token ids of the prompt.
+                    prompt = is_first and not any(has_begun)
                     update = self._echo(choice, part, is_first=is_first)
                     opening = self.shape.opening(choice.index) if is_first else None
                     if opening is not None:
-                        yield self._event(msgspec.json.encode(opening), choices, choice, prompt=not any(has_begun))
-                    prompt = opening is None and not any(has_begun)
+                        yield self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt)
+                        prompt = False
                     has_begun[choice.index] = True
                     reader, parts = readers[choice.index], None
                     if reader is not None:

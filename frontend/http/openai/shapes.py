@@ -17,9 +17,11 @@ from ...tokenization import Tokenizer, token_text
 from ..answers import AnswerChoice, Update
 from ..requests import RequestTarget
 from ..tokens import (
+    BLOCK,
     SampledToken,
     Scored,
     ScoredBlocks,
+    Scores,
     Tokens,
     TopToken,
     json_logprobs,
@@ -135,6 +137,14 @@ class _Completion(AnswerShape):
     prompt_is_common = False
 
     def logprobs(self, choice: AnswerChoice, scores: ScoredBlocks, namer: Namer, width: int) -> Iterator[bytes]:
+        if isinstance(scores, Scores) and scores.top_ids is None and len(scores.ids) <= BLOCK:
+            # The usual case, in a fifth of the time.
+            given = [namer.name(token_id) for token_id in scores.ids.tolist()]
+            own = json_logprobs(scores.logprobs)
+            *places, choice.text_offset = itertools.accumulate(map(len, given), initial=choice.text_offset)
+            tops = [{name: logprob} for name, logprob in zip(given, own, strict=True)]
+            fields = {"tokens": given, "token_logprobs": own, "top_logprobs": tops, "text_offset": places}
+            return iter((msgspec.json.encode(fields),))
         named: tuple[list[list[Scored]], list[str]] = [], []
 
         def names(block: list[list[Scored]]) -> list[str]:
