@@ -96,8 +96,8 @@ class Tokenizer:
         # The first call sets up truncation and padding if the tokenizer's file defines them. Later calls only read
         # them.
         tokenizer.encode(ANCHOR, add_special_tokens=True, verbose=False)
-        self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes = _TokenBytes(tokenizer).__getitem__
+        """Returns the bytes that a token adds to a text, perhaps part of a character, if it exists."""
         # Includes special tokens without a role attribute, such as an end-of-text token.
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -123,20 +123,6 @@ class Tokenizer:
         An id without a token gives an empty string.
         """
         return [token or "" for token in self.wrapped.convert_ids_to_tokens(list(token_ids))]
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text, possibly part of a character.
-
-        An id without a token gives no bytes.
-        """
-        found = self._bytes.get(token_id)
-        if found is None:
-            (token,) = self.tokens([token_id])
-            if not token:
-                return b""
-            text = self.wrapped.convert_tokens_to_string([ANCHOR, token])[self._anchor :]
-            found = self._bytes[token_id] = _spell_bytes(token) if "\ufffd" in text else text.encode()
-        return found
 
     def apply_chat_template(
         self,
@@ -181,6 +167,22 @@ class Tokenizer:
             raise InvalidRequest(
                 "messages", f"cannot be rendered: {exc}", "messages that the model's chat template accepts"
             ) from exc
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The known bytes of tokens. A lookup of a known token runs no Python."""
+
+    def __init__(self, tokenizer: _HuggingFace) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
+
+    def __missing__(self, token_id: int) -> bytes:
+        (token,) = self._tokenizer.convert_ids_to_tokens([token_id])
+        if not token:
+            return b""
+        text = self._tokenizer.convert_tokens_to_string([ANCHOR, token])[self._anchor :]
+        found = self[token_id] = _spell_bytes(token) if "\ufffd" in text else text.encode()
+        return found
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -138,9 +138,8 @@ class _Endpoint:
             server_span(self._service.tracer, request, self._path, seen, is_trusted=trusted),
             ExitStack() as until_answered,
         ):
-            request.state.until_answered, request.state.seen = until_answered, seen
-            request.state.waited_s = 0.0
-            request.state.new_id = new_id()
+            # `request.state` has these.
+            scope["state"].update(until_answered=until_answered, seen=seen, waited_s=0.0, new_id=new_id())
             try:
                 response = await self._answer(request)
                 seen.status = response.status_code

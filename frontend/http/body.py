@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 import msgspec
 from msgspec import Meta
 from msgspec.structs import fields
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from ...schemas.decoding import MISSING_FIELD, UNKNOWN_FIELD, enum_values, field_names, nearest
 from ...schemas.errors import ErrorCode
@@ -174,6 +174,9 @@ async def read_body(request: Request, settings: Settings) -> bytes:
             time.
         ClientDisconnect: the client disconnected meanwhile.
     """
+    if not request.scope["state"]["cycle"].more_body:
+        # The body is there: nothing waits.
+        return await _read(request, settings.max_body_bytes)
     try:
         async with asyncio.timeout(settings.client_timeout_s):
             return await _read(request, settings.max_body_bytes)
@@ -186,12 +189,16 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
+    parts, size, has_more = list[bytes](), 0, True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        has_more = message["more_body"]
+        parts.append(message["body"])
+        size += len(parts[-1])
         if size > max_bytes:
             raise _too_large(max_bytes)
-        parts.append(part)
     return b"".join(parts)
 
 

@@ -189,15 +189,15 @@ class HttpRequestRecord:
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
-class VersionSeries:
-    """The series of one weight version of a model. Each exists from its first use on."""
+class UsedSeries:
+    """The series of one model, or of one weight version of it. Each exists from its first use on."""
 
-    def __init__(self, metrics: "Metrics", labels: tuple[str, str]) -> None:
+    def __init__(self, metrics: "Metrics", labels: Sequence[str]) -> None:
         self._metrics = metrics
         self.labels = labels
 
     def __getattr__(self, name: str) -> Any:
-        """Return the series of a metric: `tokens`, `routing_bytes`, `first_token` or `inter_token`."""
+        """Return the series of a metric, for example `tokens`."""
         series = getattr(self._metrics, name).labels(*self.labels)
         setattr(self, name, series)
         return series
@@ -213,7 +213,8 @@ class Metrics:
         self._fleet = FleetCollector(rb)
         self._registry.register(self._fleet)
         ProcessCollector(registry=self._registry)
-        self._versions: dict[str, OrderedDict[int, VersionSeries]] = {}
+        self._versions: dict[str, OrderedDict[int, UsedSeries]] = {}
+        self._series: dict[str, UsedSeries] = {}
         # Number of open token requests by model, the least recently used model first; and the metrics with this label.
         self._models: OrderedDict[str, int] = OrderedDict()
         self._of_models: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
@@ -296,6 +297,7 @@ class Metrics:
     def _remove_model(self, model: str) -> None:
         del self._models[model]
         self._versions.pop(model, None)
+        self._series.pop(model, None)
         for metric, names in self._of_models:
             samples = [sample for family in metric.collect() for sample in family.samples]
             for values in {tuple(map(each.labels.get, names)) for each in samples if each.labels["model"] == model}:
@@ -317,10 +319,13 @@ class Metrics:
     def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
         """Count one token request while it is open, and then its outcome."""
         self._note_use(model, 1)
-        self.prompt_tokens.labels(model).inc(prompt_len)
+        series = self._series.get(model)
+        if series is None:
+            series = self._series[model] = UsedSeries(self, (model,))
+        series.prompt_tokens.inc(prompt_len)
         progress = GenerationTimer(self, model)
         outcome = "internal_error"
-        self.in_flight.labels(model).inc()
+        series.in_flight.inc()
         try:
             yield progress
             outcome = "done"
@@ -331,12 +336,12 @@ class Metrics:
             outcome = str(getattr(error, "code", "bus_unavailable"))
             raise
         finally:
-            self.in_flight.labels(model).dec()
+            series.in_flight.dec()
             self.ended.labels(model, outcome).inc()
-            self.seconds.labels(model).observe(time.perf_counter() - progress.begun)
+            series.seconds.observe(time.perf_counter() - progress.begun)
             self._note_use(model, -1)
 
-    def version(self, model: str, weight_version: int) -> VersionSeries:
+    def version(self, model: str, weight_version: int) -> UsedSeries:
         """Return the series of a version.
 
         If there are too many versions, remove the series of the least recently used one.
@@ -344,7 +349,7 @@ class Metrics:
         known = self._versions.setdefault(model, OrderedDict())
         series = known.get(weight_version)
         if series is None:
-            series = known[weight_version] = VersionSeries(self, (model, str(weight_version)))
+            series = known[weight_version] = UsedSeries(self, (model, str(weight_version)))
             if len(known) > MAX_VERSIONS:
                 _, oldest = known.popitem(last=False)
                 for metric in (self.tokens, self.routing_bytes, self.first_token, self.inter_token):

@@ -10,8 +10,8 @@ import bisect
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -332,8 +332,9 @@ class Service:
 
     async def _complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
         user = self.user_of(http_request)
-        async with self._open(http_request, request), self.turns.turn(user, request) as turn:
-            return await self.rb.complete(turn.request, wait_limit=self._wait_limit(http_request, turn))
+        with self._open(http_request, request):
+            async with self.turns.turn(user, request) as turn:
+                return await self.rb.complete(turn.request, wait_limit=self._wait_limit(http_request, turn))
 
     def _wait_limit(self, http_request: Request, turn: FleetTurn) -> WaitLimit:
         return WaitLimit(turn.arrived_at, self.settings.max_wait_s, http_request.state.waited_s)
@@ -349,9 +350,11 @@ class Service:
         Raises:
             RollbusError: as `rollbus.Client.generate`.
         """
-        with self.metrics.generation(request.model or "", request.prompt_len) as progress:
+        with (
+            self.metrics.generation(request.model or "", request.prompt_len) as progress,
+            self._open(http_request, request),
+        ):
             async with (
-                self._open(http_request, request),
                 self.turns.turn(self.user_of(http_request), request) as turn,
                 aclosing(
                     self.rb.generate(
@@ -398,8 +401,8 @@ class Service:
         if (own := self._preparing.get(request)) is not None:
             own.models = tuple(models)
 
-    @asynccontextmanager
-    async def _open(self, http_request: Request, request: bus.GenerateRequest) -> AsyncIterator[None]:
+    @contextmanager
+    def _open(self, http_request: Request, request: bus.GenerateRequest) -> Iterator[None]:
         self._open_requests[id(request)] = http_request, request
         self._preparing.pop(http_request, None)
         try:

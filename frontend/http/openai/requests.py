@@ -72,7 +72,9 @@ def given_values(body: CommonBody, *names: str) -> JsonObject:
         value: Any = body
         for part in _path(name):
             value = getattr(value, part, None)
-        if value is not None:
+            if value is None:
+                break
+        else:
             found[name] = -value if name == URGENCY else value
     return found
 
@@ -83,7 +85,10 @@ def one_of(body: CommonBody, *names: str) -> Any:
     Raises:
         HttpError: 400, the values of the fields differ.
     """
-    first, *others = given_values(body, *names).items() or [("", None)]
+    given = given_values(body, *names)
+    if not given:
+        return None
+    first, *others = given.items()
     for name, value in others:
         if value != first[1]:
             raise invalid(name, f"contradicts {first[0]}", "one of the two")
