@@ -69,16 +69,7 @@ def first_error() -> Iterator[None]:
         raise group.exceptions[0] from None
 
 
-class _Unsized(Response):
-    """An answer of unknown size. Its media type is the whole header."""
-
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Set the headers, which have no length."""
-        given = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        self.raw_headers = [*given, (b"content-type", str(self.media_type).encode())]
-
-
-class JsonPieces(_Unsized):
+class JsonPieces(Response):
     """A JSON answer that is created while it is sent, at the speed at which the client reads.
 
     Args:
@@ -89,6 +80,7 @@ class JsonPieces(_Unsized):
 
     def __init__(self, pieces: Iterable[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(headers=headers)
+        del self.headers["content-length"]
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,24 +89,22 @@ class JsonPieces(_Unsized):
         Raises:
             ClientDisconnect: the client disconnected.
         """
+        delivery: ResponseSender = scope["state"]["delivery"]
         with while_connected(scope):
-            await self._send(scope["state"]["delivery"])
-
-    async def _send(self, delivery: ResponseSender) -> None:
-        delivery.begin(self.status_code, self.raw_headers)
-        gathered = bytearray()
-        for piece in self._pieces:
-            gathered += piece
-            # Small pieces are joined, because each send is a system call.
-            if len(gathered) >= SEND_BYTES:
-                await delivery.write(bytes(gathered))
-                gathered.clear()
-                # Let other tasks run, even if this client reads as fast as the service sends.
-                await asyncio.sleep(0)
-        await delivery.write(bytes(gathered), is_last=True)
+            delivery.begin(self.status_code, self.raw_headers)
+            gathered = bytearray()
+            for piece in self._pieces:
+                gathered += piece
+                # Small pieces are joined, because each send is a system call.
+                if len(gathered) >= SEND_BYTES:
+                    await delivery.write(bytes(gathered))
+                    gathered.clear()
+                    # Let other tasks run, even if this client reads as fast as the service sends.
+                    await asyncio.sleep(0)
+            await delivery.write(bytes(gathered), is_last=True)
 
 
-class EventStream(_Unsized):
+class EventStream(Response):
     """Server-sent events. If the client disconnects, the stream ends and its source is closed.
 
     Args:
@@ -122,30 +112,28 @@ class EventStream(_Unsized):
         events: the other events, as JSON, or `NO_EVENT`. An error among them becomes the last event.
     """
 
-    media_type = "text/event-stream; charset=utf-8"
+    media_type = "text/event-stream"
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        super().__init__(headers={"cache-control": "no-store", **headers})
+        super().__init__(headers={"Cache-Control": "no-store", **headers})
+        del self.headers["content-length"]
         self._first = first
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
+        delivery: ResponseSender = scope["state"]["delivery"]
         async with aclosing(self._events):
             with while_connected(scope):
-                await self._send(scope["state"]["delivery"])
-
-    async def _send(self, delivery: ResponseSender) -> None:
-        delivery.begin(self.status_code, self.raw_headers)
-        await delivery.write(_event(self._first))
-        try:
-            async for event in self._events:
-                await delivery.write(_event(event))
-        except (HttpError, RollbusError) as error:
-            failure = error if isinstance(error, HttpError) else http_error(error)
-            await delivery.write(_event(error_body(failure)), is_last=True)
-        else:
-            await delivery.write(END, is_last=True)
+                delivery.begin(self.status_code, self.raw_headers)
+                await delivery.write(_event(self._first))
+                last = END
+                try:
+                    async for event in self._events:
+                        await delivery.write(_event(event))
+                except (HttpError, RollbusError) as error:
+                    last = _event(error_body(error if isinstance(error, HttpError) else http_error(error)))
+                await delivery.write(last, is_last=True)
 
 
 def _event(event: bytes) -> bytes:

@@ -34,11 +34,9 @@ MAX_QUEUED: Final = 32
 NOT_HTTP: Final = "Invalid HTTP request received."
 HOSTS: Final = {"1.0": (0, 1), "1.1": (1,)}
 """Versions of HTTP that are served, and how many `Host` headers a request of them may have."""
-ID_BYTES: Final = 16
-_random = bytearray()
-"""Random bytes for the next ids of this process."""
+_random: list[bytes] = []
+"""Random bytes of the next ids of this process."""
 os.register_at_fork(after_in_child=_random.clear)
-LAST_CHUNK: Final = b"0\r\n\r\n"
 BODILESS: Final = frozenset({204, 304})
 """Statuses of answers without a body."""
 
@@ -46,10 +44,9 @@ BODILESS: Final = frozenset({204, 304})
 def new_id() -> str:
     """Return a new random id. One system call serves many ids, because each lets another thread run."""
     if not _random:
-        _random.extend(os.urandom(ID_BYTES << 8))
-    data = bytes(_random[-ID_BYTES:])
-    del _random[-ID_BYTES:]
-    return uuid.UUID(bytes=data, version=4).hex
+        data = os.urandom(4096)
+        _random.extend(data[at : at + 16] for at in range(0, len(data), 16))
+    return uuid.UUID(bytes=_random.pop(), version=4).hex
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:
@@ -275,7 +272,7 @@ class ResponseSender:
                 await self._drain()
             if self._is_chunked:
                 piece = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
-                piece += LAST_CHUNK if is_last and at + SEND_BYTES >= size else b""
+                piece += b"0\r\n\r\n" if is_last and at + SEND_BYTES >= size else b""
             self._write(piece if self._has_body else b"")
         if is_last:
             await self._end()

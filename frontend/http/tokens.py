@@ -5,7 +5,6 @@ millions of objects.
 """
 
 import itertools
-import math
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -71,7 +70,11 @@ class Scores(msgspec.Struct, frozen=True):
             found = 0 if values is None else len(values)
             if found != len(self.ids):
                 raise _broken(f"{len(self.ids)} {what} came with {found} logprobs")
-            if values is not None and not _are_numbers(values):
+            if values is None:
+                continue
+            # NaN propagates. numpy takes longer for the one token of a chunk.
+            most = values.item() if values.size == 1 else np.maximum.reduce(values, axis=None, initial=-np.inf)
+            if not most < np.inf:
                 raise _broken(f"a logprob of the {what} is not a number")
 
     def blocks(self) -> Iterator[list[list[Scored]]]:
@@ -99,15 +102,6 @@ class Scores(msgspec.Struct, frozen=True):
             np.concatenate([part.ids for part in parts]),
             *(_join([getattr(part, name) for part in parts]) for name in names),
         )
-
-
-def _are_numbers(values: Logprobs) -> bool:
-    """Return False if a logprob is NaN or infinite."""
-    if len(values) == 1 == values.ndim:
-        # A chunk of a stream, for which numpy takes longer.
-        return values.item() < math.inf
-    # NaN propagates.
-    return bool(np.maximum.reduce(values, axis=None, initial=-np.inf) < np.inf)
 
 
 def _position(own_id: int, own_logprob: float, ids: Sequence[int], logprobs: Sequence[float]) -> list[Scored]:

@@ -93,6 +93,8 @@ class Namer:
 
 def _tops(position: list[Scored], width: int) -> list[Scored]:
     """Return the `width` most likely tokens of a position, the most likely token first."""
+    if not width:
+        return []
     return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
@@ -121,9 +123,7 @@ class _ChatShape(AnswerShape):
 
         def content(block: list[list[Scored]]) -> list[SampledToken]:
             return [
-                SampledToken(
-                    *named(position[0]), [TopToken(*named(each)) for each in _tops(position, width)] if width else []
-                )
+                SampledToken(*named(position[0]), [TopToken(*named(each)) for each in _tops(position, width)])
                 for position in block
             ]
 
@@ -145,34 +145,26 @@ class _Completion(AnswerShape):
             tops = [{name: logprob} for name, logprob in zip(given, own, strict=True)]
             fields = {"tokens": given, "token_logprobs": own, "top_logprobs": tops, "text_offset": places}
             return iter((msgspec.json.encode(fields),))
-        named: tuple[list[list[Scored]], list[str]] = [], []
 
         def names(block: list[list[Scored]]) -> list[str]:
-            nonlocal named
-            # Three lists of a block have the names.
-            if named[0] is not block:
-                named = block, [namer.name(position[0].token_id) for position in block]
-            return named[1]
+            return [namer.name(position[0].token_id) for position in block]
 
         def offsets(block: list[list[Scored]]) -> list[int]:
             *places, choice.text_offset = itertools.accumulate(map(len, names(block)), initial=choice.text_offset)
             return places
 
-        def top(position: list[Scored], name: str) -> dict[str, float] | None:
-            logprob = position[0].logprob
-            if math.isnan(logprob):
+        def top(position: list[Scored]) -> dict[str, float] | None:
+            if math.isnan(position[0].logprob):
                 return None
-            tops = {namer.name(each.token_id): each.logprob for each in _tops(position, width)} if width else {}
             # The sampled token is included even if it is not among the most likely tokens.
-            tops[name] = logprob
-            return tops
+            return {namer.name(each.token_id): each.logprob for each in [*_tops(position, width), position[0]]}
 
         return lists_json(
             scores,
             {
                 "tokens": names,
                 "token_logprobs": lambda block: [position[0].logprob for position in block],
-                "top_logprobs": lambda block: list(map(top, block, names(block))),
+                "top_logprobs": lambda block: list(map(top, block)),
                 "text_offset": offsets,
             },
         )
