@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+import rollbus
 from rollbus.frontend.http import Settings, server
 from rollbus.frontend.http.app import ADMIN, DATA
 from rollbus.frontend.http.edge import MAX_HEAD_BYTES, MAX_QUEUED
@@ -460,3 +461,17 @@ async def test_a_stop_ends_waiting_requests_and_streams_and_keeps_commands(
         await rb.fleet.resume()
         await until_idle(engine, rb)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+async def test_a_fault_of_the_service_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected exception gives 500 with an error body, and the service serves on."""
+
+    async def fail(*_args: object, **_options: object) -> None:
+        raise LookupError
+
+    async with serve() as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(rollbus.Client, "complete", fail)
+            failed = await http.client.post(PATH, json=BODY)
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+        assert (await http.client.post(PATH, json=BODY)).status_code == 200
