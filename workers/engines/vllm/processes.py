@@ -151,9 +151,7 @@ def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
         # Programs read the worker's stdout, and libraries in the engine may print. Send their output to stderr.
         os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
-        # vLLM unfreezes objects when it ends, to free the memory of a process that goes on. This process ends, and a
-        # garbage collection would scan all objects of vLLM and torch for seconds, without a benefit.
-        gc.unfreeze = gc.freeze
+        # A garbage collection at exit would scan all objects of vLLM and torch for seconds, without a benefit.
         atexit.register(gc.freeze)
         if cores is not None:
             cores.apply()
