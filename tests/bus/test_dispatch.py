@@ -282,3 +282,16 @@ async def outcome(awaitable: Awaitable[Generation]) -> str:
         return (await awaitable).finish_reason
     except rollbus.RequestError as exc:
         return exc.code
+
+
+async def test_no_attempt_is_published_when_the_only_worker_of_a_model_stops(nats_url: str, fleet: str) -> None:
+    """If the only worker of a model stops, the next attempt waits for a worker and is not published."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(rb.complete(request(3)))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 0), admitted=(key,))
+        await worker.acked(1)
+        await worker.announce(WorkerState.STOPPED)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.take(), 0.5)
+        task.cancel()

@@ -203,6 +203,25 @@ def test_a_failure_or_an_abort_discards_unsent_data(error: ChunkError | None) ->
     assert sender.held_bytes == 0
 
 
+def test_aborts_send_unsent_tokens_in_their_terminal_chunks_within_credit() -> None:
+    """The terminal chunk of an aborted request has its small unsent output, as long as there is credit."""
+    sender, scenario = make_sender(), simple()
+    keys = make_keys(3)
+    for key in keys:
+        sender.open(key, scenario.writer(SEGMENT_BYTES, key))
+    seal_all(sender)
+    for key in keys:
+        sender.encode_step(key, scenario.steps[0], 1)
+    # Enough for one of them.
+    sender._credit = sender._offset + sender._open[keys[0]].next_bytes + 1
+    for key in keys:
+        sender.abort(key, 1)
+    (frame,) = seal_all(sender)
+
+    assert [chunk.finish_reason for chunk in frame.chunks] == 3 * [FinishReason.ABORT]
+    assert [chunk.end.num_tokens for chunk in frame.chunks] == [len(scenario.steps[0].token_ids), 0, 0]
+
+
 def test_a_failed_request_does_not_delay_other_requests() -> None:
     """A request that fails before its large segment was sent does not delay other requests."""
     sender = make_sender()

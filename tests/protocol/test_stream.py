@@ -487,10 +487,9 @@ def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *
 def add(gathering: TokenBatcher, batch: TokenBatch, version: int) -> list[str]:
     """Add a batch. Its requests without a slot get one. Return the requests whose runs are full."""
     assert gathering.takes(batch, version)
-    slots = gathering.find_slots(batch.keys)
-    for i in np.flatnonzero(slots < 0):
-        slots[i] = gathering.open(batch.keys[i], 0.0)
-    return gathering.add(batch, slots, 0.0)[0]
+    for key in np.array(batch.keys)[gathering.find_slots(batch.keys) < 0].tolist():
+        gathering.open(key, 0.0)
+    return gathering.add(batch, gathering.find_slots(batch.keys), 0.0)[0]
 
 
 def check(run: TokenRun | None, key: str, steps: list[int], start: int | None) -> None:
@@ -512,8 +511,7 @@ def check(run: TokenRun | None, key: str, steps: list[int], start: int | None) -
 )
 def test_each_run_equals_a_plain_list_of_its_tokens(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
     """Each run equals a plain list of its tokens, whichever requests share steps and are popped."""
-    gathering, expected = TokenBatcher(), dict[str, list[int]]()
-    made = dict.fromkeys(NAMES, 10)
+    gathering, expected, made = TokenBatcher(), dict[str, list[int]](), dict.fromkeys(NAMES, 10)
     for step, (present, popped) in enumerate(script):
         keys = [NAMES[i] for i in present]
         full = add(gathering, batch_of(keys, step, made if has_rows else None), 7)
@@ -527,8 +525,7 @@ def test_each_run_equals_a_plain_list_of_its_tokens(script: list[tuple[set[int],
                 check(run, key, steps, made[key] - len(steps) if has_rows else None)
             else:
                 assert run is None
-    assert sorted(gathering.keys) == sorted(expected)
-    assert len(gathering) == len(expected)
+    assert (sorted(gathering.keys), len(gathering)) == (sorted(expected), len(expected))
     for key, steps in expected.items():
         check(gathering.pop(key), key, steps, made[key] - len(steps) if has_rows else None)
 

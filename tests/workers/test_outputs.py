@@ -101,6 +101,16 @@ def test_the_first_token_of_an_unstreamed_request_leaves_with_those_behind_it() 
     assert (tokens(ear, "alone"), tokens(ear, "more"), links.dispatcher.is_gathering) == ([[7]], [[7, 7]], False)
 
 
+def test_the_first_token_of_a_later_attempt_leaves_at_once() -> None:
+    """The first token of a later attempt leaves at once: with it the client knows that this engine has survived it."""
+    links, ear = linked()
+    origin = RequestOrigin(ear.client, ear.incarnation, RequestKey("r", 1), queued())
+    name = links.offer(origin, request_of(request_id="r"), capabilities(), NOW, gathers=True)
+    links.add_steps([step(name)], NOW)
+    ear.hear()
+    assert tokens(ear, "r") == [[7]]
+
+
 def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
     """Tokens keep the version with which they were generated, also if they leave under a later version."""
     links, ear = linked()
