@@ -279,12 +279,12 @@ class ResponseSender:
 
     def _write(self, data: bytes) -> None:
         data, self._head = self._head + data, b""
+        self.has_begun = self._cycle.response_started = True
         if data and not self._connection.is_lost:
             self._cycle.transport.write(data)
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Begin the answer. Its head is sent with the first part of the body, which must follow at once."""
-        self.has_begun = True
         cycle, method, version = self._cycle, self._scope["method"], self._scope["http_version"]
         self._has_body = method != "HEAD" and status not in BODILESS
         self._is_chunked = self._has_body and version == "1.1"
@@ -305,7 +305,7 @@ class ResponseSender:
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         lines += (b"\r\n",) if cycle.keep_alive else (b"connection: close\r\n\r\n",)
-        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        cycle.waiting_for_100_continue = False
         self._head = b"".join(lines)
 
     async def _end(self) -> None:

@@ -2,13 +2,11 @@
 
 import argparse
 import asyncio
-import gc
 import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import fields, replace
-from typing import Final
 
 from .... import bus
 from ....bus import Server
@@ -18,9 +16,6 @@ from ..app import until_signalled
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json
 from ..exits import CommandFailed, ExitCode
-
-COLLECT_AFTER: Final = 10_000
-"""New objects before a garbage collection. Requests leave few cycles. After 700 collections take 5 % of the CPU."""
 
 
 def check_parsers(args: argparse.Namespace) -> None:
@@ -111,7 +106,6 @@ async def serve_http(
     """
     from ...http.server import serving
 
-    gc.set_threshold(COLLECT_AFTER)
     host, port = listening.getsockname()[:2]
     client = bus.connect(nats, fleet=fleet, prefill_min_tokens=settings.prefill_min_tokens, tracing=settings.otel)
     async with client as rb, serving(rb, settings, listening):
