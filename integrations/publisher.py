@@ -195,7 +195,7 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
 
     adapters, whole = model.active_adapters, model.get_base_model()
     if len(adapters) != 1:
-        raise InvalidRequest("model", f"has {len(adapters)} active PEFT adapters", "one")
+        raise InvalidRequest(field="model", problem=f"has {len(adapters)} active PEFT adapters", allowed="one")
     [adapter] = adapters
     layers: dict[str, Any] = {}
     for name, module in whole.named_modules():
@@ -218,7 +218,7 @@ def _check_plain(name: str, layer: Any, adapter: str) -> None:
 
     if type(layer) is not Linear or adapter in layer.lora_variant or layer.lora_bias.get(adapter):
         problem = f"has a PEFT adapter of another kind at {name}"
-        raise InvalidRequest("model", problem, "LoRA of linear layers, without DoRA and biases")
+        raise InvalidRequest(field="model", problem=problem, allowed="LoRA of linear layers, without DoRA and biases")
 
 
 def _dtypes(checkpoint: Path) -> Iterator[tuple[str, torch.dtype]]:

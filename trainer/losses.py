@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..schemas.rows import Float32s
 from .errors import PackError, check_integer
 from .packing import MicroBatch, segment_indices
 from .stitching import Sample, check_samples
@@ -28,7 +27,7 @@ from .stitching import Sample, check_samples
 
 def group_advantages(
     rewards: npt.ArrayLike, *, by: Literal["std", "mean", "leave_one_out"] = "std", eps: float = 1e-6
-) -> Float32s:
+) -> npt.NDArray[np.float32]:
     """Return the advantages of answers from the rewards of their groups.
 
     Groups without signal, including groups with one answer, have advantages of exactly 0.0.

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..schemas.rows import Float32s, Int32s, Rows, expected_rows
+from ..schemas.rows import Rows, expected_rows
 from .errors import PackError, StitchError, check_entries, check_integer, check_rows, check_vector, describe
 
 Overlap = Literal["refuse", "first", "last"]
@@ -40,19 +40,19 @@ class Sample:
         PackError: fields contradict each other.
     """
 
-    token_ids: Int32s
+    token_ids: npt.NDArray[np.int32]
     """i4[S]: prompts, sampled tokens, and tokens between them, in order."""
     loss_mask: npt.NDArray[np.bool_]
     """bool[S]: True if the token was sampled and is trained. Token 0 has no prediction and is never trained."""
-    logprobs: Float32s
+    logprobs: npt.NDArray[np.float32]
     """f4[S]: log probabilities from the sampler, possibly -inf; 0.0 where not sampled."""
-    weight_versions: Int32s
+    weight_versions: npt.NDArray[np.int32]
     """i4[S]: version of the weights that sampled each token; -1 where not sampled."""
     routed_experts: Rows | None = None
     """u1|u2[S - 1 - start, L, K]: expert ids. Row i belongs to position `start + i`. None without routed experts."""
     start: int = 0
     """Position of the first row."""
-    advantage: "float | Float32s" = 0.0
+    advantage: "float | npt.NDArray[np.float32]" = 0.0
     """One advantage for all tokens, or f4[S]."""
 
     def __post_init__(self) -> None:
@@ -113,15 +113,15 @@ class Turn(Protocol):
         """Lp: number of prompt tokens."""
 
     @property
-    def token_ids(self) -> Int32s:
+    def token_ids(self) -> npt.NDArray[np.int32]:
         """i4[G]: sampled token ids."""
 
     @property
-    def logprobs(self) -> Float32s | None:
+    def logprobs(self) -> npt.NDArray[np.float32] | None:
         """f4[G]: log probabilities from the sampler. None if they were not requested."""
 
     @property
-    def weight_versions(self) -> Int32s:
+    def weight_versions(self) -> npt.NDArray[np.int32]:
         """i4[G]: version of the weights that sampled each token."""
 
     @property
@@ -152,10 +152,10 @@ class Stitcher:
 
     def __init__(self, *, overlap: Overlap = "refuse") -> None:
         self._run = RowStitcher(overlap)
-        self._sampled: list[tuple[slice, Float32s, Int32s]] = []
+        self._sampled: list[tuple[slice, npt.NDArray[np.float32], npt.NDArray[np.int32]]] = []
         """Positions, log probabilities and weight versions of each turn with sampled tokens."""
         self._num_added = 0
-        self._tokens: tuple[Int32s, ...] = ()
+        self._tokens: tuple[npt.NDArray[np.int32], ...] = ()
         """All tokens so far: the last prompt and the tokens sampled after it."""
         self._unrouted: int | None = None
         """First turn without routed experts whose rows no later turn has returned."""
@@ -203,7 +203,7 @@ class Stitcher:
         self._tokens = (prompt, sampled)
         self._num_added += 1
 
-    def sample(self, advantage: "float | Float32s" = 0.0) -> Sample:
+    def sample(self, advantage: "float | npt.NDArray[np.float32]" = 0.0) -> Sample:
         """Return all turns so far as one sequence, which ends with the last sampled token.
 
         The arrays are newly allocated, except for rows that all come from one turn. A later prompt of a turn without
@@ -241,7 +241,7 @@ class Stitcher:
             advantage=advantage,
         )
 
-    def _check_prompt(self, where: str, prompt: Int32s) -> None:
+    def _check_prompt(self, where: str, prompt: npt.NDArray[np.int32]) -> None:
         position = 0
         for known in self._tokens:
             new = prompt[position : position + len(known)]
@@ -448,7 +448,7 @@ def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refus
     return run.start, run.join()
 
 
-def _as_token_ids(name: str, token_ids: object) -> Int32s:
+def _as_token_ids(name: str, token_ids: object) -> npt.NDArray[np.int32]:
     try:
         array = np.asarray(token_ids)
     except (TypeError, ValueError):
@@ -470,7 +470,7 @@ def _check_outcome(where: str, turn: Turn) -> None:
         raise StitchError(f"{where}: its request failed: {error}; allowed: turns whose error is None")
 
 
-def _check_turn(where: str, turn: Turn, prompt_len: int, num_sampled: int) -> Float32s:
+def _check_turn(where: str, turn: Turn, prompt_len: int, num_sampled: int) -> npt.NDArray[np.float32]:
     """Check that the arrays of a turn fit together, with rows by the row rule. Return the log probabilities."""
     told = getattr(turn, "prompt_len", prompt_len)
     if told != prompt_len:

@@ -128,14 +128,14 @@ class RolloutWorker:
         self._model = model
         self._dataset = dataset
         if len(dataset) == 0:
-            raise InvalidRequest("dataset", "is empty", "1 row or more")
+            raise InvalidRequest(field="dataset", problem="is empty", allowed="1 row or more")
         self._reward_funcs = list(reward_funcs)
         if not self._reward_funcs:
-            raise InvalidRequest("reward_funcs", "is empty", "1 function or more")
+            raise InvalidRequest(field="reward_funcs", problem="is empty", allowed="1 function or more")
         self._tokenizer = tokenizer
         num_generations = check_int("num_generations", num_generations, 1, MAX_N)
         if sampling.logprobs is None:
-            raise InvalidRequest("sampling.logprobs", "is None", "0 or more: the loss needs them")
+            raise InvalidRequest(field="sampling.logprobs", problem="is None", allowed="0 or more: the loss needs them")
         fields = {name: getattr(sampling, name) for name in SamplingParams.__struct_fields__}
         self._sampling = SamplingParams(**fields | {"n": num_generations})
         self._max_groups = check_int("max_groups", max_groups, 1, 1_000_000)
@@ -293,7 +293,7 @@ class RolloutWorker:
             name = getattr(function, "__name__", type(function).__name__)
             if len(given) != count:
                 problem = f"has {len(given)} values from {name}"
-                raise InvalidRequest("rewards", problem, f"{count}: one for each completion")
+                raise InvalidRequest(field="rewards", problem=problem, allowed=f"{count}: one for each completion")
             found[f"rewards/{name}"] = np.array([np.nan if r is None else r for r in given], dtype=float)
         each = np.array(list(found.values()))
         rewards = np.where(np.isnan(each).all(0), np.nan, np.nansum(each, 0))

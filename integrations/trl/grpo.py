@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import count, groupby
+from types import TracebackType
 from typing import Any, Final, Self
 
 from accelerate.utils import broadcast_object_list
@@ -97,7 +98,7 @@ def token_ids_of(
     for message in (message for prompt in prompts for message in prompt):
         content = message.get("content")
         if isinstance(content, list) and any(part.get("type") != "text" for part in content):
-            raise InvalidRequest("prompt", "has a message with content other than text", "text")
+            raise InvalidRequest(field="prompt", problem="has a message with content other than text", allowed="text")
     rendered = tokenizer.apply_chat_template(
         conversation=prompts,
         chat_template=template,
@@ -129,7 +130,7 @@ def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> SamplingParams:
     unknown = sorted(options.keys() - set(allowed_names))
     if unknown:
         allowed = f"these fields of rollbus.SamplingParams: {', '.join(allowed_names)}"
-        raise InvalidRequest("generation_kwargs", f"has {unknown[0]!r}", allowed)
+        raise InvalidRequest(field="generation_kwargs", problem=f"has {unknown[0]!r}", allowed=allowed)
     return SamplingParams(**options)
 
 
@@ -193,7 +194,9 @@ class Rollouts:
         self._connected()
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close the connection."""
         self.close()
 
@@ -213,7 +216,7 @@ class Rollouts:
         """
         if trainer.tools:
             allowed = "none: TRL's tool loop generates without this function"
-            raise InvalidRequest("tools", "are set", allowed)
+            raise InvalidRequest(field="tools", problem="are set", allowed=allowed)
         prompt_ids = token_ids_of(
             prompts, trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs
         )
