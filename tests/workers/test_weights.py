@@ -205,7 +205,7 @@ async def test_a_failed_load_poisons_the_worker(tmp_path: Path, fault: str, code
         worker.engine.faults = SyntheticFaults(load=fault)  # type: ignore[arg-type]
         path = worker.checkpoint("2", 2)
         with pytest.raises(ControlError) as caught:
-            await worker.weights.update(update(path, 2, timeout_s=1.0 if fault == "hangs" else SOON_S), worker.report)
+            await worker.weights.update(update(path, 2, timeout_s=5.0 if fault == "hangs" else SOON_S), worker.report)
         assert caught.value.code is code
         assert (*worker.standing, worker.weights.problem) == (1, True, caught.value.message)
         end = worker.end("r")
