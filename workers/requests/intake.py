@@ -335,8 +335,7 @@ class RequestIntake:
 
     async def _admit(self, incoming: IncomingRequest) -> None:
         capabilities, message = self._engine.capabilities, incoming.message
-        # A worker that may accept may publish.
-        if capabilities is None or not (self._lifecycle.may_accept() or self._lifecycle.may_publish()):
+        if capabilities is None or not self._lifecycle.may_publish():
             self.stats.not_serving += 1
             return
         if message is not None and not self._lifecycle.may_accept():

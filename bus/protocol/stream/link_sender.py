@@ -244,9 +244,10 @@ class LinkSender:
         """
         writer = self._discard(key)
         room = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes) - self._kept_bytes
-        keeps = 0 < writer.next_bytes <= min(self._small_bytes, room)
+        num_bytes = writer.next_bytes
+        keeps = 0 < num_bytes <= min(self._small_bytes, room)
         if keeps:
-            self._kept_bytes += writer.next_bytes
+            self._kept_bytes += num_bytes
         self._add_terminal(writer.abort(weight_version, keeps=keeps))
 
     def _discard(self, key: RequestKey) -> ChunkWriter:
