@@ -478,6 +478,21 @@ class Call:
             else:
                 raise result.error
 
+    async def next_chunks(self, most_bytes: int) -> list[Chunk]:
+        """Wait for chunks and return those that have come, up to about `most_bytes`; none after the last one.
+
+        Raises:
+            RequestError: as `next_chunk`.
+        """
+        first, num_bytes = await self.next_chunk(), 0
+        found = [] if first is None else [first]
+        while self._chunks and num_bytes < most_bytes:
+            chunk, size = self._chunks.popleft()
+            num_bytes += size
+            found.append(chunk)
+        self._count_read(num_bytes)
+        return found
+
     async def wait(self) -> None:
         """Wait until the call has ended, with or without an error."""
         while self.result is None:

@@ -1,7 +1,8 @@
 """The answers to one HTTP request: they grow with each chunk and end at a stop string."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class AnswerChoice:
 
     Attributes:
         num_tokens: number of tokens so far.
+        has_begun: True if a stream has an event of this answer.
         finish_reason: OpenAI's finish reason; None while the answer grows.
         stop_reason: the stop string or the id of the stop token that ended the answer.
         cached_tokens: prompt tokens that the engine found in its prefix cache; None while unknown.
@@ -43,6 +45,7 @@ class AnswerChoice:
         self.index = index
         self.request = request
         self.num_tokens = 0
+        self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cached_tokens: int | None = None
@@ -90,8 +93,10 @@ class AnswerChoice:
 
 async def updates(
     service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
-) -> AsyncGenerator[tuple[AnswerChoice, Update], None]:
+) -> AsyncGenerator[Iterator[tuple[AnswerChoice, Update]], None]:
     """Yield the updates that chunks add to the answers, until all answers have ended. Closing aborts the open requests.
+
+    The caller reads each iterator, which has all that has come, to its end before the next one.
 
     Args:
         choices: ordered by request, then by child.
@@ -99,15 +104,21 @@ async def updates(
     open_choices = len(choices)
     n = requests[0].sampling.n
     # The first request waits for the first byte. If it has none in time, no status was sent.
-    running = [service.chunks(http_request, each, is_limited=each is requests[0]) for each in requests]
-    async with aclosing(merged(running)) as chunks:
-        async for at, chunk in chunks:
+    running = [service.chunks(http_request, each, at, is_limited=not at) for at, each in enumerate(requests)]
+
+    def added(at: int, chunks: Sequence[bus.Chunk]) -> Iterator[tuple[AnswerChoice, Update]]:
+        nonlocal open_choices
+        for chunk in chunks:
             choice = choices[at * n + chunk.child]
-            if choice.finish_reason is not None:
-                # A stop string has ended this answer. The fleet continues, because other answers are still open.
-                continue
-            yield choice, choice.add(Tokens.of_chunk(chunk, choice.request))
-            open_choices -= choice.finish_reason is not None
+            # If a stop string has ended this answer, the fleet continues, because other answers are still open.
+            if choice.finish_reason is None:
+                update = choice.add(Tokens.of_chunk(chunk, choice.request))
+                open_choices -= choice.finish_reason is not None
+                yield choice, update
+
+    async with aclosing(merged(running) if len(running) > 1 else running[0]) as found:
+        async for at, chunks in found:
+            yield added(at, chunks)
             if not open_choices:
                 return
 
@@ -129,8 +140,8 @@ async def collect_answers(
     if may_stop:
         with while_connected(http_request.scope):
             async with aclosing(updates(service, http_request, requests, choices)) as found:
-                async for _ in found:
-                    pass
+                async for added in found:
+                    deque(added, 0)
         return
     if len(requests) == 1:
         results = [await service.complete(http_request, requests[0])]

@@ -16,6 +16,8 @@ from .errors import HttpError, error_body, http_error
 
 NO_EVENT: Final = b""
 """Instead of an event: a comment keeps proxies and clients from closing a stream whose text is held back."""
+BETWEEN: Final = b"\n\ndata: "
+"""What separates the JSON of two events."""
 PING: Final = b": ping\n\n"
 """A comment, which keeps proxies from closing an idle stream."""
 END = b"data: [DONE]\n\n"
@@ -109,7 +111,8 @@ class EventStream(Response):
 
     Args:
         first: the first event, already received. An error before it still has an HTTP status of its own.
-        events: the other events, as JSON, or `NO_EVENT`. An error among them becomes the last event.
+        events: the other events, as JSON with `BETWEEN` between several, or `NO_EVENT`. An error among them becomes the
+            last event.
     """
 
     media_type = "text/event-stream"
@@ -140,48 +143,42 @@ def _event(event: bytes) -> bytes:
     return b"data: %b\n\n" % event if event else PING
 
 
-_Waiting: TypeAlias = "asyncio.Queue[tuple[int, bus.Chunk | Exception | None]]"
+ChunksAt: TypeAlias = tuple[int, list[bus.Chunk]]
+"""Chunks, and the index of their request."""
+_Waiting: TypeAlias = asyncio.Queue[ChunksAt | Exception | None]
 
-MAX_WAITING: Final = 64
-"""Limit on received chunks that the caller has not read. Further chunks wait in their sources."""
+MAX_WAITING: Final = 16
+"""Limit on received lists of chunks that the caller has not read. Further chunks wait in their sources."""
 
 
-async def merged(sources: Sequence[AsyncGenerator[bus.Chunk, None]]) -> AsyncGenerator[tuple[int, bus.Chunk], None]:
-    """Yield the chunks of all sources, each with its source's index.
-
-    Closing the generator closes the sources. An error of one source closes the others too.
-    """
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as source:
-            async for chunk in source:
-                yield 0, chunk
-        return
+async def merged(sources: Sequence[AsyncGenerator[ChunksAt, None]]) -> AsyncGenerator[ChunksAt, None]:
+    """Yield what all sources yield. Closing the generator closes them. An error of one source closes the others too."""
     waiting: _Waiting = asyncio.Queue(MAX_WAITING)
     open_sources = len(sources)
     with first_error():
         async with asyncio.TaskGroup() as tasks:
-            for at, source in enumerate(sources):
-                tasks.create_task(_pump(at, source, waiting))
+            for source in sources:
+                tasks.create_task(_pump(source, waiting))
             while open_sources:
-                at, item = await waiting.get()
+                item = await waiting.get()
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
                     open_sources -= 1
                 else:
-                    yield at, item
+                    yield item
 
 
-async def _pump(at: int, source: AsyncGenerator[bus.Chunk, None], waiting: _Waiting) -> None:
+async def _pump(source: AsyncGenerator[ChunksAt, None], waiting: _Waiting) -> None:
     end: Exception | None = None
-    async with aclosing(source) as chunks:
+    async with aclosing(source) as found:
         try:
-            async for chunk in chunks:
-                await waiting.put((at, chunk))
+            async for chunks in found:
+                await waiting.put(chunks)
         except (HttpError, RollbusError) as error:
             # The error is not raised here: it would cancel the reading task at an arbitrary point.
             end = error
-    await waiting.put((at, end))
+    await waiting.put(end)
 
 
 def json_response(value: object, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
-from .calls import Admission, EventStream
+from .calls import Admission, ChunksAt, EventStream
 from .edge import given_request_id, while_connected
 from .errors import HttpError
 from .live.fleet import LiveFleet
@@ -234,6 +234,8 @@ class Turns:
             del self._open[waiting.model]
 
 
+BATCH_BYTES: Final = 16 << 10
+"""Bytes of chunks that are converted at a time, at most about 100 tokens. It bounds the events made at once."""
 ABORT_AGAIN_S: Final = 0.02
 """Seconds between two aborts of requests that wait for their turn."""
 ABORT_TIMEOUT_S: Final = 10.0
@@ -340,9 +342,9 @@ class Service:
         return WaitLimit(turn.arrived_at, self.settings.max_wait_s, http_request.state.waited_s)
 
     async def chunks(
-        self, http_request: Request, request: bus.GenerateRequest, *, is_limited: bool = True
-    ) -> AsyncGenerator[bus.Chunk, None]:
-        """Yield the chunks as they arrive. Closing the generator aborts the request.
+        self, http_request: Request, request: bus.GenerateRequest, at: int = 0, *, is_limited: bool = True
+    ) -> AsyncGenerator[ChunksAt, None]:
+        """Yield `at` with all chunks that have arrived, as they arrive. Closing the generator aborts the request.
 
         Args:
             is_limited: False: without a worker, the first chunk may come later than `max_wait_s`.
@@ -350,23 +352,23 @@ class Service:
         Raises:
             RollbusError: as `rollbus.Client.generate`.
         """
+        runtime = runtime_of(self.rb)
         with (
             self.metrics.generation(request.model or "", request.prompt_len) as progress,
             self._open(http_request, request),
         ):
-            async with (
-                self.turns.turn(self.user_of(http_request), request) as turn,
-                aclosing(
-                    self.rb.generate(
-                        turn.request,
-                        on_end=turn.end,
-                        wait_limit=self._wait_limit(http_request, turn) if is_limited else None,
-                    )
-                ) as chunks,
-            ):
-                async for chunk in chunks:
-                    progress.add(chunk)
-                    yield chunk
+            async with self.turns.turn(self.user_of(http_request), request) as turn:
+                wait_limit = self._wait_limit(http_request, turn) if is_limited else None
+                # Not `generate`, which costs one more generator and one more turn for each token.
+                call = await runtime.open(turn.request, streams=True, wait_limit=wait_limit)
+                call.when_ended(lambda _: turn.end())
+                try:
+                    while chunks := await call.next_chunks(BATCH_BYTES):
+                        for chunk in chunks:
+                            progress.add(chunk)
+                        yield at, chunks
+                finally:
+                    runtime.remove(call)
 
     @asynccontextmanager
     async def preparing(self, request: Request, body_id: str | None) -> AsyncIterator[None]:

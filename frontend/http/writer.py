@@ -17,7 +17,8 @@ from ...schemas.decoding import JsonObject
 from ...schemas.rows import Rows
 from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
-from .calls import NO_EVENT, EventStream, JsonPieces
+from .calls import BETWEEN, NO_EVENT, EventStream, JsonPieces
+from .errors import HttpError
 from .openai.parsers import AnswerParts, AnswerReader
 from .openai.requests import Echo, EchoedScores, Options
 from .openai.shapes import AnswerShape, Namer, Reading, RequestClock, nvext_json, parts_json
@@ -205,46 +206,63 @@ class AnswerWriter:
     async def _events(self, service: Service, http_request: Request) -> AsyncGenerator[bytes, None]:
         with named_errors(self.names, self.requests[0]):
             choices = self._choices(keep=bool(self.options.extra))
-            has_begun = [False] * len(choices)
             readers = self._readers(choices)
             silent_since: float | None = None
             async with aclosing(updates(service, http_request, self.requests, choices)) as found:
-                async for choice, part in found:
-                    if len(part.tokens.ids):
-                        self.clock.token()
-                    is_first = not has_begun[choice.index]
-                    # The first event of the stream has the token ids of the prompt.
-                    prompt = is_first and not any(has_begun)
-                    update = self._echo(choice, part, is_first=is_first)
-                    opening = self.shape.opening(choice.index) if is_first else None
-                    if opening is not None:
-                        yield self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt)
-                        prompt = False
-                    has_begun[choice.index] = True
-                    reader, parts = readers[choice.index], None
-                    if reader is not None:
-                        ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
-                        parts = await reader.add(update.text, ids, final=final)
-                    if not self._is_news(choice, update, parts):
+                async for added in found:
+                    events: list[bytes] = []
+                    try:
+                        for choice, part in added:
+                            await self._add_events(events, choices, choice, part, readers[choice.index])
+                    except HttpError:
+                        if events:
+                            yield BETWEEN.join(events)
+                        raise
+                    now = time.monotonic()
+                    if events:
+                        silent_since = None
+                        yield BETWEEN.join(events)
+                    elif silent_since is None:
                         # A tool call is held back until it is complete, which may take minutes.
-                        if silent_since is None:
-                            silent_since = time.monotonic()
-                        elif time.monotonic() - silent_since >= KEEP_ALIVE_S:
-                            yield NO_EVENT
-                            silent_since = time.monotonic()
-                        continue
-                    silent_since = None
-                    more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
-                    text = self._write_parts(choice, update, reader, parts, delta=True)
-                    shown = b"".join(
-                        self._choice_json(choice, update, {**text, **more}, rows=update.tokens.rows, delta=True)
-                    )
-                    nvext = b""
-                    if choice.finish_reason and self.options.extra:
-                        nvext = b"".join(self._nvext(choice.pop_update().tokens))
-                    yield self._event(shown, choices, choice, prompt=prompt, nvext=nvext)
+                        silent_since = now
+                    elif now - silent_since >= KEEP_ALIVE_S:
+                        silent_since = now
+                        yield NO_EVENT
             if self.options.usage:
                 yield self._event(None, choices)
+
+    async def _add_events(
+        self,
+        events: list[bytes],
+        choices: Sequence[AnswerChoice],
+        choice: AnswerChoice,
+        part: Update,
+        reader: AnswerReader | None,
+    ) -> None:
+        """Append the events for an update, if it has new content for the client."""
+        if len(part.tokens.ids):
+            self.clock.token()
+        is_first = not choice.has_begun
+        # The first event of the stream has the token ids of the prompt.
+        prompt = is_first and not any(each.has_begun for each in choices)
+        update = self._echo(choice, part, is_first=is_first)
+        opening = self.shape.opening(choice.index) if is_first else None
+        if opening is not None:
+            events.append(self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt))
+            prompt = False
+        choice.has_begun, parts = True, None
+        if reader is not None:
+            ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
+            parts = await reader.add(update.text, ids, final=final)
+        if not self._is_news(choice, update, parts):
+            return
+        more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}
+        text = self._write_parts(choice, update, reader, parts, delta=True)
+        shown = b"".join(self._choice_json(choice, update, {**text, **more}, rows=update.tokens.rows, delta=True))
+        nvext = b""
+        if choice.finish_reason and self.options.extra:
+            nvext = b"".join(self._nvext(choice.pop_update().tokens))
+        events.append(self._event(shown, choices, choice, prompt=prompt, nvext=nvext))
 
     def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:
         """Return True if an event for this update has new content for the client."""

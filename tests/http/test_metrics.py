@@ -245,7 +245,7 @@ async def test_streamed_and_other_requests_count_the_same_tokens(nats_url: str, 
     async with synthetic_worker(nats_url, fleet, weight_version=5), a_service(nats_url, fleet) as service:
         generation = await service.complete(a_request(), wanted(4, n=2))
         whole = parse((await service.metrics.text()).decode())
-        chunks = [chunk async for chunk in service.chunks(a_request(), wanted(4, n=2))]
+        chunks = [chunk async for _, chunks in service.chunks(a_request(), wanted(4, n=2)) for chunk in chunks]
         both = parse((await service.metrics.text()).decode())
 
     rows = sum(s.routed_experts.nbytes for s in (generation, *generation.siblings) if s.routed_experts is not None)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
+from rollbus.bus.client.calls import Call
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, COMPLETIONS, Talk, by_bus, byte_level, client_of
 from tests.support.fleet import until_idle
@@ -201,17 +202,18 @@ async def test_the_engine_stops_if_the_client_disconnects(talk: Talk) -> None:
 async def test_an_engine_error_ends_every_response(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine error gives 502 for one prompt or several, and an error event in a stream that has begun."""
 
-    async def fail(_client: rollbus.Client, wanted: rollbus.GenerateRequest, **_: object) -> Any:
-        async for chunk in generate(_client, wanted):
-            # A worker may send all tokens in the first chunk.
-            yield replace(chunk, end=None)
+    async def fail(call: Call, most_bytes: int) -> Any:
+        if call.wire_id in begun:
             raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
+        begun.add(call.wire_id)
+        # A worker may send all tokens in the first chunk.
+        return [replace(chunk, end=None) for chunk in await next_chunks(call, most_bytes)]
 
     async def fail_whole(_client: rollbus.Client, _wanted: rollbus.GenerateRequest, **_: object) -> Any:
         raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
 
-    generate = rollbus.Client.generate
-    monkeypatch.setattr(rollbus.Client, "generate", fail)
+    begun, next_chunks = set[str](), Call.next_chunks
+    monkeypatch.setattr(Call, "next_chunks", fail)
     monkeypatch.setattr(rollbus.Client, "complete", fail_whole)
     async with talk() as (http, client):
         for prompt in ("the", ["the", "é"]):
