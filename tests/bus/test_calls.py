@@ -112,14 +112,16 @@ async def test_a_reader_on_another_thread_receives_every_chunk_once() -> None:
 
 
 async def test_a_failed_call_yields_its_chunks_before_its_error() -> None:
-    """A failed call yields the received chunks before it raises its error."""
+    """A failed call yields the received chunks, singly or up to a limit of bytes, before it raises its error."""
     box, _ = inbox()
     call = new_call(box)
-    call.deliver([chunk_of(0), chunk_of(1)])
+    call.deliver(list(map(chunk_of, range(6))))
     call.finish(CallResult((), RequestFailed(code=ErrorCode.WORKER_LOST, message="gone")))
-    chunks = [await call.next_chunk(), await call.next_chunk()]
+    # A limit of one byte is reached after the second chunk.
+    found = [[await call.next_chunk()], await call.next_chunks(1), await call.next_chunks(1 << 20)]
 
-    assert [chunk.chunk_index for chunk in chunks if chunk is not None] == [0, 1]
+    assert [[chunk and chunk.chunk_index for chunk in chunks] for chunks in found] == [[0], [1, 2], [3, 4, 5]]
+    assert not box.unread.num_bytes
     with pytest.raises(RequestFailed, match="gone"):
         await call.next_chunk()
 
