@@ -129,6 +129,17 @@ class Drain(Command, frozen=True, kw_only=True, tag="drain"):
     sets: ClassVar[str | None] = "pause"
 
 
+class Restart(Command, frozen=True, kw_only=True, tag="restart"):
+    """Hand the requests in flight to other workers, then end the process with exit code 0. Its supervisor starts it.
+
+    Nothing is recorded, so the next process serves. `applied` means that the worker has begun to stop. Workers of
+    earlier releases reject this command.
+    """
+
+    incarnation: NonEmptyName
+    """Incarnation that must end. Any other incarnation answers `stale`, so a late copy of the command ends nothing."""
+
+
 class FlushCache(Command, frozen=True, kw_only=True, tag="flush_cache"):
     """Reset the prefix cache."""
 
@@ -354,6 +365,7 @@ AnyCommand = (
     Pause
     | Resume
     | Drain
+    | Restart
     | FlushCache
     | Sleep
     | Wake

@@ -238,6 +238,7 @@ class Worker:
         self._intake = RequestIntake(config, self._lifecycle, self._links, self._runner, self._execute, self._puller)
         self._in_flight = InFlightRequests(self._runner, self._links, self._intake, self._puller, execute=self._execute)
         self._control = make_control(config, nats, self._lifecycle, self._in_flight, self._publisher, self._sources)
+        self._control.on_restart = self.stop
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:
         """Return the coroutines that run concurrently until the worker stops, by name."""

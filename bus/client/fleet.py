@@ -9,11 +9,13 @@ from ...schemas import control, limits
 from ...schemas.checks import check_bool, check_float, check_int, check_name, check_subject_token, describe
 from ...schemas.control import AnyCommand, PauseMode
 from ...schemas.errors import InvalidRequest
+from ...schemas.options import DEFAULT_START_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
 from ...schemas.telemetry import RequestKind
 from ...schemas.weights import Canary, WeightSource
 from ..control.controller import OnAck
+from ..control.rolling import restart_one_by_one
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.telemetry.experts import ExpertAnswers
 from ..protocol.telemetry.requests import RequestList, RequestTrace, merge_list, merge_timelines
@@ -548,6 +550,39 @@ class Fleet(WeightCommands):
     async def drain(self, workers: Iterable[str], **options: Unpack[DrainOptions]) -> CommandResult:
         """Make these workers hand their requests to other workers and accept no more until `resume`."""
         return await self._send(control.Drain, options, workers=unique_names("workers", workers))
+
+    async def restart_one_by_one(
+        self,
+        workers: Iterable[str] | None = None,
+        *,
+        allow_none: bool = False,
+        start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
+        **options: Unpack[DrainOptions],
+    ) -> CommandResult:
+        """Restart workers one after another, for example on a new release. Nothing is recorded.
+
+        Each worker hands over its requests and exits with code 0; its supervisor must start it again. The next worker
+        follows when this one is back in the state that it had, usually `serving`.
+
+        Args:
+            workers: ids of the workers. None (default): all.
+            allow_none: also restart a worker while no other one serves its model; requests wait. Default: False.
+            start_timeout_s: seconds for each worker to exit and to come back. Default: 1800.
+
+        Raises:
+            CommandIncomplete: a worker did not come back, and those after it were not restarted. In its `ledger`,
+                `applied` has the workers that are back, `late` one that has exited, `missing` those that remain.
+        """
+        common, on_ack = split_options({**options, "workers": workers})
+        return await self._thread.run(
+            restart_one_by_one(
+                self._runtime.controller,
+                control.State(**common),
+                allow_none=check_bool("allow_none", allow_none),
+                start_timeout_s=check_float("start_timeout_s", start_timeout_s, 0, limits.MAX_TIMEOUT_S, above=True),
+                on_ack=on_ack,
+            )
+        )
 
     async def flush_cache(self, *, preempt: bool = False, **options: Unpack[SendOptions]) -> CommandResult:
         """Reset the prefix cache.

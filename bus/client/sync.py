@@ -243,6 +243,7 @@ class BlockingFleet:
     pause = _blocking(Fleet.pause)
     resume = _blocking(Fleet.resume)
     drain = _blocking(Fleet.drain)
+    restart_one_by_one = _blocking(Fleet.restart_one_by_one)
     flush_cache = _blocking(Fleet.flush_cache)
     sleep = _blocking(Fleet.sleep)
     wake = _blocking(Fleet.wake)

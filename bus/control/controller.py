@@ -391,6 +391,10 @@ class Controller:
             pass
         return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
 
+    async def known_workers(self) -> tuple[WorkerPresence, ...]:
+        """Return the last presence of each live worker."""
+        return await self._watcher.known_workers()
+
     async def without(self, capability: str, model: str) -> tuple[str, ...]:
         """Return the present workers of `model` that announce their capabilities and lack this one."""
         return without(capability, await self._watcher.known_workers(), model)

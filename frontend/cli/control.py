@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -216,6 +217,21 @@ async def send(args: argparse.Namespace) -> int:
     parameters = inspect.signature(getattr(Fleet, name)).parameters
     own = {parameter: getattr(args, parameter) for parameter in parameters if hasattr(args, parameter)}
     return await send_command(lambda fleet, options: getattr(fleet, name)(**own, **options), args)
+
+
+async def drain(args: argparse.Namespace) -> int:
+    """Drain the workers, or restart them one by one."""
+    if args.all == bool(args.workers):
+        raise WrongUsage("drain takes either ids of workers or --all")
+    if not args.one_by_one:
+        refuse_options(args, ("allow_none", "start_timeout"), "without --one-by-one")
+        if args.all:
+            raise WrongUsage("--all needs --one-by-one: a drain of all workers leaves none for the requests")
+        return await send(args)
+    own: dict[str, Any] = {"workers": args.workers or None, "allow_none": args.allow_none}
+    if args.start_timeout is not None:
+        own["start_timeout_s"] = args.start_timeout
+    return await send_command(lambda fleet, options: fleet.restart_one_by_one(**own, **options), args)
 
 
 async def cancel_transfer(args: argparse.Namespace) -> int:

@@ -108,6 +108,20 @@ async def test_options_reach_the_workers_as_fields_of_the_same_name(nats_url: st
             assert f"\n{name}: applied by " in f"\n{ended.stdout}"
 
 
+async def test_a_drain_needs_workers_or_an_order(nats_url: str, fleet: str) -> None:
+    """A drain without workers, of all at once, or with an option of another form is wrong usage and sends nothing."""
+    for line, why in (
+        ("drain", "either ids of workers or --all"),
+        ("drain --all", "--all needs --one-by-one"),
+        ("drain w --all --one-by-one", "either ids of workers or --all"),
+        ("drain w --allow-none", "--allow-none"),
+        ("drain w --start-timeout 5", "--start-timeout"),
+    ):
+        ended = await run_rollbus(nats_url, fleet, *line.split())
+        assert ended.code == ExitCode.USAGE, line
+        assert why in ended.stderr
+
+
 async def test_a_relative_source_path_becomes_absolute(nats_url: str, fleet: str) -> None:
     """A relative PATH becomes absolute in the current folder, with symbolic links unresolved.
 

@@ -280,19 +280,29 @@ def test_up_restarts_a_dead_worker_and_stops_in_order(tmp_path: Path) -> None:
     assert log.read_text().endswith("stopped\n")
 
 
-def test_up_fails_after_its_last_worker_was_stopped(tmp_path: Path) -> None:
-    """`up` does not restart a worker that SIGTERM stopped. After the last one, `up` prints its last lines and fails."""
+@pytest.mark.proves("P1")
+def test_up_starts_workers_again_that_a_rolling_restart_ended(tmp_path: Path) -> None:
+    """`drain --all --one-by-one` replaces each worker of `up` by a new process; a fleet of one needs --allow-none."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
-        os.kill(processes_with("--worker-id local-1", info["nats"])[0], signal.SIGTERM)
-        assert becomes_true(lambda: "[local-1] ended with exit code 0; workers left: 1; not started" in log.read_text())
+        nats = info["nats"]
+        pids = {worker: processes_with(f"--worker-id {worker}", nats) for worker in info["workers"]}
+        done = rollbus("drain", "--all", "--one-by-one", "--json", nats=nats)
+        shown = {each["worker"]: each["result"] for each in json.loads(done.stdout)["workers"]}
+        assert (done.returncode, shown) == (0, dict.fromkeys(info["workers"], "applied")), done.stdout
+        for worker in info["workers"]:
+            [pid] = processes_with(f"--worker-id {worker}", nats)
+            assert [pid] != pids[worker]
+            assert f"[{worker}] ended with exit code 0; workers left: 1; started again in 1 s" in log.read_text()
+        assert rollbus("status", nats=nats).stdout.count("serving") == 2
+        assert rollbus("drain", "local-1", nats=nats).returncode == 0
+        refused = rollbus("drain", "local-0", "--one-by-one", nats=nats)
+        assert refused.returncode == 2
+        assert "--allow-none is not set, and no other worker serves 'synthetic'" in refused.stderr
+        assert rollbus("drain", "--all", "--one-by-one", "--allow-none", nats=nats).returncode == 0
+        # A recorded drain stays: the worker comes back in the state that it had.
+        assert "drained" in rollbus("status", nats=nats).stdout
         assert process.poll() is None
-        os.kill(processes_with("--worker-id local-0", info["nats"])[0], signal.SIGTERM)
-        process.wait()
-
-    assert process.returncode == 1
-    assert processes_with(info["nats"]) == []
-    assert "rollbus: worker local-0 ended with exit code 0; its last lines:" in log.read_text()
 
 
 def test_up_reports_the_error_of_a_worker_that_fails_to_start(tmp_path: Path) -> None:

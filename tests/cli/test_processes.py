@@ -279,9 +279,16 @@ def test_ten_minutes_of_runtime_reset_the_delay() -> None:
     assert restarts.delay_s(1, lived_s=600, now=700) == 1
 
 
-def test_a_stopped_or_misconfigured_process_is_not_restarted() -> None:
-    """There is no restart if the process was stopped, had a wrong option, or has the name of another process."""
-    for exit_code in (0, 2, EXIT_DUPLICATE_WORKER):
+def test_a_requested_exit_is_no_failure() -> None:
+    """A process that exits with 0 is started again at once each time, and does not count as a failure."""
+    restarts = Restarts(RESTARTS_RULE)
+    assert {restarts.delay_s(0, lived_s=1, now=now) for now in range(20)} == {1}
+    assert restarts.delay_s(1, lived_s=1, now=20) == 1
+
+
+def test_a_misconfigured_process_is_not_restarted() -> None:
+    """There is no restart if the process had a wrong option, or has the name of another process."""
+    for exit_code in (2, EXIT_DUPLICATE_WORKER):
         assert Restarts(RESTARTS_RULE).delay_s(exit_code, lived_s=1000, now=0) is None
 
 

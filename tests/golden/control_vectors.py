@@ -21,6 +21,7 @@ from rollbus.schemas.control import (
     ReadExperts,
     ReadRequest,
     Recorded,
+    Restart,
     Resume,
     SeenCommand,
     Sleep,
@@ -121,6 +122,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_update_weight_chunk_of": UpdateWeightChunk(id="uc-2", info={}, transfer="sw-1"),
     "command_finish_weight_update_of": FinishWeightUpdate(id="fw-2", version=8, transfer="sw-1"),
     "command_cancel_weight_update": CancelWeightUpdate(id="cw-1", transfer="sw-1"),
+    "command_restart": Restart(id="r-1", workers=("w0",), incarnation="i0"),
     "ack_accepted": Ack(
         id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
         status=AckStatus.ACCEPTED, epoch=40, weight_version=6, in_flight=12,

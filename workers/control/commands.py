@@ -34,6 +34,7 @@ from ...schemas.control import (
     InitWeightTransfer,
     ReadExperts,
     ReadRequest,
+    Restart,
     StartWeightUpdate,
     State,
     UpdateWeightChunk,
@@ -158,6 +159,8 @@ class CommandHandler:
         self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
             name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
         }
+        self.on_restart: Callable[[], None] = lambda: None
+        """Called when a command ends this process; it must begin to stop the worker."""
         self.rejected = RejectionCount()
         """Commands without a usable id or controller to answer."""
 
@@ -284,6 +287,8 @@ class CommandHandler:
                 self.publish_due_acks()
         elif command.register is not None:
             self._lanes["record"].put_nowait(received)
+        elif isinstance(command, Restart):
+            self._restart(received, command)
         elif isinstance(command, Abort | State | CancelWeightUpdate):
             self._lanes["quick"].put_nowait(received)
         elif isinstance(command, CheckWeights):
@@ -291,6 +296,17 @@ class CommandHandler:
             self._lanes["check"].put_nowait(received)
         else:
             self._lanes["event"].put_nowait(received)
+
+    def _restart(self, received: ReceivedCommand, command: Restart) -> None:
+        incarnation = self._lifecycle.incarnation
+        if command.incarnation != incarnation:
+            problem = f"the command ends incarnation {command.incarnation}; this worker is incarnation {incarnation}"
+            self._acks.publish_final(received, failure(ControlError(ControlCode.STALE, problem)))
+            return
+        logger.info("worker.restart_requested id=%s by=%s", command.id, received.author)
+        # A worker that stops publishes its acks before its last presence.
+        self._acks.publish_final(received, RegisterOutcome())
+        self.on_restart()
 
     def _end_older_checks(self, newest: CheckWeights) -> None:
         """End the checks of other uploads, because newer weights must not wait for the staging of older weights.

@@ -100,8 +100,12 @@ def cancel_transfer() -> None:
 
 @command(
     "move all requests away from workers",
-    SENT,
-    arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="+"),
+    "control:drain",
+    arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="*"),
+    flag("--one-by-one", "restart each worker: it drains and exits, and the next follows when it serves again"),
+    flag("--all", "all workers; only with --one-by-one"),
+    flag("--allow-none", "with --one-by-one, even if no other worker serves the model; its requests wait"),
+    arg("--start-timeout", "TIME", "with --one-by-one, time for each worker to come back (default: 1800 seconds)"),
     send_options(has_worker=False),
 )
 def drain() -> None:
@@ -111,10 +115,14 @@ def drain() -> None:
     The other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without
     loss.
 
+    With --one-by-one, nothing is recorded: each worker exits with code 0, and its supervisor must start it again. The
+    command stops at the first worker that does not come back.
+
     Examples:
         rollbus drain w0
         rollbus drain w0 w1 --timeout-s 120
         rollbus resume --worker w0    # put w0 back into service
+        rollbus drain --all --one-by-one    # on a new release
     """  # noqa: D205 - one long sentence
 
 

@@ -30,8 +30,8 @@ from ..exits import CommandFailed
 logger = logging.getLogger(__name__)
 
 
-FINAL_CODES: Final = frozenset({0, 2, EXIT_DUPLICATE_WORKER})
-"""Exit codes after which a restart cannot help: a requested stop, a wrong option, a worker id in use."""
+FINAL_CODES: Final = frozenset({2, EXIT_DUPLICATE_WORKER})
+"""Exit codes after which a restart cannot help: a wrong option, a worker id in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,9 @@ class Restarts:
             now: time of the end of the process.
         """
         rule = self._rule
+        if exit_code == 0:
+            # A command or a signal asked for the restart, so it is neither a failure nor counted as one.
+            return rule.first_delay_s
         while self._at and now - self._at[0] >= rule.window_s:
             self._at.popleft()
         if exit_code in FINAL_CODES or len(self._at) >= rule.max_restarts:
