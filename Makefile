@@ -5,7 +5,7 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check quick docs format lock clean
+.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak elastic check quick docs format lock clean
 
 help:
 	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-trainers    test published trainers, unchanged, on two real workers, in a separate environment"
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
+	@echo "make elastic ten minutes of load while workers join, leave, are killed and restarted"
 	@echo "make soak    run ten minutes of load and faults; fails if memory or file descriptors grow"
 	@echo "make check   check lint, format, types, import rules and the budget of lines"
 	@echo "make quick   lint, types and unit tests of files that differ from HEAD, in seconds; BASE=main: another commit"
@@ -55,6 +56,9 @@ vllm-contract: setup
 
 soak: setup
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+elastic: setup
+	@$(BIN)/python -m tests.elastic $(ARGS)
 
 check: setup
 	$(BIN)/ruff check

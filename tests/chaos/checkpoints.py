@@ -158,7 +158,20 @@ class Checkpoints:
 
 
 async def assert_fresh(
-    generation: Generation, request: GenerateRequest, checkpoints: Mapping[int, Path], config: SyntheticConfig
+    generation: Generation, request: GenerateRequest, checkpoints: Mapping[int, Path | None], config: SyntheticConfig
+) -> None:
+    """Check a result as `assert_fresh_tokens` does."""
+    assert generation.error is None, generation.error
+    versions, token_ids = generation.weight_versions.tolist(), generation.token_ids.tolist()
+    await assert_fresh_tokens(versions, token_ids, request, checkpoints, config)
+
+
+async def assert_fresh_tokens(
+    versions: Sequence[int],
+    token_ids: Sequence[int],
+    request: GenerateRequest,
+    checkpoints: Mapping[int, Path | None],
+    config: SyntheticConfig,
 ) -> None:
     """Check that each token is the greedy token of a new engine with the checkpoint of the token's version.
 
@@ -167,9 +180,7 @@ async def assert_fresh(
     Args:
         checkpoints: checkpoint folders by version.
     """
-    assert generation.error is None, generation.error
-    versions = generation.weight_versions.tolist()
-    assert versions == sorted(versions)
+    assert list(versions) == sorted(versions)
     tokens = [*request.prompt_token_ids]
     for version, run in groupby(versions):
         count = len(list(run))
@@ -177,5 +188,5 @@ async def assert_fresh(
         asked = replace(request, request_id="r", prompt_token_ids=tokens, sampling=sampling)
         expected = await undisturbed([asked], config, checkpoints[version])
         begin = len(tokens) - len(request.prompt_token_ids)
-        np.testing.assert_array_equal(generation.token_ids[begin : begin + count], expected["r"].token_ids)
+        np.testing.assert_array_equal(token_ids[begin : begin + count], expected["r"].token_ids)
         tokens += expected["r"].token_ids.tolist()
