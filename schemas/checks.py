@@ -7,7 +7,7 @@ import math
 import operator
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, Final
 
@@ -308,3 +308,15 @@ def _split_members(text: str) -> list[str] | None:
     found = [_MEMBER.fullmatch(member) for member in members]
     keys = {member["key"] for member in found if member is not None}
     return members if members and len(keys) == len(members) <= MAX_TRACESTATE_MEMBERS else None
+
+
+def unique_names(field: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return each name once. Reject a plain string, whose letters would become names."""
+    if isinstance(names, str | bytes | Mapping) or not isinstance(names, Iterable):
+        raise InvalidRequest(field=field, problem=f"is {describe(names)}", allowed="a list of ids")
+    found: dict[str, None] = {}
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidRequest(field=field, problem=f"has {describe(name)}", allowed="a list of ids")
+        found[name] = None
+    return tuple(found)

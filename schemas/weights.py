@@ -1,11 +1,13 @@
 """Sources of weights, and the data that verify and identify loaded weights."""
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from . import limits
+from .checks import check_bool, describe
 from .errors import InvalidRequest
 from .limits import Count, ErrorText, Name, Seconds, Version
 
@@ -134,3 +136,27 @@ class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Part of `paused_s` in which the engine replaced and compared its weights."""
     canary_s: Seconds = 0.0
     """Part of `paused_s` in which the engine computed the canary."""
+
+
+def pop_source(path: str | os.PathLike[str] | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
+    """Return the source, and True if it must be uploaded. Remove both options from `fields`."""
+    objects = fields.pop("objects", None)
+    upload = check_bool("upload", fields.pop("upload", False))
+    source = source_of(path, objects)
+    if upload and source.path is None:
+        raise InvalidRequest(field="upload", problem="is set without a path", allowed="a path, or upload=False")
+    return source, upload
+
+
+def source_of(path: object, objects: str | None) -> WeightSource:
+    """Return the source that these arguments name.
+
+    Raises:
+        InvalidRequest: `path` is no path.
+    """
+    if path is None:
+        return WeightSource(objects=objects)
+    folder: object = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(folder, str) or not folder:
+        raise InvalidRequest(field="path", problem=f"is {describe(path)}", allowed="the path of a folder")
+    return WeightSource(path=folder, objects=objects)

@@ -6,14 +6,22 @@ from datetime import datetime
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from ...schemas import control, limits
-from ...schemas.checks import check_bool, check_float, check_int, check_name, check_subject_token, describe
+from ...schemas.checks import (
+    check_bool,
+    check_float,
+    check_int,
+    check_name,
+    check_subject_token,
+    describe,
+    unique_names,
+)
 from ...schemas.control import AnyCommand, PauseMode
 from ...schemas.errors import InvalidRequest
 from ...schemas.options import DEFAULT_START_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
 from ...schemas.telemetry import RequestKind
-from ...schemas.weights import Canary, WeightSource
+from ...schemas.weights import Canary, pop_source, source_of
 from ..control.controller import OnAck
 from ..control.rolling import restart_one_by_one
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
@@ -98,42 +106,6 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | N
     if fields.get("workers") is not None:
         fields["workers"] = unique_names("workers", fields["workers"])
     return fields, on_ack
-
-
-def pop_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
-    """Return the source, and True if it must be uploaded. Remove both options from `fields`."""
-    objects = fields.pop("objects", None)
-    upload = check_bool("upload", fields.pop("upload", False))
-    source = source_of(path, objects)
-    if upload and source.path is None:
-        raise InvalidRequest(field="upload", problem="is set without a path", allowed="a path, or upload=False")
-    return source, upload
-
-
-def source_of(path: object, objects: str | None) -> WeightSource:
-    """Return the source that these arguments name.
-
-    Raises:
-        InvalidRequest: `path` is no path.
-    """
-    if path is None:
-        return WeightSource(objects=objects)
-    folder: object = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(folder, str) or not folder:
-        raise InvalidRequest(field="path", problem=f"is {describe(path)}", allowed="the path of a folder")
-    return WeightSource(path=folder, objects=objects)
-
-
-def unique_names(field: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return each name once. Reject a plain string, whose letters would become names."""
-    if isinstance(names, str | bytes | Mapping) or not isinstance(names, Iterable):
-        raise InvalidRequest(field=field, problem=f"is {describe(names)}", allowed="a list of ids")
-    found: dict[str, None] = {}
-    for name in names:
-        if not isinstance(name, str):
-            raise InvalidRequest(field=field, problem=f"has {describe(name)}", allowed="a list of ids")
-        found[name] = None
-    return tuple(found)
 
 
 class WeightCommands:
@@ -569,9 +541,8 @@ class Fleet(WeightCommands):
             allow_none: also restart a worker while no other one serves its model; requests wait. Default: False.
             start_timeout_s: seconds for each worker to exit and to come back. Default: 1800.
 
-        Raises:
-            CommandIncomplete: a worker did not come back, and those after it were not restarted. In its `ledger`,
-                `applied` has the workers that are back, `late` one that has exited, `missing` those that remain.
+        `CommandIncomplete.ledger` has the workers that are back in `applied`, one that stays away in `late`, and those
+        that remain in `missing`.
         """
         common, on_ack = split_options({**options, "workers": workers})
         return await self._thread.run(
