@@ -5,12 +5,13 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak elastic check quick docs format lock clean
+.PHONY: help setup demo test test-trainers test-deploy test-vllm-next vllm-contract soak elastic check quick docs format lock clean
 
 help:
 	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-trainers    test published trainers, unchanged, on two real workers, in a separate environment"
+	@echo "make test-deploy      run the tests of the Helm chart with Helm itself, which it installs into .make"
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
 	@echo "make elastic ten minutes of load while workers join, leave, are killed and restarted"
@@ -34,6 +35,10 @@ demo: setup
 
 test: setup
 	@.ci/test $(ARGS)
+
+test-deploy: setup
+	@.ci/deploy-packages
+	@$(BIN)/pytest $(or $(ARGS),tests/deploy)
 
 # The environment of trainers has the client but no engine. Packages of the same version, such as torch, are links to .venv.
 .venv-trainers/ready: .ci/requirements-trainers.lock pyproject.toml src/rollbus/__init__.py .ci/venv .ci/link_packages.py | .venv/ready
