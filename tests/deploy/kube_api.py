@@ -109,7 +109,7 @@ def serve_kube_api() -> Iterator[KubeApi]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_POST = do_PATCH = do_GET
+        do_POST = do_PATCH = do_GET  # noqa: N815 (names of http.server)
 
         def log_message(self, *args: object) -> None:
             """Log nothing."""

@@ -54,7 +54,7 @@ class Api:
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        request = urllib.request.Request(  # noqa: S310: the address of the cluster
+        request = urllib.request.Request(
             self._url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
