@@ -1,9 +1,11 @@
 """The Helm chart: what Helm renders for many values is valid, and wrong values are refused by name."""
 
+import hashlib
 import importlib
 import json
 import re
 import sys
+import tarfile
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ TRIED: dict[str, dict[str, Any]] = {
         },
         "fleets": [{"name": "default", "workers": [{"name": "w"}]}],
     },
+    "no users": {"auth": {"enabled": False}, "nats": {"enabled": False}, "externalNats": {"url": "nats://a:4222"}},
     "no policies": {"networkPolicy": {"enabled": False}, "auth": {"job": False}},
 }
 
@@ -232,3 +235,30 @@ def test_another_size_of_the_volumes_is_refused() -> None:
         larger = {"nats": {"config": {"jetstream": {"fileStore": {"pvc": {"size": "99Gi"}}}}}}
         with pytest.raises(Refused, match=re.escape("99Gi, but the volumes of rl-nats have 50Gi")):
             render(larger, api=api)
+
+
+def test_the_images_are_those_of_the_dockerfile() -> None:
+    """Each image of the values is a target of the Dockerfile, and its user is the user of the pods."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["image"]
+    dockerfile = (CHART.parents[1] / "docker/Dockerfile").read_text()
+    targets = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.M)
+    assert {values[name].removeprefix("rollbus/") for name in ("client", "frontend", "worker")} <= set(targets)
+    assert set(re.findall(r"useradd --uid (\d+)", dockerfile)) == {"10001"}
+    users = {pod["securityContext"]["runAsUser"] for one in render() for pod in pod_specs(one)}
+    assert users == {10001}
+
+
+def test_the_archive_is_the_locked_one() -> None:
+    """Chart.lock has the digest that Helm computes from Chart.yaml, and the archive has the recorded sum."""
+    wanted = yaml.safe_load((CHART / "Chart.yaml").read_text())["dependencies"]
+    lock = yaml.safe_load((CHART / "Chart.lock").read_text())
+    fields = ("name", "version", "repository", "condition")
+    both = [
+        [{name: one[name] for name in fields if name in one} for one in each] for each in (wanted, lock["dependencies"])
+    ]
+    digest = hashlib.sha256(json.dumps(both, separators=(",", ":")).encode()).hexdigest()
+    assert lock["digest"] == f"sha256:{digest}"
+    digest, name = (CHART / "charts/SHA256SUMS").read_text().split()
+    assert hashlib.sha256((CHART / "charts" / name).read_bytes()).hexdigest() == digest
+    with tarfile.open(CHART / "charts" / name) as archive:
+        assert b"Apache License" in archive.extractfile("nats/LICENSE").read()

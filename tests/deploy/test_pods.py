@@ -65,7 +65,7 @@ def make_users(api: KubeApi, objects: list[dict[str, Any]], folder: Path) -> sub
 
 
 def test_the_job_makes_missing_users_and_changes_no_key(tmp_path: Path) -> None:
-    """A second run writes nothing; more workers add keys; a deleted Secret is made again; a lost root key is an error."""
+    """A second run writes nothing; more workers add keys; a deleted Secret is made again; a lost root is an error."""
     with serve_kube_api() as api:
         objects = render(VALUES)
         assert make_users(api, objects, tmp_path).returncode == 0
@@ -261,14 +261,18 @@ def test_probes_drain_and_scaling_of_real_processes(tmp_path: Path) -> None:
         pod = "rl-f-w-1"
         env, mounts = k.environment(worker, pod), k.mount(worker, pod)
         command = k.command(worker, env, ports={"0.0.0.0:8081": probe})
-        if "--socket" not in subprocess.run([BIN / "rollbus", "worker", "--help"], capture_output=True, text=True).stdout:
+        options = subprocess.run(
+            [BIN / "rollbus", "worker", "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        if "--socket" not in options:
             pytest.skip("this release of rollbus has no local socket of a worker")
         scratch = tmp_path / "root"
         scratch.mkdir()
         for path in (tmp_path, *tmp_path.parents):
             if not path.stat().st_mode & 0o001:
                 path.chmod(path.stat().st_mode | 0o011)
-        tried = subprocess.run(isolate(mounts, ["true"], scratch), capture_output=True, text=True, check=False)
+        probing = ["sh", "-c", "test $(id -u) = 10001 && touch /tmp/x /run/rollbus/x && ! touch /x && ! touch /venv/x"]
+        tried = subprocess.run(isolate(mounts, probing, scratch), capture_output=True, text=True, check=False)
         if tried.returncode:
             pytest.skip(f"no read-only root on this machine: {tried.stderr.strip()[-200:]}")
         log = (tmp_path / "worker.log").open("w")
