@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.processes import ROOT
 
 RUN = ("sh", "python")
-NOT_RUN = ("text", "json", "yaml", "toml", "ini", "promql")
+NOT_RUN = ("text", "json", "yaml", "toml", "ini", "promql", "mermaid")
 NEEDS = (".needs-gpu", ".needs-docker", ".needs-kubernetes", ".needs-cluster", ".needs-network")
 """Attributes of blocks that cannot run on a CI machine, each with the missing requirement."""
 BACKGROUND = ".background"
