@@ -285,6 +285,24 @@ ENGINE_OPTIONS: Final = tuple(_engine_options())
 PROCESS_OPTIONS: Final = tuple(_process_options())
 """The options of one worker."""
 
+RAY_OPTIONS: Final = (
+    arg("--model", "DIR|ID", "folder of the checkpoint on each node, or its Hugging Face id (required for vllm)"),
+    arg("--workers", "N", "number of workers (default: %(default)s)", default=1),
+    arg(
+        "--gpus-per-worker",
+        "N",
+        "GPUs of each worker; more than a node has: vLLM's Ray executor uses several nodes (default: %(default)s)",
+        type=non_negative_int,
+        default=0,
+    ),
+    arg("--cpus-per-worker", "CPUS", "CPUs of each worker (default: %(default)g)", type=float, default=1.0),
+    arg("--address", "ADDRESS", "address of the Ray cluster (default: $RAY_ADDRESS, or that of this machine)"),
+    arg("--nats-servers", "1|3", "NATS servers inside the cluster (default: 3 on three nodes, else 1)", type=int),
+    arg("--runtime-env", "JSON", "Ray's runtime environment of all actors (default: none)"),
+    flag("--detach", "end this command when the workers serve; `rollbus ray down` ends the fleet"),
+)
+"""The options of `rollbus ray`, beside those of the engine."""
+
 
 def check_writable(name: str, folder: Path, mode: int = 0o777) -> None:
     """Check that files can be written into a directory. Create the directory if it is missing.

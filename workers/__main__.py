@@ -93,6 +93,41 @@ def _resolve_model(model: str | None) -> str:
     return str(Path(model).resolve()) if model and Path(model).exists() else model or ""
 
 
+def configure(args: argparse.Namespace) -> tuple[WorkerConfig, Engine]:
+    """Return the configuration and the engine, which is not started, of a worker with these options of `parser`.
+
+    Raises:
+        RollbusError: an option or a file that it names is wrong.
+    """
+    check_start(args)
+    server = Server.named(args.nats, args.creds)
+    fleet, worker_id = worker_identity(server.credentials, fleet=args.fleet, worker=args.worker_id)
+    config = WorkerConfig(
+        nats_url=server.url,
+        credentials=server.credentials,
+        tls=server.tls,
+        replicas=server.replicas,
+        fleet=fleet,
+        worker_id=worker_id or default_worker_id(),
+        model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
+        incarnation=args.incarnation,
+        weight_version=args.weight_version,
+        model_path=None if args.model is None else str(Path(args.model).resolve()),
+        lease_s=args.lease_s,
+        # A generated id is unique, so there is no other worker to listen for.
+        listen_s=args.listen_s if worker_id is not None else 0.0,
+        engine_timeout_s=args.engine_timeout_s,
+        transfer_idle_s=args.transfer_idle_s,
+        start_timeout_s=args.start_timeout,
+        weight_roots=tuple(str(Path(root).absolute()) for root in args.weight_root),
+        cache_dir=args.cache_dir or default_cache_dir(),
+        stage_bytes=args.stage_bytes,
+        fetch_rate=args.fetch_rate,
+        prove_reload=not args.no_prove_reload,
+    )
+    return config, make_engine(args.engine, _resolve_model(args.model), _parse_engine_args(args), args.role)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it stops. Return the exit code."""
     args = parser().parse_args(argv)
@@ -100,33 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args.engine != "synthetic":
         return _report_failure(RollbusError(f"--model is required for the engine {args.engine}"), 2)
     try:
-        check_start(args)
-        server = Server.named(args.nats, args.creds)
-        fleet, worker_id = worker_identity(server.credentials, fleet=args.fleet, worker=args.worker_id)
-        config = WorkerConfig(
-            nats_url=server.url,
-            credentials=server.credentials,
-            tls=server.tls,
-            replicas=server.replicas,
-            fleet=fleet,
-            worker_id=worker_id or default_worker_id(),
-            model=args.served_model_name or Path(args.model or "synthetic").resolve().name,
-            incarnation=args.incarnation,
-            weight_version=args.weight_version,
-            model_path=None if args.model is None else str(Path(args.model).resolve()),
-            lease_s=args.lease_s,
-            # A generated id is unique, so there is no other worker to listen for.
-            listen_s=args.listen_s if worker_id is not None else 0.0,
-            engine_timeout_s=args.engine_timeout_s,
-            transfer_idle_s=args.transfer_idle_s,
-            start_timeout_s=args.start_timeout,
-            weight_roots=tuple(str(Path(root).absolute()) for root in args.weight_root),
-            cache_dir=args.cache_dir or default_cache_dir(),
-            stage_bytes=args.stage_bytes,
-            fetch_rate=args.fetch_rate,
-            prove_reload=not args.no_prove_reload,
-        )
-        engine = make_engine(args.engine, _resolve_model(args.model), _parse_engine_args(args), args.role)
+        config, engine = configure(args)
         tracing = check_tracing(bool(args.otel), "--otel")
         probed = None if args.probe is None else listen(args.probe)
     except InvalidRequest as exc:

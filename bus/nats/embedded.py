@@ -3,7 +3,8 @@
     async with EmbeddedServer() as server:
         async with connected(server.url, name="trainer") as connection: ...
 
-The server listens only on the loopback interface. It accepts all connections unless `users` is set.
+The server listens only on the loopback interface, unless `host` is set. It accepts all connections unless `users` or an
+authorization is set.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -110,12 +111,14 @@ class EmbeddedServer:
         max_payload_bytes: maximum bytes of a message.
         start_timeout_s: seconds from the start of the process until it must be ready.
         users: users that may connect; None: every program may connect and has all permissions.
+        host: address to listen at. With another address than loopback, `extra` must have an authorization.
+        extra: further settings of nats-server.
 
     Raises on entering:
         BusBroken: no binary was found, or the server exited or was not ready in time. The message ends with its log.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings of one server
         self,
         *,
         binary: Path | None = None,
@@ -124,7 +127,11 @@ class EmbeddedServer:
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
         users: Iterable[User] | None = None,
+        host: str = "127.0.0.1",
+        extra: Mapping[str, object] | None = None,
     ) -> None:
+        self._host = host
+        self._extra = dict(extra or {})
         self._binary = binary
         self._port = port
         self._store_dir = store_dir
@@ -153,7 +160,7 @@ class EmbeddedServer:
         """
         if self._port == _ANY_PORT:
             raise BusClosed("the embedded nats-server has not been started")
-        return f"nats://127.0.0.1:{self._port}"
+        return f"nats://{self._host}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -223,10 +230,11 @@ class EmbeddedServer:
         """Run the server and wait until it is ready."""
         config = folder / "nats-server.conf"
         store_dir = (self._store_dir or folder / "store").absolute()
-        listen = f"127.0.0.1:{self._port}"
+        listen = f"{self._host}:{self._port}"
         text = server_config(listen=listen, store_dir=str(store_dir), max_payload_bytes=self._max_payload_bytes)
-        if self._accounts is not None:
-            text = json.dumps({**json.loads(text), "accounts": self._accounts}, ensure_ascii=False, indent=2)
+        extra = self._extra if self._accounts is None else {**self._extra, "accounts": self._accounts}
+        if extra:
+            text = json.dumps({**json.loads(text), **extra}, ensure_ascii=False, indent=2)
         config.write_text(text)
         process = _ServerProcess([str(find_binary(self._binary)), "-c", str(config)], folder, self._log_lines)
         problem = "exited immediately"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...schemas.decoding import nearest
-from ...schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, flags_of, is_hub_id, pip_install
+from ...schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, RAY_OPTIONS, flags_of, is_hub_id, pip_install
 from .console import note
 from .exits import CommandFailed, WrongUsage
 
@@ -258,6 +258,14 @@ def run_worker(args: argparse.Namespace) -> int:
     model = () if args.model is None else ("--model", args.model)
     own = ["--nats", args.nats, "--fleet", args.fleet, *model, *flags_of(args, PROCESS_OPTIONS)]
     command = [*python_module("rollbus.workers"), *own, *worker_flags(args)]
+    os.execve(command[0], command, python_env())
+
+
+def run_ray(args: argparse.Namespace) -> int:
+    """Replace this process by the one that starts or ends a fleet on Ray."""
+    nats = ["--nats", args.nats] if args.is_nats_named else []
+    own = [args.action, *nats, "--fleet", args.fleet, *(["--json"] if args.json else [])]
+    command = [*python_module("rollbus.workers.ray"), *own, *flags_of(args, (*RAY_OPTIONS, *ENGINE_OPTIONS))]
     os.execve(command[0], command, python_env())
 
 

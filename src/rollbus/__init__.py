@@ -25,8 +25,8 @@ else:
 
     def __getattr__(name: str) -> object:
         """Import the client at the first use of one of its names; engines import other packages without it."""
-        if name == "sync":
-            return import_module(".sync", __name__)
+        if name in {"ray", "sync"}:
+            return import_module(f".{name}", __name__)
         if name not in _PARTS and (name == "__all__" or not name.startswith("_")):
             bus = import_module(".bus.api", __name__)
             if name == "__all__":

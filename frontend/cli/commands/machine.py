@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Final
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT, MAX_TIMEOUT_S
-from ....schemas.options import ENGINE_OPTIONS, OTEL, PROCESS_OPTIONS, Option, arg, duration, flag, non_negative_int
+from ....schemas.options import (
+    ENGINE_OPTIONS,
+    OTEL,
+    PROCESS_OPTIONS,
+    RAY_OPTIONS,
+    Option,
+    arg,
+    duration,
+    flag,
+    non_negative_int,
+)
 from ...http import Settings
 from ..arguments import command, group
 
@@ -257,6 +267,26 @@ def worker() -> None:
     Examples:
         rollbus worker --engine synthetic --served-model-name my-model
         rollbus worker --model /models/qwen3 --weight-root /models --worker-id w0
+    """
+
+
+@command(
+    "run a fleet on a Ray cluster",
+    "options:run_ray",
+    arg("action", ("up", "down"), "start a fleet; end a fleet"),
+    *RAY_OPTIONS,
+    *ENGINE_OPTIONS,
+)
+def ray() -> None:
+    """Run a fleet on a Ray cluster: NATS, and each worker as an actor in a placement group of its own.
+
+    The command needs the extra ray. It runs until Ctrl-C; with --detach until `rollbus ray down`. Without --nats, the
+    NATS servers run inside the cluster. A worker that ends is started again, on any node with room.
+
+    Examples:
+        rollbus ray up --model /models/qwen3 --workers 64 --gpus-per-worker 8
+        rollbus ray up --engine synthetic --workers 4 --detach
+        rollbus ray down
     """
 
 

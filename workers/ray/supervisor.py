@@ -1,0 +1,312 @@
+"""The actor that owns a fleet on Ray: it starts the NATS servers and the workers, and starts lost workers again.
+
+Ray restarts no actor of the fleet (`max_restarts=0`): it could start a worker on another node while the old process
+still serves. Instead each launch of a worker is a new actor with a new worker id.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from ...bus.logs import set_up
+from ...schemas.checks import check_int
+from ...schemas.errors import RollbusError
+from .actors import NatsActor, WorkerActor, new_password
+from .plan import MAX_WORKERS, NAMESPACE, Backoff, FleetSpec, Shape, nats_text, shape
+
+logger = logging.getLogger("rollbus.workers.ray")
+
+POLL_S = 0.5
+"""Seconds between two looks at nodes and placement groups."""
+STARTS_S = 120.0
+"""Seconds for the start of the NATS servers."""
+USAGE = 2
+"""Exit code of a worker with a wrong option, which no restart mends."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One worker of the fleet, over all its launches."""
+
+    index: int
+    launches: int = 0
+    state: str = "waiting for resources"
+    node: str | None = None
+    last_end: str | None = None
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    backoff: Backoff = field(default_factory=Backoff)
+
+    @property
+    def worker_id(self) -> str:
+        """The id of the current launch."""
+        return f"ray-{self.index}-{self.launches}"
+
+
+class Supervisor:
+    """Owns the actors and placement groups of one fleet.
+
+    `run` lasts as long as the fleet. All methods run on the event loop of this actor.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        set_up("INFO", "text")
+        self._spec = FleetSpec(**spec)
+        self._slots: dict[int, Slot] = {}
+        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._alive: frozenset[str] = frozenset()
+        self._nats: list[Any] = []
+        self._nats_losses: list[str] = []
+        self._url = self._spec.nats
+        self._num_servers = 0
+        self._stopping = asyncio.Event()
+        self._is_up = asyncio.Event()
+        self._has_ended = asyncio.Event()
+
+    async def finished(self) -> None:
+        """Wait until `run` has ended and nothing of the fleet is left but this actor."""
+        await self._has_ended.wait()
+
+    async def describe(self) -> dict[str, Any]:
+        """Wait until NATS runs. Return the address of the fleet."""
+        await self._is_up.wait()
+        return {"nats": self._url, "fleet": self._spec.fleet, "servers": nats_text(self._spec, self._num_servers)}
+
+    async def status(self) -> list[dict[str, Any]]:
+        """Return the workers: id, state, node, number of launches, and how the last launch ended."""
+        return [
+            {
+                "worker": slot.worker_id,
+                "state": slot.state,
+                "node": slot.node,
+                "launches": slot.launches,
+                "last_end": slot.last_end,
+            }
+            for slot in self._slots.values()
+        ]
+
+    async def scale(self, workers: int) -> None:
+        """Start workers, or drain and stop those with the highest numbers. Return when the stopped ones have ended."""
+        check_int("workers", workers, 0, MAX_WORKERS)
+        if self._tasks is None or self._stopping.is_set():
+            raise RollbusError(f"fleet {self._spec.fleet} is not running")
+        for index in range(workers):
+            if index not in self._slots:
+                self._slots[index] = Slot(index)
+                self._keepers[index] = self._tasks.create_task(self._keep(self._slots[index]), name=f"worker {index}")
+        leaving = [index for index in self._slots if index >= workers]
+        for index in leaving:
+            self._slots[index].leaving.set()
+        # A shield: a caller that goes away does not end the workers' own tasks.
+        for index in leaving:
+            with contextlib.suppress(KeyError):
+                await asyncio.wait([self._keepers[index]])
+
+    async def stop(self) -> None:
+        """Drain and stop everything. `run` then returns."""
+        self._stopping.set()
+
+    async def run(self) -> str:
+        """Run the fleet until `stop`. Return the reason of its end.
+
+        Raises:
+            RollbusError: the NATS servers did not start or are lost, or a worker got a wrong option.
+        """
+        try:
+            async with asyncio.timeout(STARTS_S):
+                await self._start_nats()
+            async with asyncio.TaskGroup() as self._tasks:
+                others = [self._tasks.create_task(self._watch_nodes(), name="nodes")]
+                others += [self._tasks.create_task(self._watch_nats(nats), name="nats") for nats in self._nats]
+                self._is_up.set()
+                await self.scale(self._spec.workers)
+                await self._stopping.wait()
+                for slot in self._slots.values():
+                    slot.leaving.set()
+                if self._keepers:
+                    await asyncio.wait(self._keepers.values())
+                for task in others:
+                    task.cancel()
+        except TimeoutError as exc:
+            raise RollbusError(f"NATS did not start within {STARTS_S:g} s") from exc
+        except BaseExceptionGroup as group:
+            # One cause ends everything, and the caller reads one line.
+            raise RollbusError(str(_first(group))) from None
+        finally:
+            try:
+                await self._stop_nats()
+            finally:
+                self._has_ended.set()
+        return "stopped"
+
+    async def _start_nats(self) -> None:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._alive = frozenset(node["NodeID"] for node in nodes)
+        if self._spec.nats is not None:
+            return
+        count = self._num_servers = self._spec.nats_servers or (3 if len(nodes) >= 3 else 1)
+        if count > len(nodes):
+            raise RollbusError(f"nats_servers is 3, and the cluster has {len(nodes)} nodes; allowed: 1")
+        # Begin with the node of this actor, without which there is no fleet.
+        own = ray.get_runtime_context().get_node_id()
+        nodes.sort(key=lambda node: node["NodeID"] != own)
+        for i, node in enumerate(nodes[:count]):
+            near = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+            self._nats.append(
+                ray.remote(NatsActor)
+                .options(
+                    name=f"rollbus:{self._spec.fleet}:nats-{i}",
+                    namespace=NAMESPACE,
+                    num_cpus=0,
+                    scheduling_strategy=near,
+                    runtime_env=dict(self._spec.runtime_env),
+                    max_restarts=0,
+                )
+                .remote()
+            )
+        password = new_password()
+        routes = [await nats.route.remote() for nats in self._nats]
+        starts = [nats.start.remote(f"nats-{i}", password, routes) for i, nats in enumerate(self._nats)]
+        urls = [await start for start in starts]
+        # Further servers of a list have the login of the first one.
+        self._url = ",".join([urls[0], *(url.rpartition("@")[2] for url in urls[1:])])
+
+    async def _watch_nats(self, nats: Any) -> None:
+        try:
+            end = await nats.wait.remote()
+        except ray.exceptions.RayError as exc:
+            end = _line(exc)
+        self._nats_losses.append(end)
+        logger.error("nats.lost left=%d reason=%s", len(self._nats) - len(self._nats_losses), end)
+        if 2 * len(self._nats_losses) >= len(self._nats):
+            raise RollbusError(
+                f"{len(self._nats_losses)} of {len(self._nats)} NATS servers inside the cluster are lost, so the fleet "
+                f"ends: {end}"
+            )
+
+    async def _stop_nats(self) -> None:
+        for nats in self._nats:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(STARTS_S):
+                    await nats.stop.remote()
+            ray.kill(nats)
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            nodes = await asyncio.to_thread(ray.nodes)
+            self._alive = frozenset(node["NodeID"] for node in nodes if node["Alive"])
+
+    async def _keep(self, slot: Slot) -> None:
+        """Run one launch of a worker after the other, until the worker leaves the fleet."""
+        try:
+            while not slot.leaving.is_set():
+                began = time.monotonic()
+                slot.launches += 1
+                code, reason = await self._launch(slot)
+                slot.node, slot.last_end = None, reason
+                if slot.leaving.is_set():
+                    break
+                if code == USAGE:
+                    raise RollbusError(f"worker {slot.worker_id}: {reason}")
+                delay_s = slot.backoff.delay_s(time.monotonic() - began)
+                slot.state = f"ended; starts again after {delay_s:g} s"
+                logger.warning("worker.ended worker=%s delay_s=%s reason=%s", slot.worker_id, delay_s, reason)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay_s):
+                        await slot.leaving.wait()
+        finally:
+            self._slots.pop(slot.index, None)
+            self._keepers.pop(slot.index, None)
+
+    async def _launch(self, slot: Slot) -> tuple[int, str]:
+        """Run one actor to its end, in a new placement group. Return its exit code and the reason."""
+        spec = self._spec
+        largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        plan = shape(spec, largest)
+        name = f"rollbus:{spec.fleet}:{slot.worker_id}"
+        slot.state = "waiting for resources"
+        group = placement_group(plan.bundles, strategy=plan.strategy, name=name)
+        actor = None
+        try:
+            nodes = await self._until_placed(group, slot)
+            if nodes is None:
+                return 0, "stopped"
+            actor = self._start_actor(slot, plan, group, name)
+            slot.state, slot.node = "running", ", ".join(sorted(nodes))
+            return await self._until_ended(actor, slot, nodes)
+        except ray.exceptions.RayError as exc:
+            return 1, _line(exc)
+        finally:
+            if actor is not None:
+                # The worker has stopped, or cannot be asked any more.
+                ray.kill(actor)
+            remove_placement_group(group)
+
+    def _start_actor(self, slot: Slot, plan: Shape, group: Any, name: str) -> Any:
+        spec = self._spec
+        bundle = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        )
+        return (
+            ray.remote(WorkerActor)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                num_cpus=plan.bundles[0].get("CPU", 0),
+                num_gpus=plan.actor_gpus,
+                scheduling_strategy=bundle,
+                runtime_env=dict(spec.runtime_env),
+                max_restarts=0,
+            )
+            .remote(spec.flags(str(self._url), slot.worker_id, plan))
+        )
+
+    async def _until_placed(self, group: Any, slot: Slot) -> frozenset[str] | None:
+        """Wait until the group has its nodes, and return them. Return None if the worker leaves before."""
+        while not slot.leaving.is_set():
+            table = await asyncio.to_thread(placement_group_table, group)
+            if table["state"] == "CREATED":
+                return frozenset(table["bundles_to_node_id"].values())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await slot.leaving.wait()
+        return None
+
+    async def _until_ended(self, actor: Any, slot: Slot, nodes: frozenset[str]) -> tuple[int, str]:
+        running = asyncio.wrap_future(actor.run.remote().future())
+        stop_at: float | None = None
+        while True:
+            done, _ = await asyncio.wait([running], timeout=POLL_S)
+            if done:
+                code, reason = running.result()
+                return int(code), str(reason)
+            if lost := nodes - self._alive:
+                # A worker on several nodes ends as a whole: the rest of its engine cannot compute.
+                return 1, f"node {', '.join(sorted(lost))} died"
+            if slot.leaving.is_set() and stop_at is None:
+                slot.state, stop_at = "draining", time.monotonic() + self._spec.stop_s
+                actor.stop.remote()
+            if stop_at is not None and time.monotonic() >= stop_at:
+                return 1, f"killed: it did not stop within {self._spec.stop_s:g} s"
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _line(error: Exception) -> str:
+    """Return the error of Ray in one line."""
+    return " ".join(str(error).split())[:1000]
