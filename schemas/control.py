@@ -157,6 +157,20 @@ class Sleep(Command, frozen=True, kw_only=True, tag="sleep"):
 
     level: Literal[1, 2] = 1
     """Level 1 keeps the weights in the machine's memory; level 2 drops them."""
+    for_s: float | None = None
+    """Seconds of a loan, after which the worker wakes if the memory is free; None: until `wake`. It needs `level` 2 and
+    `workers`. The desired state has it beside the command, as `Recorded.for_s`."""
+
+    def __post_init__(self) -> None:
+        """Check the term of a loan in addition to the common fields."""
+        Command.__post_init__(self)
+        if self.for_s is None:
+            return
+        check_float("for_s", self.for_s, 0, limits.MAX_TIMEOUT_S, above=True)
+        if self.level != 2:
+            raise InvalidRequest("level", f"is {self.level} with for_s", "2: a lent engine keeps nothing")
+        if self.workers is None:
+            raise InvalidRequest("workers", "is missing with for_s", "the ids of the workers to lend")
 
 
 class Wake(Command, frozen=True, kw_only=True, tag="wake"):
@@ -435,6 +449,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who set it, as its controller says: a client, or `http:` and a user of the HTTP service. Empty: not announced."""
     at: Seconds = 0.0
     """Unix time of the recording, by the clock of the author. 0: not announced."""
+    for_s: Seconds = 0.0
+    """Seconds of a loan: the worker sleeps for them, and then wakes if its memory is free. 0: no loan. Workers of
+    earlier releases ignore it and sleep until `wake`."""
 
 
 class SeenCommand(msgspec.Struct, frozen=True, array_like=True):

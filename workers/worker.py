@@ -268,6 +268,7 @@ class Worker:
         Raises:
             EngineDead: at the end of every run.
         """
+        await self._control.reconciler.may_start.wait()
         await self._runner.start()
         self._links.begin(self._engine, time.monotonic())
         await self._lifecycle.wait_alone()
@@ -482,6 +483,7 @@ class Worker:
             published=self._sources.published,
             weight_digest=reconciler.registers.weights.valid_digest,
             transfer=reconciler.registers.transfer.open,
+            loan_left_s=None if (left := reconciler.loan_left_s) is None else round(left, 3),
         )
 
 

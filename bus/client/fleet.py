@@ -15,7 +15,7 @@ from ...schemas.checks import (
     describe,
     unique_names,
 )
-from ...schemas.control import AnyCommand, PauseMode
+from ...schemas.control import AnyCommand, DesiredState, PauseMode
 from ...schemas.errors import InvalidRequest
 from ...schemas.options import DEFAULT_START_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
@@ -25,6 +25,7 @@ from ...schemas.weights import Canary, pop_source, source_of
 from ..control.controller import OnAck
 from ..control.rolling import restart_one_by_one
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
+from ..protocol.fleet.loans import LOAN_S, check_lend, check_return, check_returned
 from ..protocol.telemetry.experts import ExpertAnswers
 from ..protocol.telemetry.requests import RequestList, RequestTrace, merge_list, merge_timelines
 from .fleet_state import FleetState, read_experts, read_fleet_state
@@ -60,6 +61,13 @@ class SendOptions(DrainOptions, total=False):
 
     workers: Iterable[str] | None
     """Ids of the workers that execute the command; each must be live. None (default): all, including later ones."""
+
+
+class LendOptions(LoadOptions, total=False):
+    """Options of the commands for a loan of one worker."""
+
+    by: str | None
+    """User of a service for whom it sends the command: `http:` and a name. None (default): the client itself."""
 
 
 class SourceOptions(SendOptions, total=False):
@@ -571,6 +579,54 @@ class Fleet(WeightCommands):
     async def wake(self, **options: Unpack[SendOptions]) -> CommandResult:
         """Wake engines after `sleep`."""
         return await self._send(control.Wake, options)
+
+    async def lend(
+        self, worker: str, *, for_s: float = LOAN_S, allow_none: bool = False, **options: Unpack[LendOptions]
+    ) -> CommandResult:
+        """Let a worker sleep with nothing kept in its GPU's memory, so that another process can use the GPU.
+
+        At the end of the term the worker wakes if the memory is free. Otherwise it sleeps on and tries again each
+        minute. While it is lent it stages nothing, and commands that load weights do not wait for it. Lend it again to
+        renew the term, which then begins anew.
+
+        Args:
+            worker: id of the worker.
+            for_s: term in seconds, by the worker's own clock (default: 3600, at most 7 days).
+            allow_none: True: it may be the last worker that serves its model. Default: False.
+
+        Raises:
+            ControlError: `unsupported`: its engine cannot sleep. `not_serving`: it is the last worker of its model.
+                Nothing was recorded.
+        """
+        is_allowed = check_bool("allow_none", allow_none)
+        fields, on_ack = split_options(options)
+        command = control.Sleep(level=2, for_s=for_s, workers=unique_names("worker", [worker]), **fields)
+
+        def revise(state: DesiredState, wanted: AnyCommand) -> AnyCommand:
+            of_model = [each for each in self.workers if each.model == state.model]
+            check_lend(state, worker, of_model, allow_none=is_allowed)
+            return wanted
+
+        return await self._thread.run(self._runtime.controller.send(command, on_ack, revise=revise))
+
+    async def return_worker(self, worker: str, **options: Unpack[LendOptions]) -> CommandResult:
+        """End the loan of a worker. It loads the recorded weights, verifies them, and then serves.
+
+        Raises:
+            CommandIncomplete: also if another process still uses its memory. The loan then stays as it was.
+            ControlError: `not_found`: the worker is not lent. `not_serving`: it is awake, but does not serve; the
+                message has the reason.
+        """
+        fields, on_ack = split_options({"timeout_s": control.LOAD_TIMEOUT_S, **options})
+        command = control.Wake(workers=unique_names("worker", [worker]), **fields)
+
+        def revise(state: DesiredState, wanted: AnyCommand) -> AnyCommand:
+            check_return(state, worker, self.workers)
+            return wanted
+
+        result = await self._thread.run(self._runtime.controller.send(command, on_ack, revise=revise))
+        check_returned(worker, self.workers)
+        return result
 
     async def abort(self, request_ids: Iterable[str] | None, **options: Unpack[SendOptions]) -> CommandResult:
         """Abort requests in flight of any client. Requests that wait in the queue are not affected.

@@ -247,6 +247,8 @@ class BlockingFleet:
     flush_cache = _blocking(Fleet.flush_cache)
     sleep = _blocking(Fleet.sleep)
     wake = _blocking(Fleet.wake)
+    lend = _blocking(Fleet.lend)
+    return_worker = _blocking(Fleet.return_worker)
     abort = _blocking(Fleet.abort)
     check_weights = _blocking(Fleet.check_weights)
     update_weights = _blocking(Fleet.update_weights)

@@ -506,7 +506,8 @@ class Controller:
 
         await self.store.change(model, change)
         names = frozenset(worker.worker for worker in roster[model])
-        return Recording(model, replace(recorded, epoch=epoch, model=model, by=None), epoch, before, names)
+        sent = desired.without_term(replace(recorded, epoch=epoch, model=model, by=None))[1]
+        return Recording(model, sent, epoch, before, names)
 
     async def _restore(self, recording: Recording) -> str:
         """Undo a recording unless the command was recorded before or a later command replaced it. Return a note."""

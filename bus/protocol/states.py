@@ -124,6 +124,7 @@ WORKER = StateMachine(
     frozenset({WorkerState.FAILED, WorkerState.STOPPED}),
     {
         (WorkerState.STARTING, WorkerEvent.READY): WorkerState.UPDATING,
+        (WorkerState.STARTING, WorkerEvent.SLEPT): WorkerState.ASLEEP,
         **{(WorkerState.UPDATING, event): state for event, state in _SETTLED.items()},
         **{(state, WorkerEvent.CHANGED): WorkerState.UPDATING for state in _SETTLED.values()},
         **{(state, WorkerEvent.FENCED): WorkerState.FENCED for state in sorted(SPEAKING)},

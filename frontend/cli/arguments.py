@@ -72,7 +72,7 @@ def command(
     """
 
     def declare(declared: Declared) -> Declared:
-        name = declared.__name__.replace("_", "-")
+        name = declared.__name__.rstrip("_").replace("_", "-")
         text, _, examples = inspect.cleandoc(declared.__doc__ or "").partition("\n\nExamples:\n")
         lines = inspect.cleandoc(examples).splitlines()
         COMMANDS[name] = CliCommand(name, summary, text, lines, options, _imported(run), reads_no_credentials)

@@ -13,8 +13,9 @@ from msgspec.structs import asdict
 
 from ... import bus
 from ...bus import CommandIncomplete, Fleet
-from ...bus.client.fleet import SendOptions
+from ...bus.client.fleet import LoadOptions, SendOptions
 from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
+from ...bus.protocol.fleet.loans import LOAN_S
 from ...schemas.acks import Ack
 from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSource
 from ..command_json import ledger_as_json, ledger_lines
@@ -54,7 +55,7 @@ async def send_command(send: Send, args: argparse.Namespace) -> int:
     incomplete: CommandIncomplete | None = None
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         with waiting(args.command.name) as show:
-            if args.expect is not None:
+            if getattr(args, "expect", None) is not None:
                 await _expect(args.expect, args.model, rb.fleet)
             options = _send_options(args)
             options["on_ack"] = AckCounter(show).add
@@ -89,7 +90,7 @@ async def _expect(count: int, model: str | None, fleet: Fleet) -> None:
 
 
 def _send_options(args: argparse.Namespace) -> SendOptions:
-    options: SendOptions = {"model": args.model}
+    options: SendOptions = {"model": getattr(args, "model", None)}
     if getattr(args, "only_workers", None):
         options["workers"] = args.only_workers
     if args.timeout_s is not None:
@@ -232,6 +233,33 @@ async def drain(args: argparse.Namespace) -> int:
     if args.start_timeout is not None:
         own["start_timeout_s"] = args.start_timeout
     return await send_command(lambda fleet, options: fleet.restart_one_by_one(**own, **options), args)
+
+
+async def lend(args: argparse.Namespace) -> int:
+    """Lend the worker."""
+    for_s: float | None = getattr(args, "for")
+    return await send_command(
+        lambda fleet, options: fleet.lend(
+            args.worker, for_s=LOAN_S if for_s is None else for_s, allow_none=args.allow_none, **_loan_options(options)
+        ),
+        args,
+    )
+
+
+async def return_worker(args: argparse.Namespace) -> int:
+    """End the loan of the worker."""
+    return await send_command(
+        lambda fleet, options: fleet.return_worker(args.worker, **_loan_options(options)),
+        args,
+    )
+
+
+def _loan_options(options: SendOptions) -> LoadOptions:
+    """Return the options that the commands for one worker have."""
+    found: LoadOptions = {"on_ack": options["on_ack"]}
+    if "timeout_s" in options:
+        found["timeout_s"] = options["timeout_s"]
+    return found
 
 
 async def cancel_transfer(args: argparse.Namespace) -> int:

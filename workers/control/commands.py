@@ -403,6 +403,10 @@ class CommandHandler:
 
     async def _check(self, command: CheckWeights) -> dict[str, Any]:
         """Stage the source of a check, so that an update with it can follow."""
+        if self.reconciler.registers.is_lent:
+            raise ControlError(
+                ControlCode.NOT_SERVING, "this worker is lent; it loads what is recorded when it returns"
+            )
         stager, key = self.reconciler.stager, StageKey(command.source, command.adapter)
         content = await stager.stage(key)
         cost = stager.cost_of(key)

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import NamedTuple
 
 from ...bus.control.store import DesiredStore
@@ -137,6 +138,7 @@ def target_event(
     *,
     is_poisoned: bool,
     has_conflict: bool = False,
+    is_asleep: bool = False,
     staging: Collection[str] = (),
 ) -> WorkerEvent | None:
     """Return the event that leads to the target state. Call this only if no register is due.
@@ -146,6 +148,7 @@ def target_event(
 
     Args:
         has_conflict: True if the source of the present weights holds other content now.
+        is_asleep: True if the engine sleeps, also if it should be awake and could not wake.
 
     Returns:
         The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
@@ -165,7 +168,8 @@ def target_event(
     pause = effective[PAUSE].command if PAUSE in effective else None
     if isinstance(pause, Drain):
         return WorkerEvent.DRAINED
-    if SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and is_applied(handled, SLEEP):
+    has_slept = SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and is_applied(handled, SLEEP)
+    if is_asleep or has_slept:
         return WorkerEvent.SLEPT
     if isinstance(pause, Pause):
         return WorkerEvent.PAUSED
@@ -278,6 +282,14 @@ class DesiredReader:
     def _holds(self, command: _ReadCommand) -> bool:
         recorded = self.effective.get(command.register)
         return recorded is not None and (recorded.epoch, recorded.command.id) == (command.epoch, command.id)
+
+    async def recorded_at(self, epoch: int) -> datetime | None:
+        """Return the time at which the server stored the command of `epoch`; None: it is not in the history.
+
+        Raises:
+            BusBroken: JetStream does not answer.
+        """
+        return await self.store.recorded_at(self._model, epoch)
 
     def invalidate(self) -> None:
         """Discard the read state because this worker was fenced, and request a read."""

@@ -9,16 +9,31 @@ Invariant: a worker serves only after its current incarnation has read the desir
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
+from msgspec.structs import replace as replace_fields
+
 from ...bus.protocol.fleet.desired import WEIGHTS
+from ...bus.protocol.fleet.loans import LoanTerm, is_loan
 from ...bus.protocol.states import SPEAKING, WorkerEvent
 from ...schemas.acks import AckStatus
-from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, Pause, PauseMode, Resume, Sleep, UpdateWeights
-from ...schemas.errors import ControlCode, ControlError, EngineDead
+from ...schemas.control import (
+    LOAD_TIMEOUT_S,
+    LORA_REGISTER,
+    Drain,
+    FinishWeightUpdate,
+    Pause,
+    PauseMode,
+    Recorded,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
+from ...schemas.errors import BusBroken, ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import WorkerState
 from ...schemas.weights import Canary, Staging, UpdateTiming
@@ -61,6 +76,15 @@ RESET_S = 600.0
 """Maximum seconds to undo a register, which may include a load of weights."""
 
 
+FIRST_READ_S: Final = 30.0
+"""Maximum seconds before the start of the engine for the first read of the desired state, which shows if the worker is
+lent. An election of a server takes less. Without the state the worker would not serve in any case."""
+WAKE_RETRY_S: Final = 60.0
+"""Seconds after which a lent worker that must wake, but whose memory is in use, tries again."""
+FLUSH: Final = "flush"
+"""Name of the register for the prefix cache."""
+
+
 class Reconciler:
     """Applies due registers in one task.
 
@@ -98,7 +122,14 @@ class Reconciler:
         # Epoch of the last pending weights, and the time at which they were first seen.
         self._weights_seen = (-1, 0.0)
         self._epoch_read = 0
+        self.may_start = asyncio.Event()
+        """Set when the engine may start and load its weights: the worker is not lent."""
         self._has_started = asyncio.Event()
+        self._loan = LoanTerm()
+        # The loan whose term has ended, and the time from which a lent worker may try to wake.
+        self._ended_loan: str | None = None
+        self._wake_at = 0.0
+        self._wake_problem: str | None = None
         self._is_due = asyncio.Event()
         # Only one register is applied at a time, and some one-off commands must not run at the same time.
         self._lock = asyncio.Lock()
@@ -110,12 +141,110 @@ class Reconciler:
         self._finish_read: int | None = None
         self.epoch = 0
         """Epoch of the last applied desired state."""
-        self.problem: str | None = None
-        """Reason why this worker does not serve, or None if it serves or is stopped as desired."""
+        self._problem: str | None = None
 
     def start(self) -> None:
         """Start to reconcile, because the engine runs now."""
         self._has_started.set()
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why this worker does not serve, or None if it serves or is stopped as desired."""
+        return self._wake_problem if self.registers.is_lent else self._problem
+
+    @property
+    def loan_left_s(self) -> float | None:
+        """Seconds until the loan of this worker ends, or None if it is not lent."""
+        if not self.registers.is_lent:
+            return None
+        return self._loan.left_s(self.reader.effective.get(SLEEP), time.monotonic())
+
+    @property
+    def _effective(self) -> Mapping[str, Recorded]:
+        """The recorded commands. A loan whose term has ended counts as a wake."""
+        recorded = self.reader.effective.get(SLEEP)
+        if recorded is None or recorded.command.id != self._ended_loan or not is_loan(recorded):
+            return self.reader.effective
+        wake = Wake(id=recorded.command.id, model=recorded.command.model, timeout_s=LOAD_TIMEOUT_S)
+        return {**self.reader.effective, SLEEP: replace_fields(recorded, command=wake)}
+
+    def _watch_loan(self, now: float) -> None:
+        """Make the end of a loan due, and each try to wake after it."""
+        recorded = self.reader.effective.get(SLEEP)
+        is_over = recorded is not None and is_loan(recorded) and not self._loan.left_s(recorded, now)
+        if recorded is not None and is_over and self._ended_loan != recorded.command.id:
+            logger.info("loan.ended id=%s", recorded.command.id)
+            self._ended_loan = recorded.command.id
+            self._repeat(SLEEP)
+            self._is_due.set()
+        if self.registers.is_lent and self._must_wake() and now >= self._wake_at:
+            self._is_due.set()
+
+    def _must_wake(self) -> bool:
+        """Return True if no recorded command lets this worker sleep any more."""
+        recorded = self._effective.get(SLEEP)
+        return recorded is None or not isinstance(recorded.command, Sleep)
+
+    async def _end_loan(self) -> None:
+        """If a lent worker must wake and its memory is free, let the registers wake it. Otherwise fail the wake."""
+        recorded, now = self._effective.get(SLEEP), time.monotonic()
+        handled = self._handled.get(SLEEP)
+        is_new = recorded is not None and (handled is None or handled.epoch != recorded.epoch)
+        if not self.registers.is_lent or not self._must_wake() or not (is_new or now >= self._wake_at):
+            return
+        user = await self._in_flight.runner.engine.find_memory_user()
+        if user is None:
+            self.registers.is_lent, self._wake_problem = False, None
+            self._repeat(SLEEP)
+            return
+        self._wake_at, self._wake_problem = now + WAKE_RETRY_S, f"loan over, {user}"[:MAX_ERROR_CHARS]
+        logger.warning("loan.wake_postponed reason=%s", self._wake_problem)
+        if recorded is not None:
+            error = ControlError(ControlCode.NOT_SERVING, f"{self._wake_problem}; this worker sleeps on")
+            self._handled[SLEEP] = HandledRegister(recorded.epoch, failure(error))
+        self.on_change()
+
+    async def _sleep_while_lent(self) -> None:
+        """Before the start of the engine, sleep without it while this worker is lent, so that it loads nothing."""
+        try:
+            async with asyncio.timeout(FIRST_READ_S):
+                while not self.reader.is_fresh:
+                    await self._is_due.wait()
+                    self._is_due.clear()
+        except TimeoutError:
+            logger.warning("loan.read_timed_out problem=%s", self.reader.problem)
+            return
+        recorded = self.reader.effective.get(SLEEP)
+        if recorded is None or not is_loan(recorded):
+            return
+        await self._continue_term(recorded)
+        self._watch_loan(time.monotonic())
+        await self._lifecycle.wait_alone()
+        self.registers.begin_lent()
+        await self._end_loan()
+        if self.registers.is_lent:
+            self._lifecycle.transition(WorkerEvent.SLEPT)
+        while self.registers.is_lent:
+            await self._apply_due()
+            if self.registers.is_lent:
+                await self._is_due.wait()
+                self._is_due.clear()
+        self.registers.end_lent()
+        # The start loads the checkpoint, so all registers are applied again after it.
+        for register in self._handled:
+            self._repeat(register)
+        if self._lifecycle.state in SPEAKING:
+            self._stop_serving()
+
+    async def _continue_term(self, recorded: Recorded) -> None:
+        """Count the term of a loan from its recording, by the clock of the server if it still knows the time."""
+        at = recorded.at
+        try:
+            stored_at = await self.reader.recorded_at(recorded.epoch)
+            at = at if stored_at is None else stored_at.timestamp()
+        except BusBroken as exc:
+            logger.warning("loan.time_read_failed error=%s", exc)
+        self._loan.restart(recorded, time.monotonic(), time.time() - at if at else 0.0)
 
     def _on_staging(self) -> None:
         self._is_due.set()
@@ -136,6 +265,7 @@ class Reconciler:
             self._stop_serving()
         if self.registers.transfer.watch(time.monotonic()):
             self._is_due.set()
+        self._watch_loan(time.monotonic())
 
     def on_read(self) -> None:
         """Handle a newly read desired state."""
@@ -145,6 +275,7 @@ class Reconciler:
             for register in self._handled:
                 self._repeat(register)
         self._epoch_read = self.reader.epoch
+        self._loan.begin(self.reader.effective.get(SLEEP), time.monotonic())
         error = weights_error(self._handled)
         is_passing = error is not None and error.code is ControlCode.STORAGE
         if is_passing and time.monotonic() > self._weights_failed_at + FETCH_RETRY_S:
@@ -185,6 +316,9 @@ class Reconciler:
         if self._recorded_epoch(register) != epoch:
             return failure(ControlError(ControlCode.STALE, f"a later command has set {register}"))
         handled = self._handled.get(register)
+        if register != SLEEP and any(each.register == register for each in self._postponed()):
+            problem = "this worker is lent; it applies the command when it returns"
+            return failure(ControlError(ControlCode.NOT_SERVING, problem))
         return handled.outcome if handled is not None and handled.epoch == epoch and handled.is_shown else None
 
     def progress_of(self, register: str, epoch: int) -> tuple[str, Staging | None] | None:
@@ -227,23 +361,34 @@ class Reconciler:
         Raises:
             EngineDead: the engine is dead, or its reload is wrong.
         """
+        await self._sleep_while_lent()
+        self.may_start.set()
         await self._has_started.wait()
         await self.registers.weights.verify_start()
         # Renew the lease, because the reload may have blocked this process for longer than the lease.
         await self._lifecycle.publish_presence()
-        self._lifecycle.transition(WorkerEvent.READY)
+        if self._lifecycle.state is WorkerState.STARTING:
+            self._lifecycle.transition(WorkerEvent.READY)
         while True:
             await self._is_due.wait()
             self._is_due.clear()
+            await self._apply_due()
+
+    async def _apply_due(self) -> None:
+        """Apply all due registers, then the target state."""
+        async with self._lock:
+            await self.end_transfers()
+            if self._may_act():
+                await self._end_loan()
+        if not self.may_start.is_set() and not self.registers.is_lent:
+            return  # the engine starts first
+        self._stage_pending()
+        while (due := self._next_due()) is not None:
             async with self._lock:
-                await self.end_transfers()
+                await self._apply(due)
             self._stage_pending()
-            while (due := self._next_due()) is not None:
-                async with self._lock:
-                    await self._apply(due)
-                self._stage_pending()
-            async with self._lock:
-                await self._apply_target_state()
+        async with self._lock:
+            await self._apply_target_state()
 
     def _may_act(self) -> bool:
         return self.reader.is_fresh and self._lifecycle.may_publish()
@@ -269,7 +414,25 @@ class Reconciler:
         return self.reader.num_read >= self._finish_read and all(due.register != WEIGHTS for due in self._pending())
 
     def _pending(self) -> list[PendingRegister]:
-        return pending_registers(self.reader.effective, self._handled)
+        """Return the registers to apply, without those that a lent worker postpones."""
+        pending, postponed = pending_registers(self._effective, self._handled), self._postponed()
+        return [due for due in pending if due not in postponed]
+
+    def _postponed(self) -> list[PendingRegister]:
+        """Return the registers that a lent worker applies later: they need its engine, or would stage weights."""
+        if not self.registers.is_lent:
+            return []
+        stays = {PAUSE, FLUSH} if self._must_wake() else {PAUSE, FLUSH, SLEEP}
+        return [due for due in pending_registers(self._effective, self._handled) if due.register not in stays]
+
+    @property
+    def _delayed(self) -> frozenset[str]:
+        """Registers that are not applied yet: they wait for their sources, or for the end of a loan."""
+        waits = self._staging | {due.register for due in self._postponed()}
+        if self.registers.is_deep and self._must_wake() and any(due.register == WEIGHTS for due in self._pending()):
+            # The engine wakes with the recorded weights, and loads no others before them.
+            waits |= {SLEEP}
+        return waits
 
     @property
     def _staging(self) -> frozenset[str]:
@@ -278,7 +441,7 @@ class Reconciler:
         return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
 
     def _next_due(self) -> PendingRegister | None:
-        return next_due(self.reader.effective, self._handled, self._staging) if self._may_act() else None
+        return next_due(self._effective, self._handled, self._delayed) if self._may_act() else None
 
     def _stage_pending(self) -> None:
         """Stage the sources of pending registers, and only these. If other weights are recorded, accept no requests."""
@@ -330,6 +493,12 @@ class Reconciler:
         work = self.registers.apply(command, report)
         outcome = await self._attempt(due, work, command.timeout_s)
         self._stage = None
+        if isinstance(command, Sleep) and is_loan(due.recorded) and outcome.is_applied:
+            self.registers.is_lent = True
+        elif due.register == SLEEP and self.registers.is_deep and outcome.error is not None:
+            # The engine could not wake, so the worker sleeps on and tries again.
+            self.registers.is_lent, self._wake_at = True, time.monotonic() + WAKE_RETRY_S
+            self._wake_problem = outcome.error.message
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
         # These outcomes are shown with the target state, which is not applied while a transfer is open. A failure is
         # shown immediately.
@@ -345,7 +514,7 @@ class Reconciler:
         self._handled[register] = handled
         if register == WEIGHTS and not handled.outcome.is_applied:
             self._weights_failed_at = time.monotonic()
-        recorded = self.reader.effective.get(SLEEP)
+        recorded = self._effective.get(SLEEP)
         is_desired = recorded is not None and isinstance(recorded.command, Sleep)
         if is_desired and is_applied(self._handled, SLEEP) and not self.registers.is_asleep:
             self._repeat(SLEEP)
@@ -425,19 +594,23 @@ class Reconciler:
 
     async def _apply_target_state(self) -> None:
         """Move to the target state. Do nothing while a register is due or the worker may not act."""
+        if self.registers.is_lent and self._may_act() and self._next_due() is None:
+            # Commands that a lent worker postpones count as handled: its controllers do not wait for them.
+            self.epoch = self.reader.epoch
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.transfer.is_unsettled
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
-        effective, epoch, staging = self.reader.effective, self.reader.epoch, self._staging
+        effective, epoch, staging = self._effective, self.reader.epoch, self._staging
         weights = self.registers.weights
         event = target_event(
             effective,
             self._handled,
             is_poisoned=weights.is_poisoned,
             has_conflict=weights.conflict is not None,
-            staging=staging,
+            staging=self._delayed,
+            is_asleep=self.registers.is_asleep,
         )
-        self.problem = self.problem if event is None else self._problem_of(event)
+        self._problem = self._problem if event is None else self._problem_of(event)
         try:
             async with asyncio.timeout(self._engine_timeout_s):
                 await self._apply_event(event)
@@ -470,7 +643,8 @@ class Reconciler:
                 self._waiting = None
             case _:
                 self._in_flight.fail_for_retry(self.problem or "this worker is drained")
-                await self._in_flight.resume_engine()
+                if not self.registers.is_asleep:
+                    await self._in_flight.resume_engine()
                 await self._wait_sent()
 
     def _problem_of(self, event: WorkerEvent) -> str | None:

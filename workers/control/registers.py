@@ -52,6 +52,8 @@ class Registers:
         self.weights = weights
         self.transfer = transfer
         self._sleep_level = 0
+        self.is_lent = False
+        """True from the sleep of a loan until its end: the engine must not wake, and nothing is staged."""
 
     def check_recording(self, command: AnyCommand, by: str) -> None:
         """Check that this worker could apply a finish that it is about to record. Accept every other command.
@@ -66,6 +68,19 @@ class Registers:
     def is_asleep(self) -> bool:
         """True if the engine sleeps."""
         return self._sleep_level > 0
+
+    @property
+    def is_deep(self) -> bool:
+        """True if the engine sleeps and has discarded its weights."""
+        return self._sleep_level == DEEP
+
+    def begin_lent(self) -> None:
+        """Begin as a lent worker whose engine was not started, so that nothing is on the device."""
+        self._sleep_level, self.is_lent = DEEP, True
+
+    def end_lent(self) -> None:
+        """End the sleep of an engine that was not started. The start loads its weights."""
+        self._sleep_level, self.is_lent = 0, False
 
     def source_of(self, command: AnyCommand) -> StageKey | None:
         """Return the source that `command` needs, or None if it needs no source or is already applied."""
@@ -201,7 +216,8 @@ class Registers:
             await self._in_flight.reset_cache(preempt=preempt)
 
     async def _sleep(self, command: Sleep, report: Report) -> None:
-        if self._sleep_level == command.level:
+        if self._sleep_level == command.level or self.is_lent:
+            # A lent engine has freed everything, and another process may use its memory.
             return
         if not self._in_flight.runner.engine.capabilities.sleep:
             raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot sleep")

@@ -163,6 +163,12 @@ class Engine(Protocol):
             ControlError: `unsupported`, `engine_error`.
         """
 
+    async def find_memory_user(self) -> str | None:
+        """Return who uses the memory that the engine needs to wake or to start, for example `GPU in use by pid 7`.
+
+        None: the memory is free, or the engine cannot tell. The worker also calls this before `start`.
+        """
+
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Pass `info` to the engine's own transfer engine. This and the next four methods raise `ControlError`."""
 

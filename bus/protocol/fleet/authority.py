@@ -211,7 +211,7 @@ class RecordedStop(msgspec.Struct, frozen=True, kw_only=True):
     worker: str | None
     """The one worker that it stops; None: all workers of the model."""
     what: str
-    """`paused (keep)`, `paused (wait)`, `paused (abort)`, `drained` or `asleep`."""
+    """`paused (keep)`, `paused (wait)`, `paused (abort)`, `drained`, `asleep` or `lent for N s`."""
     by: str
     """Who recorded it; empty if the release of its author does not say."""
     since: float | None
@@ -238,6 +238,8 @@ def stop_of(recorded: Recorded) -> str | None:
             return f"paused ({mode})"
         case Drain():
             return "drained"
+        case Sleep() if recorded.for_s:
+            return f"lent for {recorded.for_s:g} s"
         case Sleep():
             return "asleep"
     return None

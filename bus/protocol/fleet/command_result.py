@@ -23,6 +23,7 @@ from ....schemas.errors import ControlCode, InvalidRequest, NoWorkers, RollbusEr
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..html import as_html
 from .authority import without
+from .loans import executes
 from .presence import LostWorker
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
@@ -342,8 +343,12 @@ def workers_that_must_ack(
     if workers and not known:
         models = ", ".join(sorted({worker.model for worker in workers}))
         raise InvalidRequest(field="model", problem=f"is {command.model!r}", allowed=f"one of {models}")
-    able = [worker for worker in known if worker.state not in _SILENT]
-    others = ", ".join(f"{worker.worker} is {worker.state}" for worker in known if worker.state in _SILENT)
+    able = [worker for worker in known if worker.state not in _SILENT and executes(worker, command)]
+    others = ", ".join(
+        f"{worker.worker} is {worker.state if executes(worker, command) else 'lent'}"
+        for worker in known
+        if worker not in able
+    )
     if not able:
         raise NoWorkers(
             message=f"no live worker of {command.model or 'any model'} can answer" + (f" ({others})" if others else "")

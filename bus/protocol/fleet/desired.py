@@ -20,6 +20,7 @@ from ....schemas.control import (
     LoadLora,
     Recorded,
     SeenCommand,
+    Sleep,
     UnloadLora,
     UpdateWeights,
     lora_register,
@@ -87,13 +88,21 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
     epoch = state.epoch + 1
     # Workers of earlier releases can read the author beside the command, but not inside it.
     by, command = command.by or by, replace(command, epoch=epoch, model=state.model, by=None)
+    for_s, command = without_term(command)
     seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
     if register == WEIGHTS and any(base_adapter(own, state.model) for own in state.everywhere):
         # New weights end the adapter under the model's name.
         end = UnloadLora(id=command.id, model=state.model, name=state.model, epoch=epoch, workers=command.workers)
         state = _set_register(state, Recorded(epoch=epoch, command=end, by=by, at=at))
-    state = _set_register(state, Recorded(epoch=epoch, command=command, by=by, at=at))
+    state = _set_register(state, Recorded(epoch=epoch, command=command, by=by, at=at, for_s=for_s))
     return replace(state, epoch=epoch, seen=seen_commands), epoch
+
+
+def without_term(command: AnyCommand) -> tuple[float, AnyCommand]:
+    """Return the term of a loan, 0 for other commands, and the command as workers of earlier releases decode it."""
+    if not isinstance(command, Sleep) or command.for_s is None:
+        return 0.0, command
+    return command.for_s, replace(command, for_s=None)
 
 
 def _set_register(state: DesiredState, recorded: Recorded) -> DesiredState:
@@ -354,6 +363,9 @@ def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
     """Return why a worker does not match the desired state of its model, phrased to follow its id; None: it matches."""
     if worker.state in _UNABLE:
         return f"is {worker.state}" + (f": {worker.last_error}" if worker.last_error else "")
+    if worker.loan_left_s is not None:
+        # It loads the recorded weights when it returns.
+        return None if worker.loan_left_s else f"is still asleep: {worker.last_error}"
     doing = "" if worker.staging is None else f", {worker.staging.stage}"
     target = target_version(state, worker.worker)
     if target is not None and worker.weight_version != target:

@@ -222,6 +222,44 @@ def sleep() -> None:
     """
 
 
+@command(
+    "lend the GPU of a worker",
+    "control:lend",
+    arg("worker", "WORKER", "id of the worker, as in `rollbus status`"),
+    arg("--for", "TIME", "term, by the worker's clock, at most 7d (default: 1h)"),
+    flag("--allow-none", "lend it even if it is the last worker that serves its model"),
+    arg("--timeout-s", "TIME", "seconds for the worker to free its memory (default: 60)"),
+)
+def lend() -> None:
+    """Lend the GPU of a worker, for example to a trainer: the worker sleeps with nothing in the GPU's memory.
+
+    At the end of the term the worker wakes if its memory is free. Otherwise it sleeps on, `rollbus status` shows who
+    uses the GPU, and it tries again each minute. It never ends the borrower. Lend it again to renew the term. While it
+    is lent, weight updates do not wait for it.
+
+    Examples:
+        rollbus lend w0
+        rollbus lend w0 --for 20m --allow-none
+        rollbus return w0
+    """
+
+
+@command(
+    "end the loan of a worker",
+    "control:return_worker",
+    arg("worker", "WORKER", "id of the worker, as in `rollbus status`"),
+    arg("--timeout-s", "TIME", "seconds for the worker to load its weights (default: 600)"),
+)
+def return_() -> None:
+    """End the loan of a worker: it loads the recorded weights, verifies them, and then serves.
+
+    If another process still uses the memory of its GPU, the command fails and the loan stays as it was.
+
+    Examples:
+        rollbus return w0
+    """
+
+
 @command("unload a LoRA adapter", SENT, arg("name", "NAME", "name of the adapter in requests"), send_options())
 def unload_lora() -> None:
     """Unload a LoRA adapter and abort the requests in flight that use it.

@@ -124,10 +124,11 @@ def in_flight_cell(worker: WorkerPresence) -> str:
 
 
 def note_cell(worker: WorkerPresence) -> str:
-    """Return the progress of staging and the last error."""
+    """Return the rest of a loan, the progress of staging, and the last error."""
     staging = worker.staging
     stages = "" if staging is None else f"{staging_text(staging)} from {staging.source}"
-    return "; ".join(filter(None, (stages, worker.last_error)))
+    loan = "" if not worker.loan_left_s else f"lent, {_duration(worker.loan_left_s)} left"
+    return "; ".join(filter(None, (loan, stages, worker.last_error)))
 
 
 def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:

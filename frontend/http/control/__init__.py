@@ -25,6 +25,8 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/v1/rl/pause": (commands.pause, bodies.PauseBody, RL),
     "/v1/rl/resume": (commands.resume, bodies.ResumeBody, RL),
     "/v1/rl/drain": (commands.drain, bodies.DrainBody, RL),
+    "/v1/rl/lend": (commands.lend, bodies.LendBody, RL),
+    "/v1/rl/return": (commands.return_worker, bodies.ReturnBody, RL),
     "/v1/rl/flush_cache": (commands.flush_cache, bodies.FlushBody, RL),
     "/v1/rl/update_weights": (commands.update_weights, bodies.UpdateBody, RL),
     "/v1/rl/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, RL),

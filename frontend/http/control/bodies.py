@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from ....bus.protocol.fleet.loans import LOAN_S
 from ....schemas import limits
 from ....schemas.control import PauseMode
 from ....schemas.decoding import JsonObject
@@ -60,6 +61,22 @@ class DrainBody(SendBody, frozen=True, kw_only=True):
 
     workers: Workers
     """Ids of the workers. There is no default, because a drain of all workers leaves no worker for the requests."""
+
+
+class ReturnBody(SendBody, frozen=True, kw_only=True):
+    """End the loan of one worker: it loads the recorded weights and serves."""
+
+    workers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1)]
+    """Id of the worker, in a list."""
+
+
+class LendBody(ReturnBody, frozen=True, kw_only=True):
+    """Lend the GPU of one worker: the worker sleeps for a term, with nothing kept in the memory of the GPU."""
+
+    for_s: Seconds = LOAN_S
+    """Term in seconds, by the worker's clock."""
+    allow_none: bool = False
+    """True: it may be the last worker that serves its model."""
 
 
 class FlushBody(SendBody, frozen=True, kw_only=True):

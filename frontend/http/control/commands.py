@@ -395,6 +395,27 @@ async def wake(call: CommandCall[bodies.WakeBody]) -> Response:
     return await call.answer(call.fleet.wake(**call.options), "wake", {"status": "awake"})
 
 
+def _loan_options(model: str | None, options: JsonObject) -> JsonObject:
+    """Return the options without the worker. A model beside the worker is checked nowhere, so it is rejected."""
+    if model is not None:
+        raise invalid("model", f"is {model[:64]!r}", "null, because the worker serves one model")
+    return {name: value for name, value in options.items() if name != "workers"}
+
+
+async def lend(call: CommandCall[bodies.LendBody]) -> Response:
+    """Lend the GPU of one worker for a term: the worker sleeps, with nothing kept in the memory of the GPU."""
+    fields, options = call.fields, _loan_options(call.fields.model, call.options)
+    work = call.fleet.lend(fields.workers[0], for_s=fields.for_s, allow_none=fields.allow_none, **options)
+    return await call.answer(work, "sleep", {"status": "lent"})
+
+
+async def return_worker(call: CommandCall[bodies.ReturnBody]) -> Response:
+    """End the loan of one worker: it loads the recorded weights, verifies them and serves."""
+    options = _loan_options(call.fields.model, call.options)
+    work = call.fleet.return_worker(call.fields.workers[0], **options)
+    return await call.answer(work, "wake", {"status": "returned"})
+
+
 async def init_weight_transfer(call: CommandCall[bodies.InitTransferBody]) -> Response:
     """Initialize vLLM's own transfer of weights in the engines of all workers of a model."""
     work = begin_transfer(call.service, call.fields.init_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})

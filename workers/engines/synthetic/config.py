@@ -45,6 +45,9 @@ class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Number of tokens after which a request is preempted and its KV recomputed, repeatedly; 0: never."""
     kv_loads: int = 0
     """Number of the next loads of KV that fail."""
+    memory_file: str | None = None
+    """Path of a file. While the file exists, another process uses the memory that the engine needs to wake or to start.
+    The file contains the pid of that process."""
     dies_of: int | None = None
     """First token of a prompt that kills the engine in the step that completes this prompt; None: no prompt does."""
 

@@ -396,3 +396,8 @@ class SyntheticEngine:
         self._check_alive()
         self._sleep_level = 0
         self._wake_up.set()
+
+    async def find_memory_user(self) -> str | None:
+        """Return the process that `faults.memory_file` names while that file exists."""
+        file = None if self.faults.memory_file is None else Path(self.faults.memory_file)
+        return None if file is None or not file.exists() else f"GPU in use by pid {file.read_text().strip()}"

@@ -28,6 +28,7 @@ from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_config, decode_params
 from .launch import Launch, preempts_only_paused
 from .loads import Adapters, LoadSerials, sum_answers
+from .memory import DEFAULT_SHARE, GpuMemory, describe_user, own_processes, read_gpus
 from .outputs import OpenRequests
 from .params import to_vllm
 from .reload import FINISH_TRANSFER, INIT_TRANSFER, START_TRANSFER, UPDATE_TRANSFER
@@ -78,6 +79,7 @@ class VllmEngine:
         connector = connector_config(role, chosen.pop(KV_FIELD, None))
         if connector is not None:
             chosen[KV_FIELD] = connector
+        self._share = float(chosen.get("gpu_memory_utilization", DEFAULT_SHARE))
         self._launch = Launch(str(model), chosen, log_level)
         self._role: Role = role
         self._feed: CoreFeed | None = None
@@ -88,6 +90,8 @@ class VllmEngine:
         self._is_paused = False
         self._is_transferring = False
         self._is_closed = False
+        # Bytes that the last sleep freed, by GPU.
+        self._freed: dict[str, int] = {}
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "starting" if self._capabilities is None else "running"
@@ -278,7 +282,10 @@ class VllmEngine:
     async def sleep(self, level: int) -> None:
         """Free memory; the engine must have no requests."""
         check_supported(self._running().refusals.sleep)
+        before = {gpu.name: gpu.free for gpu in await asyncio.to_thread(read_gpus)}
         await self._running().calls.call("sleep", level)
+        after = await asyncio.to_thread(read_gpus)
+        self._freed = {gpu.name: max(gpu.free - before.get(gpu.name, gpu.free), 0) for gpu in after}
 
     async def wake(self) -> None:
         """Undo `sleep`; after level 2 the weights must be loaded again."""
@@ -286,6 +293,18 @@ class VllmEngine:
         await self._running().calls.call("wake_up")
         if self._is_paused:  # vLLM's own wake also resumes the engine.
             await self.pause()
+
+    async def find_memory_user(self) -> str | None:
+        """Compare the free memory of the GPUs with what `sleep` freed, or before the start with what vLLM will take.
+
+        vLLM takes `gpu_memory_utilization` of each GPU. An engine on several machines knows only this machine's GPUs.
+        """
+
+        def needed(gpu: GpuMemory) -> int:
+            return self._freed.get(gpu.name, 0) if self._controls is not None else int(gpu.total * self._share)
+
+        gpus = await asyncio.to_thread(read_gpus)
+        return describe_user(gpus, needed, own_processes())
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
         """Pass `info` to vLLM's own transfer engine."""

@@ -1,0 +1,124 @@
+"""Loans: a worker sleeps for a term, so that a trainer can use its GPU. Decides who may be lent, and when a loan ends.
+
+A loan is the recorded command `sleep` of one worker, with a term beside it. The worker counts the term by its own
+clock, so the clock of the lender does not matter.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from ....schemas.control import (
+    AnyCommand,
+    CheckWeights,
+    DesiredState,
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    LoadLora,
+    Recorded,
+    Sleep,
+    StartWeightUpdate,
+    UnloadLora,
+    UpdateWeightChunk,
+    UpdateWeights,
+)
+from ....schemas.errors import ControlCode, ControlError
+from ....schemas.presence import WorkerPresence, WorkerState
+from .desired import effective
+
+LOAN_S: Final = 3600.0
+"""Default term of a loan in seconds."""
+LOADS: Final = (
+    *(CheckWeights, UpdateWeights, LoadLora, UnloadLora),
+    *(InitWeightTransfer, StartWeightUpdate, UpdateWeightChunk, FinishWeightUpdate),
+)
+"""Commands that lent workers do not execute. A lent worker loads what is recorded when it returns."""
+
+
+def executes(worker: WorkerPresence, command: AnyCommand) -> bool:
+    """Return True if the worker executes the command now: it is not lent, or the command loads nothing."""
+    return worker.loan_left_s is None or not isinstance(command, LOADS)
+
+
+def is_loan(recorded: Recorded | None) -> bool:
+    """Return True if a recorded command lends the worker."""
+    return recorded is not None and isinstance(recorded.command, Sleep) and recorded.for_s > 0
+
+
+def check_lend(state: DesiredState, worker: str, workers: Iterable[WorkerPresence], *, allow_none: bool) -> None:
+    """Check that a worker may be lent. The caller repeats this check over each state that it is about to change.
+
+    Args:
+        workers: live workers of the model.
+        allow_none: True: it may be the last worker that serves the model.
+
+    Raises:
+        ControlError: `unsupported`: the engine cannot sleep. `not_serving`: no other worker would serve the model.
+    """
+    others = []
+    for each in workers:
+        if each.worker == worker:
+            if each.capabilities is not None and not each.capabilities.sleep:
+                raise ControlError(
+                    ControlCode.UNSUPPORTED,
+                    f"worker {worker} cannot be lent: its engine cannot free its memory (vLLM needs a GPU and the "
+                    "engine argument 'enable_sleep_mode'); allowed: a worker whose capabilities include sleep",
+                )
+            continue
+        asleep = effective(state, each.worker).get("sleep")
+        if each.state is WorkerState.SERVING and not (asleep and isinstance(asleep.command, Sleep)):
+            others.append(each.worker)
+    if not others and not allow_none and not is_loan(effective(state, worker).get("sleep")):
+        raise ControlError(
+            ControlCode.NOT_SERVING,
+            f"worker {worker} is the last worker that serves {state.model!r}; --allow-none lends it anyway",
+        )
+
+
+def check_return(state: DesiredState, worker: str, workers: Iterable[WorkerPresence]) -> None:
+    """Check that a worker is lent.
+
+    Raises:
+        ControlError: `not_found`.
+    """
+    is_lent = any(each.worker == worker and each.loan_left_s is not None for each in workers)
+    if not is_lent and not is_loan(effective(state, worker).get("sleep")):
+        raise ControlError(ControlCode.NOT_FOUND, f"worker {worker} is not lent; `rollbus status` lists loans")
+
+
+_BACK: Final = frozenset({WorkerState.SERVING, WorkerState.UPDATING, WorkerState.PAUSED, WorkerState.DRAINED})
+
+
+def check_returned(worker: str, workers: Iterable[WorkerPresence]) -> None:
+    """Check that a worker whose loan has ended serves, or would serve without a recorded pause or drain.
+
+    Raises:
+        ControlError: `not_serving`, for example because it could not load the recorded weights.
+    """
+    for each in workers:
+        if each.worker == worker and each.state not in _BACK:
+            why = each.last_error or "`rollbus status` may show the reason"
+            raise ControlError(ControlCode.NOT_SERVING, f"worker {worker} is awake, but {each.state}: {why}")
+
+
+class LoanTerm:
+    """The term of the last loan of one worker. The caller passes in the time of its own monotonic clock."""
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._ends_at = 0.0
+
+    def begin(self, recorded: Recorded | None, now: float) -> None:
+        """Begin the term of a loan that was not seen before. The same loan after an undo continues its term."""
+        if recorded is not None and is_loan(recorded) and recorded.command.id != self._id:
+            self._id, self._ends_at = recorded.command.id, now + recorded.for_s
+
+    def restart(self, recorded: Recorded, now: float, elapsed_s: float) -> None:
+        """Set the rest of the term after a restart of the worker: at most the term, at least nothing."""
+        self._id = recorded.command.id
+        self._ends_at = now + min(max(recorded.for_s - elapsed_s, 0.0), recorded.for_s)
+
+    def left_s(self, recorded: Recorded | None, now: float) -> float:
+        """Return the seconds until the recorded loan ends; 0: it is over, or the worker is not lent by the record."""
+        if recorded is None or not is_loan(recorded) or recorded.command.id != self._id:
+            return 0.0
+        return max(self._ends_at - now, 0.0)
