@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -49,7 +50,7 @@ def test_record_moves_the_term_beside_the_command() -> None:
     state, _ = record(DesiredState(model="m"), lend_command("w0", for_s=60.0))
     recorded = state.workers["w0"]["sleep"]
     assert recorded.for_s == 60.0
-    assert recorded.command == replace(recorded.command, for_s=None)  # type: ignore[call-arg]
+    assert recorded.command == replace(recorded.command, for_s=None)
     assert is_loan(recorded)
 
 
@@ -151,7 +152,7 @@ async def until_lent(rb: rollbus.Client) -> None:
 async def test_lent_worker_takes_no_update_and_returns_with_it(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """While it is lent it stages nothing; after the return it has the newest recorded weights."""
     folder = write_checkpoint(tmp_path / "v2", fill=3)
-    roots: dict[str, object] = {"weight_roots": (str(tmp_path),), "cache_dir": str(tmp_path / "cache")}
+    roots: dict[str, Any] = {"weight_roots": (str(tmp_path),), "cache_dir": str(tmp_path / "cache")}
     roots["model_path"] = str(write_checkpoint(tmp_path / "own"))
     async with (
         served(nats_url, fleet, worker_id="w0", **roots) as (rb, worker, _),
@@ -261,3 +262,17 @@ async def test_other_sleep_does_not_wake_a_lent_engine(nats_url: str, fleet: str
         assert engine._sleep_level == 2
         await rb.fleet.wake()
         assert (await rb.complete([1, 2], max_tokens=2)).error is None
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+async def test_a_cpu_engine_cannot_be_lent(nats_url: str, real_fleet: str) -> None:
+    """On a real CPU engine `lend` fails as `unsupported` with the worker's name, and records nothing."""
+    async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        (worker,) = rb.fleet.workers
+        with pytest.raises(ControlError, match=worker.worker) as caught:
+            await rb.fleet.lend(worker.worker, allow_none=True)
+        assert caught.value.code is ControlCode.UNSUPPORTED
+        state = await rb.fleet.state()
+        assert all("sleep" not in own for each in state.desired.values() for own in each.everywhere)

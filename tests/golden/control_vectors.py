@@ -102,6 +102,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_drain": Drain(id="d-1", workers=("w0", "w1")),
     "command_flush_cache": FlushCache(id="f-1", preempt=True),
     "command_sleep": Sleep(id="s-1", level=2),
+    "command_lend": Sleep(id="s-2", level=2, for_s=3600.0, workers=("w0",)),
     "command_wake": Wake(id="w-1"),
     "command_check_weights": CheckWeights(id="c-1", source=CHECKPOINT),
     "command_update_weights": UPDATE,
