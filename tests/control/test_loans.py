@@ -15,8 +15,8 @@ from rollbus.schemas.control import DesiredState, Pause, Recorded, Sleep, Update
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import WeightSource
+from rollbus.workers.engines.gpus import GpuMemory, describe_user, read_gpus
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
-from rollbus.workers.engines.vllm.memory import GpuMemory, describe_user, read_gpus
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import served, synthetic_worker, until_state
 

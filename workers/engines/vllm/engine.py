@@ -20,6 +20,7 @@ from ....schemas.presence import Capabilities, EngineStats, Role
 from ....schemas.request import GenerateRequest
 from ....schemas.sampling import SamplingParams
 from ....schemas.weights import Verified
+from ..gpus import DEFAULT_SHARE, GpuMemory, describe_user, own_processes, read_gpus
 from .calls import Calls, check_supported
 from .capabilities import describe_engine, find_refusals, kv_cache_tokens_of, prefix_age_of
 from .corrections import OUTDATE, WATCH
@@ -28,7 +29,6 @@ from .kv.config import FIELD as KV_FIELD
 from .kv.config import connector_config, decode_params
 from .launch import Launch, preempts_only_paused
 from .loads import Adapters, LoadSerials, sum_answers
-from .memory import DEFAULT_SHARE, GpuMemory, describe_user, own_processes, read_gpus
 from .outputs import OpenRequests
 from .params import to_vllm
 from .reload import FINISH_TRANSFER, INIT_TRANSFER, START_TRANSFER, UPDATE_TRANSFER
@@ -282,9 +282,9 @@ class VllmEngine:
     async def sleep(self, level: int) -> None:
         """Free memory; the engine must have no requests."""
         check_supported(self._running().refusals.sleep)
-        before = {gpu.name: gpu.free for gpu in await asyncio.to_thread(read_gpus)}
+        before = {gpu.name: gpu.free for gpu in await asyncio.to_thread(read_gpus, load_nvml)}
         await self._running().calls.call("sleep", level)
-        after = await asyncio.to_thread(read_gpus)
+        after = await asyncio.to_thread(read_gpus, load_nvml)
         self._freed = {gpu.name: max(gpu.free - before.get(gpu.name, gpu.free), 0) for gpu in after}
 
     async def wake(self) -> None:
@@ -303,7 +303,7 @@ class VllmEngine:
         def needed(gpu: GpuMemory) -> int:
             return self._freed.get(gpu.name, 0) if self._controls is not None else int(gpu.total * self._share)
 
-        gpus = await asyncio.to_thread(read_gpus)
+        gpus = await asyncio.to_thread(read_gpus, load_nvml)
         return describe_user(gpus, needed, own_processes())
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
@@ -423,6 +423,13 @@ class VllmEngine:
         if self._controls is None or self._is_closed:
             raise EngineDead("the engine is not running")
         return self._controls
+
+
+def load_nvml() -> Any:
+    """Import the NVML binding that vLLM ships."""
+    from vllm.third_party import pynvml
+
+    return pynvml
 
 
 class Controls:

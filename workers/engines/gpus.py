@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from ....schemas.errors import ForeignError, foreign_code
+from ...schemas.errors import ForeignError, foreign_code
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,15 @@ class GpuMemory(NamedTuple):
     """Ids as the driver knows them. In a container they may be those of the host."""
 
 
-def read_gpus(load: Callable[[], Any] | None = None) -> list[GpuMemory]:
-    """Return the memory of the GPUs that this process may use; an empty list if NVML does not answer."""
+def read_gpus(load: Callable[[], Any]) -> list[GpuMemory]:
+    """Return the memory of the GPUs that this process may use; an empty list if NVML does not answer.
+
+    Args:
+        load: imports the module `pynvml`.
+    """
     try:
         with foreign_code():
-            nvml = _load_nvml() if load is None else load()
+            nvml = load()
             nvml.nvmlInit()
             try:
                 return _read_visible(nvml)
@@ -53,12 +57,6 @@ def own_processes() -> frozenset[int]:
 
     process = psutil.Process()
     return frozenset([process.pid, *(child.pid for child in process.children(recursive=True))])
-
-
-def _load_nvml() -> Any:
-    from vllm.third_party import pynvml
-
-    return pynvml
 
 
 def _read(nvml: Any, name: str) -> GpuMemory:
