@@ -31,6 +31,9 @@ DEFAULT_IDLE_S: Final = 600.0
 """Seconds without a command after which a transfer ends. A debugger may stop a trainer for minutes."""
 DEFAULT_START_TIMEOUT_S: Final = 1800.0
 """A large model on a slow disk needs many minutes to load."""
+DEFAULT_DRAIN_S: Final = 60.0
+"""Clients acknowledge within milliseconds. Slow ones have time, and lost ones are known after their lease."""
+MAX_DRAIN_S: Final = 3600.0
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 """Pattern of OWNER/NAME. A path that begins with `/`, `.` or `~`, and a single word, are not model ids."""
 CONFIGS: Final = ("config.json", "params.json")
@@ -274,6 +277,12 @@ def _process_options() -> Iterator[Option]:
     yield arg("--worker-id", "ID", text)
     text = "address for /health, /ready and /metrics over HTTP, for supervisors (default: none)"
     yield arg("--probe", "HOST:PORT", text)
+    text = "Unix socket for /health, /ready, /metrics and `rollbus drain --socket`, only for this user (default: none)"
+    yield arg("--socket", "PATH", text, type=Path)
+    text = "time within which a stopped or drained worker hands its requests over (default: %(default)g)"
+    yield arg("--drain-s", "TIME", text, type=duration_or_zero, default=DEFAULT_DRAIN_S)
+    text = "if another worker has this id: exit with code 78, or wait until the id is free (default: %(default)s)"
+    yield arg("--on-duplicate", ("exit", "wait"), text, default="exit")
     text = "time to listen for another worker of this id before serving (default: one lease; 0 with a default id)"
     yield arg("--listen-s", "TIME", text, type=duration_or_zero)
     text = "time without presence after which peers treat the worker as lost (default: %(default)g)"

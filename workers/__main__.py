@@ -1,12 +1,14 @@
 """The worker process: `python -m rollbus.workers`, or `rollbus worker`.
 
 The worker waits until a NATS server accepts its connection. Exit codes: 0 if it was stopped on request, 1 if it failed
-(the engine died or NATS refused the user), 2 for wrong usage, 78 if another worker has the same id.
+(the engine died or NATS refused the user), 2 for wrong usage, 78 if another worker has the same id. With
+`--on-duplicate wait` it waits for the id instead. The first signal drains the worker, the second one stops it at once.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -16,10 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import uvloop
+from msgspec.structs import replace
 
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
@@ -27,9 +31,12 @@ from ..bus.nats.server import Server, default_url
 from ..bus.tracing.spans import Tracing, check_tracing, make_tracer
 from ..schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
 from ..schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, add_options, check_start
+from ..schemas.presence import WorkerPresence
 from .config import WorkerConfig, default_cache_dir, default_worker_id
 from .engines import make_engine
 from .engines.engine import Engine
+from .lifecycle import wait_until_free
+from .local_socket import listen_locally
 from .probe import ProbeServer, listen
 from .request_spans import RequestSpans
 from .worker import Worker
@@ -93,8 +100,8 @@ def _resolve_model(model: str | None) -> str:
     return str(Path(model).resolve()) if model and Path(model).exists() else model or ""
 
 
-def configure(args: argparse.Namespace) -> tuple[WorkerConfig, Engine]:
-    """Return the configuration and the engine, which is not started, of a worker with these options of `parser`.
+def configure(args: argparse.Namespace) -> tuple[WorkerConfig, Callable[[], Engine]]:
+    """Return the configuration of a worker with these options of `parser`, and what makes its engine.
 
     Raises:
         RollbusError: an option or a file that it names is wrong.
@@ -124,8 +131,9 @@ def configure(args: argparse.Namespace) -> tuple[WorkerConfig, Engine]:
         stage_bytes=args.stage_bytes,
         fetch_rate=args.fetch_rate,
         prove_reload=not args.no_prove_reload,
+        drain_s=args.drain_s,
     )
-    return config, make_engine(args.engine, _resolve_model(args.model), _parse_engine_args(args), args.role)
+    return config, partial(make_engine, args.engine, _resolve_model(args.model), _parse_engine_args(args), args.role)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,15 +143,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args.engine != "synthetic":
         return _report_failure(RollbusError(f"--model is required for the engine {args.engine}"), 2)
     try:
-        config, engine = configure(args)
+        config, make = configure(args)
+        # The first engine is made now, so that its errors are reported before anything starts.
+        engines = itertools.chain([make()], iter(make, None))
         tracing = check_tracing(bool(args.otel), "--otel")
-        probed = None if args.probe is None else listen(args.probe)
+
+        def make_worker(config: WorkerConfig, spans: RequestSpans | None) -> Worker:
+            return Worker(config, next(engines), None if spans is None else spans.export)
+
+        with contextlib.ExitStack() as until_ended:
+            listening = [] if args.probe is None else [(listen(args.probe), False)]
+            if args.socket is not None:
+                listening.append((until_ended.enter_context(listen_locally(args.socket)), True))
+            uvloop.run(_run(config, make_worker, tracing, args, listening))
     except InvalidRequest as exc:
         return _report_failure(RollbusError(exc.message), 2)
-    except RollbusError as exc:
-        return _report_failure(exc)
-    try:
-        uvloop.run(_run(config, engine, tracing, args.parent_pipe, probed))
     except DuplicateWorker as exc:
         return _report_failure(exc, EXIT_DUPLICATE_WORKER)
     except RollbusError as exc:
@@ -159,71 +173,129 @@ def _report_failure(error: RollbusError, exit_code: int = 1) -> int:
     return exit_code
 
 
+class _Process:
+    """The worker of this process, also before it is connected and between two tries, and what ends it.
+
+    Args:
+        make: returns a new worker with a configuration.
+    """
+
+    def __init__(self, config: WorkerConfig, make: Callable[[WorkerConfig], Worker]) -> None:
+        self._config = config
+        self._make_worker = make
+        self._worker: Worker | None = None
+        self._waiting = asyncio.current_task()
+        self._drain_reason: str | None = None
+        self._is_stopping = False
+
+    def make(self, config: WorkerConfig) -> Worker:
+        """Make the next worker. It drains itself if the last one was told to."""
+        self._worker = self._make_worker(config)
+        if self._drain_reason is not None:
+            self._worker.drain(self._drain_reason)
+        return self._worker
+
+    def forget(self) -> None:
+        """Forget a worker that ended, while this process waits for its id."""
+        self._worker = None
+
+    def stop(self) -> None:
+        """Drain the worker and stop it. The second call stops it without waiting for clients."""
+        worker, is_first, self._is_stopping = self._worker, not self._is_stopping, True
+        if worker is not None and worker.is_assembled:
+            if is_first:
+                worker.stop()
+            else:
+                worker.stop_now()
+        elif is_first and self._waiting is not None:
+            # A second cancellation would cut the cleanup after the first one.
+            self._waiting.cancel()
+
+    def describe(self) -> WorkerPresence | None:
+        """Return the presence of the worker, or None while it is not connected."""
+        return self._worker.presence() if self._worker is not None and self._worker.is_assembled else None
+
+    async def drain(self, limit_s: float | None) -> bool:
+        """Drain the worker for good, as `ProbeServer` needs it. This process goes on until it is stopped."""
+        self._drain_reason = "the worker was drained over its own socket"
+        if self._worker is None:
+            return True
+        self._worker.drain(self._drain_reason)
+        return await self._worker.wait_drained(self._config.drain_s if limit_s is None else limit_s)
+
+
 async def _run(
-    config: WorkerConfig, engine: Engine, tracing: Tracing, parent_pipe: int | None, probed: socket.socket | None
+    config: WorkerConfig,
+    make: Callable[[WorkerConfig, RequestSpans | None], Worker],
+    tracing: Tracing,
+    args: argparse.Namespace,
+    listening: Sequence[tuple[socket.socket, bool]],
 ) -> None:
-    loop, waiting = asyncio.get_running_loop(), asyncio.current_task()
-    if waiting is None:
-        raise RuntimeError("not called in a task")
-    worker: Worker | None = None
+    """Run this process's worker until it ends.
 
-    def stop() -> None:
-        if worker is None or not worker.is_assembled:
-            waiting.cancel()
-        else:
-            worker.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    if parent_pipe is not None:
-        watch_parent(parent_pipe, lambda: loop.call_soon_threadsafe(stop))
+    Args:
+        listening: sockets of the probe, and whether each of them may drain the worker.
+    """
+    loop, spans = asyncio.get_running_loop(), None
     async with contextlib.AsyncExitStack() as until_ended:
-        if probed is not None:
+        process = _Process(config, lambda config: make(config, spans))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, process.stop)
+        if args.parent_pipe is not None:
+            watch_parent(args.parent_pipe, lambda: loop.call_soon_threadsafe(process.stop))
+        for listener, may_drain in listening:
             # The probe also answers while the worker waits for a NATS server.
-            probe = ProbeServer(
-                probed, lambda: worker.presence() if worker is not None and worker.is_assembled else None
-            )
+            probe = ProbeServer(listener, process.describe, process.drain if may_drain else None)
             await until_ended.enter_async_context(probe)
-            logger.info("probe.started port=%s", probe.port)
+            logger.info("probe.started address=%s", listener.getsockname())
         tracer = make_tracer(tracing, service_name="rollbus-worker", field="--otel")
-        export = None
         if tracer is not None:
             until_ended.push_async_callback(asyncio.to_thread, tracer.close)
-            export = RequestSpans(tracer, worker=config.worker_id, model=config.model).export
-
-        def make() -> Worker:
-            nonlocal worker
-            worker = Worker(config, engine, export)
-            return worker
-
+            spans = RequestSpans(tracer, worker=config.worker_id, model=config.model)
         try:
-            await serve(config, make)
+            await serve(config, process.make, process.forget if args.on_duplicate == "wait" else None)
         except asyncio.CancelledError:
             # Only `stop` cancels this task.
             logger.info("worker.start_cancelled worker=%s", config.worker_id)
 
 
-async def serve(config: WorkerConfig, make: Callable[[], Worker]) -> None:
+async def serve(
+    config: WorkerConfig,
+    make: Callable[[WorkerConfig], Worker],
+    on_duplicate: Callable[[], None] | None = None,
+) -> None:
     """Run a worker. Wait without a time limit until it has connected to a NATS server.
 
     Args:
-        make: returns a new worker.
+        make: returns a new worker with a new engine.
+        on_duplicate: called when another worker has the id, before a wait without a time limit until the id is free.
+            None: do not wait.
 
     Raises:
         RollbusError: as `Worker.run`, but a server that does not answer yet is no error.
     """
-    next_line_at = 0.0
+    next_line_at, is_free = 0.0, True
     while True:
-        worker = make()
+        worker = None
         try:
+            if not is_free:
+                await wait_until_free(config)
+            worker, is_free = make(config), True
             await worker.run()
         except ServerUnreachable as exc:
-            if worker.is_assembled:
+            if worker is not None and worker.is_assembled:
                 raise
             # The attempt itself waited before it failed, so no sleep is needed.
             if time.monotonic() >= next_line_at:
                 next_line_at = time.monotonic() + REPEAT_S
                 logger.warning("worker.server_awaited error=%s", exc)
+        except DuplicateWorker as exc:
+            if on_duplicate is None or worker is None or worker.is_stopping:
+                raise
+            logger.warning("worker.id_awaited worker=%s error=%s", config.worker_id, exc)
+            on_duplicate()
+            # Only the first incarnation of a process was announced.
+            is_free, config = False, replace(config, incarnation=None)
         else:
             return
 

@@ -11,7 +11,14 @@ from ..bus.auth.credentials import Credentials, Tls, worker_identity
 from ..bus.nats.server import Server
 from ..schemas.checks import check_float, check_int, check_name, check_subject_token
 from ..schemas.limits import MAX_WEIGHT_VERSION
-from ..schemas.options import DEFAULT_ENGINE_TIMEOUT_S, DEFAULT_IDLE_S, DEFAULT_LEASE_S, DEFAULT_START_TIMEOUT_S
+from ..schemas.options import (
+    DEFAULT_DRAIN_S,
+    DEFAULT_ENGINE_TIMEOUT_S,
+    DEFAULT_IDLE_S,
+    DEFAULT_LEASE_S,
+    DEFAULT_START_TIMEOUT_S,
+    MAX_DRAIN_S,
+)
 
 LEASE_MARGIN_S = 1.0
 """Seconds. A worker fences itself this long before its own lease expires. It treats a peer as lost this long after the
@@ -62,6 +69,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without a step after which an engine with open requests counts as dead."""
     start_timeout_s: float = DEFAULT_START_TIMEOUT_S
     """Seconds after the worker's start until requests no longer wait for this worker to serve."""
+    drain_s: float = DEFAULT_DRAIN_S
+    """Maximum seconds for which a worker that stops or drains itself waits until its clients have acknowledged
+    everything."""
     max_held_bytes: int = 512 * 1024**2
     """Bytes of results that clients have not acknowledged. Above this value, the worker pulls no requests. Above twice
     this value, it fails open requests."""
@@ -93,6 +103,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_float("engine_timeout_s", self.engine_timeout_s, 0, 24 * 3600, above=True)
         check_float("start_timeout_s", self.start_timeout_s, 0, 24 * 3600, above=True)
         check_float("transfer_idle_s", self.transfer_idle_s, 0, 24 * 3600, above=True)
+        check_float("drain_s", self.drain_s, 0, MAX_DRAIN_S)
         check_int("max_held_bytes", self.max_held_bytes, 1, 2**62)
         if self.stage_bytes is not None:
             check_int("stage_bytes", self.stage_bytes, 1, 2**62)

@@ -7,6 +7,7 @@ continues as a new incarnation.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from ..bus.logs import LOG_VARIABLE, RejectionCount
-from ..bus.nats.connection import Connection, publish
+from ..bus.nats.connection import Connection, check_permitted, connected, publish, subscribe
 from ..bus.nats.library import Msg
-from ..bus.protocol.fleet.leases import DuplicateWatch, OwnIncarnation, WorkerLease
+from ..bus.protocol.fleet.leases import MAX_LEASE_S, DuplicateWatch, OwnIncarnation, WorkerLease
 from ..bus.protocol.states import SPEAKING, WORKER, WorkerEvent
-from ..bus.subjects import Subjects
+from ..bus.subjects import WORKER_CONNECTION, Subjects
 from ..schemas.errors import BusBroken, DuplicateWorker, RemoteProtocolError
 from ..schemas.limits import MAX_NAME_CHARS
 from ..schemas.messages import decode_presence, encode_json
@@ -247,6 +248,30 @@ class WorkerLifecycle:
         """Return the seconds until the lease expires, or `CONFIRM_S` between two attempts to renew an expired lease."""
         left_s = self._lease.expires_at - time.monotonic()
         return left_s if left_s > 0 else CONFIRM_S
+
+
+async def wait_until_free(config: WorkerConfig) -> None:
+    """Wait until no other worker has published presence under the id of `config` for its lease.
+
+    Raises:
+        BusBroken: no NATS server answers, or NATS does not let this user be the worker.
+    """
+    silent_at = time.monotonic() + config.lease_s
+
+    def receive(message: Msg) -> None:
+        nonlocal silent_at
+        with contextlib.suppress(RemoteProtocolError):
+            presence = decode_presence(message.data)
+            if presence.state not in WORKER.final:
+                silent_at = time.monotonic() + min(presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
+
+    async with connected(config.server, name=f"{WORKER_CONNECTION}{config.worker_id}") as nats:
+        await subscribe(nats, Subjects(config.fleet).presence(config.worker_id), receive)
+        await check_permitted(nats)
+        while (left_s := silent_at - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, HEARTBEAT_S))
+            if not nats.is_connected:
+                silent_at = time.monotonic() + config.lease_s
 
 
 async def _wait_while(left_s: Callable[[], float]) -> None:

@@ -10,6 +10,7 @@ these cases, clients detect the end by the expired lease or by the new incarnati
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -70,7 +71,9 @@ logger = logging.getLogger(__name__)
 KEEP_S = 2.0
 """Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""
 WIND_DOWN_S = 2.0
-"""Seconds for clients to acknowledge the last frames of a worker that stops."""
+"""Seconds for clients to acknowledge the last frames of a worker that ends by a failure."""
+SETTLE_S = 1.0
+"""Seconds within which a drained worker without requests shows the state `drained`, unless it loads weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,10 @@ class Worker:
         self._last_error: str | None = None
         self._death: EngineDead | None = None
         self._stopping = asyncio.Event()
+        self._was_told_to_stop = False
+        self._drain_reason: str | None = None
+        # Seconds to wait for acknowledgements of the last frames.
+        self._wind_down_s = config.drain_s
         self._sources = make_sources(config)
         # `run` creates these after it has connected.
         self._nats: Connection
@@ -166,8 +173,47 @@ class Worker:
         return f"<Worker {self._config.worker_id} model={self._config.model} state={state} {links!r}>"
 
     def stop(self) -> None:
-        """Stop `run`: open requests fail with `worker_stopped`, then the engine closes."""
+        """Stop `run`: the worker drains itself for at most `drain_s`, then the engine closes."""
+        self._was_told_to_stop = True
         self._stopping.set()
+
+    def stop_now(self) -> None:
+        """Stop `run` without waiting for clients. The open requests have failed, or fail when the lease expires."""
+        self._wind_down_s = 0.0
+        self.stop()
+        if self.is_assembled:
+            self._publisher.hurry()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True after `stop` or `stop_now`."""
+        return self._was_told_to_stop
+
+    def drain(self, reason: str) -> None:
+        """Hand over all requests and accept no more until the process ends. Nothing is recorded.
+
+        A worker that is not connected yet drains itself as soon as it is.
+        """
+        self._drain_reason = self._drain_reason or reason
+        if self.is_assembled and not self._stopping.is_set():
+            self._hand_over(ErrorCode.WORKER_STOPPED, reason)
+
+    async def wait_drained(self, limit_s: float) -> bool:
+        """Wait until this worker holds no request after `drain`. Return False if clients did not acknowledge in time.
+
+        The state is then `drained`, except in a worker that starts, is fenced, loads weights or has invalid ones.
+        """
+        if not self.is_assembled:
+            return True
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._publisher.wait_acknowledged()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SETTLE_S):
+                        await self._publisher.wait_until(lambda: self._lifecycle.state is not WorkerState.UPDATING)
+        except TimeoutError:
+            pass
+        return self._publisher.is_acknowledged
 
     async def run(self) -> None:
         """Serve until `stop` is called.
@@ -239,6 +285,8 @@ class Worker:
         self._in_flight = InFlightRequests(self._runner, self._links, self._intake, self._puller, execute=self._execute)
         self._control = make_control(config, nats, self._lifecycle, self._in_flight, self._publisher, self._sources)
         self._control.on_restart = self.stop
+        if self._drain_reason is not None:
+            self.drain(self._drain_reason)
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:
         """Return the coroutines that run concurrently until the worker stops, by name."""
@@ -388,22 +436,30 @@ class Worker:
 
     def _give_up(self, error: RollbusError) -> None:
         self._last_error = self._last_error or str(error)[:MAX_ERROR_CHARS]
+        self._wind_down_s = min(self._wind_down_s, WIND_DOWN_S)
         self._stopping.set()
+
+    def _hand_over(self, code: ErrorCode, reason: str) -> None:
+        """Fail the open requests, which other workers resume, and accept no more."""
+        # Requests that never reached the engine go back to the queue: they did not cause its death.
+        if self._lifecycle.state is not WorkerState.STARTING:  # the start waits until the puller has the queue
+            self._puller.pause()
+        self._intake.stop()
+        self._execute(self._links.fail(self._links.requests.names, RequestError(code=code, message=reason)))
+        if self._death is None:
+            self._control.reconciler.drain(reason)
 
     async def _wind_down(self) -> None:
         """End the open requests and publish the last frames until all live clients have acknowledged them."""
         code, reason = ErrorCode.WORKER_STOPPED, "the worker was stopped"
         if self._death is not None:
             code, reason = ErrorCode.ENGINE_DEAD, f"the engine died: {self._death}"
-        # Requests that never reached the engine did not cause its death, so they go back to the queue.
-        self._puller.pause()
-        self._intake.stop()
-        self._execute(self._links.fail(self._links.requests.names, RequestError(code=code, message=reason)))
+        self._hand_over(code, reason)
         self._lifecycle.request_presence()
-        try:
-            async with asyncio.timeout(WIND_DOWN_S if self._nats.lost is None else 0):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wind_down_s if self._nats.lost is None else 0):
                 await self._publisher.wait_acknowledged()
-        except TimeoutError:
+        if not self._publisher.is_acknowledged:
             logger.warning("worker.frame_acks_timed_out worker=%s links=%r", self._config.worker_id, self._links)
             # Clients have not acknowledged the offers of these requests, so other workers may run them.
             await self._publisher.publish_all([message.nak for message in self._links.requests.messages])

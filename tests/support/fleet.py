@@ -38,7 +38,7 @@ async def synthetic_worker(
     """
     folder = fields.get("model_path")
     engine = SyntheticEngine(config, None if folder is None else Path(str(folder)))
-    fields = {"lease_s": UNHURRIED_LEASE_S, "listen_s": 0.0, **fields}
+    fields = {"lease_s": UNHURRIED_LEASE_S, "listen_s": 0.0, "drain_s": 2.0, **fields}
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model=model, **fields), engine)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(worker.run(), name="worker")

@@ -113,7 +113,7 @@ async def test_a_worker_tries_again_until_it_has_connected(nats_url: str, fleet:
         config = WorkerConfig(nats_url=proxy.url, fleet=fleet, worker_id="w", model="m", listen_s=0)
         workers: list[Worker] = []
 
-        def make() -> Worker:
+        def make(config: WorkerConfig) -> Worker:
             workers.append(Worker(config, SyntheticEngine(SyntheticConfig())))
             if len(workers) == 2:  # the first attempt has failed
                 tasks.create_task(proxy.restore())

@@ -169,7 +169,7 @@ async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str)
         worker.stop()
         await client.until_ended("r")
         assert client.error_of("r") == ErrorCode.WORKER_STOPPED
-        assert client.presences["w"].state is WorkerState.SERVING
+        await client.until_state("w", WorkerState.DRAINED)
         count, message = len(client.frames), client.receivers["w"].message(window=1 << 20, now=0.0)
         await client.say("w", type(message)(1, [], client.incarnation, message.incarnation, 0, 0, 1 << 20, True))
         await client.until(lambda: len(client.frames) >= 2 * count)

@@ -139,6 +139,7 @@ def target_event(
     is_poisoned: bool,
     has_conflict: bool = False,
     is_asleep: bool = False,
+    drains_itself: bool = False,
     staging: Collection[str] = (),
 ) -> WorkerEvent | None:
     """Return the event that leads to the target state. Call this only if no register is due.
@@ -149,6 +150,7 @@ def target_event(
     Args:
         has_conflict: True if the source of the present weights holds other content now.
         is_asleep: True if the engine sleeps, also if it should be awake and could not wake.
+        drains_itself: True if the worker hands over its requests without a recorded drain.
 
     Returns:
         The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
@@ -166,7 +168,7 @@ def target_event(
         if is_missed:
             return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
     pause = effective[PAUSE].command if PAUSE in effective else None
-    if isinstance(pause, Drain):
+    if drains_itself or isinstance(pause, Drain):
         return WorkerEvent.DRAINED
     has_slept = SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and is_applied(handled, SLEEP)
     if is_asleep or has_slept:

@@ -142,6 +142,8 @@ class Reconciler:
         self.epoch = 0
         """Epoch of the last applied desired state."""
         self._problem: str | None = None
+        self.drain_reason: str | None = None
+        """Reason of the worker's own drain, which no command undoes and no state records. None: there is none."""
 
     def start(self) -> None:
         """Start to reconcile, because the engine runs now."""
@@ -252,6 +254,19 @@ class Reconciler:
 
     def wake(self) -> None:
         """Wake the reconciler to check for due registers."""
+        self._is_due.set()
+
+    def drain(self, reason: str) -> None:
+        """Accept no requests until the process ends, whatever is desired. Nothing is recorded.
+
+        The state becomes `drained` as soon as no register is applied, unless a state with precedence applies. The
+        caller hands over the open requests.
+        """
+        if self.drain_reason is not None:
+            return
+        self.drain_reason = reason
+        if self._lifecycle.state in SPEAKING:
+            self._stop_serving()
         self._is_due.set()
 
     def check_read(self) -> None:
@@ -601,14 +616,15 @@ class Reconciler:
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
         effective, epoch, staging = self._effective, self.reader.epoch, self._staging
-        weights = self.registers.weights
+        weights, drain_reason = self.registers.weights, self.drain_reason
         event = target_event(
             effective,
             self._handled,
             is_poisoned=weights.is_poisoned,
             has_conflict=weights.conflict is not None,
-            staging=self._delayed,
             is_asleep=self.registers.is_asleep,
+            drains_itself=drain_reason is not None,
+            staging=self._delayed,
         )
         self._problem = self._problem if event is None else self._problem_of(event)
         try:
@@ -619,8 +635,8 @@ class Reconciler:
             raise EngineDead(problem) from None
         except ControlError as exc:
             raise EngineDead(f"the engine did not pause or resume: {exc.message}") from exc
-        if not self._may_act():
-            return  # the worker was fenced in the meantime
+        if not self._may_act() or self.drain_reason != drain_reason:
+            return  # the worker was fenced in the meantime, or told to drain itself
         if not staging:
             self.epoch = epoch
         if event is not None:
@@ -654,4 +670,4 @@ class Reconciler:
             return problem if error is None or error.message in problem else f"{problem}; {error.message}"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
             return weights.conflict if error is None else error.message
-        return None
+        return self.drain_reason

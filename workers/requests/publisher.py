@@ -43,6 +43,7 @@ class OutboundPublisher:
         self._acks: deque[Callable[[], Awaitable[None]]] = deque()
         self._has_acks = asyncio.Event()
         self._changed = asyncio.Event()
+        self._is_hurried = False
         self.frames = 0
         """Number of published frames."""
         self.frames_lost = 0
@@ -61,10 +62,24 @@ class OutboundPublisher:
         self.wake()
 
     async def wait_acknowledged(self) -> None:
-        """Wait until all acks are published, and each live client has acknowledged its frames."""
-        while self._acks or not self._links.outbound.is_acknowledged:
+        """Wait until all acks are published and each live client has acknowledged its frames, or until `hurry`."""
+        await self.wait_until(lambda: self.is_acknowledged)
+
+    async def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Wait until `is_met`, which is asked after each change of the outbounds or the state, or until `hurry`."""
+        while not self._is_hurried and not is_met():
             self._changed.clear()
             await self._changed.wait()
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """True if all acks are published, and each live client has acknowledged its frames."""
+        return not self._acks and self._links.outbound.is_acknowledged
+
+    def hurry(self) -> None:
+        """End `wait_acknowledged` and `wait_until` now and for good."""
+        self._is_hurried = True
+        self.wake()
 
     async def wait_connected(self) -> None:
         """Wait until the worker is connected or its lease has expired."""

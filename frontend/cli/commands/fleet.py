@@ -1,5 +1,6 @@
 """Subcommands that change a fleet: commands to its workers, weights, queues and stored states."""
 
+from pathlib import Path
 from typing import Final, get_args
 
 from ....schemas.control import PauseMode
@@ -100,12 +101,19 @@ def cancel_transfer() -> None:
 
 @command(
     "move all requests away from workers",
-    "control:drain",
+    "drain:run",
     arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="*"),
     flag("--one-by-one", "restart each worker: it drains and exits, and the next follows when it serves again"),
     flag("--all", "all workers; only with --one-by-one"),
     flag("--allow-none", "with --one-by-one, even if no other worker serves the model; its requests wait"),
     arg("--start-timeout", "TIME", "with --one-by-one, time for each worker to come back (default: 1800 seconds)"),
+    arg(
+        "--socket",
+        "PATH",
+        "instead of WORKER: the --socket of a worker on this machine, which drains itself without NATS; nothing is "
+        "recorded, so a restart serves",
+        type=Path,
+    ),
     send_options(has_worker=False),
 )
 def drain() -> None:
@@ -113,7 +121,8 @@ def drain() -> None:
     resume`.
 
     The other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without
-    loss.
+    loss. With --socket, the worker stays drained until its process ends, whatever is resumed. The command then waits
+    for the worker's --drain-s, or for --timeout-s, and exits with 4 if its clients did not take over in this time.
 
     With --one-by-one, nothing is recorded: each worker exits with code 0, and its supervisor must start it again. The
     command stops at the first worker that does not come back.
@@ -123,6 +132,7 @@ def drain() -> None:
         rollbus drain w0 w1 --timeout-s 120
         rollbus resume --worker w0    # put w0 back into service
         rollbus drain --all --one-by-one    # on a new release
+        rollbus drain --socket /run/rollbus/w0.sock
     """  # noqa: D205 - one long sentence
 
 

@@ -332,7 +332,8 @@ class LocalFleet:
         names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
         # --listen-s 0: a worker need not look for another worker with its id. This command assigns the ids and restarts
         # a worker only after its process has ended.
-        timeout = ("--start-timeout", str(self.start_timeout_s), "--listen-s", "0")
+        # A short --drain-s: all workers end together, so no other worker takes over their requests.
+        timeout = ("--start-timeout", str(self.start_timeout_s), "--listen-s", "0", "--drain-s", "2")
         env = python_env()
         # The credentials in the environment of this process are for another server.
         for variable in (CREDENTIALS_VARIABLE, *TLS_VARIABLES.values()):
