@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import stat
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,27 @@ async def test_a_signal_hands_requests_over(nats_url: str, fleet: str, number: s
             process.send_signal(number)
             assert await process.wait() == 0
             assert len((await request).token_ids) == 3000
+
+
+async def test_a_worker_waits_for_its_id(nats_url: str, fleet: str) -> None:
+    """With `--on-duplicate wait` a second worker stays alive, and serves when the first one has ended."""
+    options = ("--worker-id", "w", "--lease-s", "2", "--listen-s", "2", "--on-duplicate", "wait")
+    async with (
+        asyncio.timeout(HANGS_AFTER_S),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, "--worker-id", "w", "--lease-s", "2") as first,
+    ):
+        await until_worker(rb, "w", WorkerState.SERVING)
+        async with worker_process(nats_url, fleet, *options, stderr=PIPE) as second:
+            assert second.stderr is not None
+            while b"worker.id_awaited" not in await second.stderr.readline():
+                pass
+            first.terminate()
+            assert await first.wait() == 0
+            while b"worker.serving" not in await second.stderr.readline():
+                pass
+            second.terminate()
+            assert await second.wait() == 0
 
 
 async def test_an_id_is_free_after_a_silent_lease(nats_url: str, fleet: str) -> None:
