@@ -37,6 +37,8 @@ class Settings:
     client_timeout_s: float = 300.0
     """Seconds for a client to send its body, and to read each piece of its answer. This is long enough for a trainer
     that blocks its event loop during a training step. A client that never reads would hold its answer's memory."""
+    stop_timeout_s: float = 5.0
+    """Seconds that open requests have to finish when the service stops. Then they are aborted."""
     otel: bool = False
     """If True, spans of requests are exported as the variables `OTEL_*` configure."""
     trusts_traceparent: bool = False

@@ -16,8 +16,6 @@ from .app import make_app
 from .edge import SEND_BYTES, Connection, Edge
 from .openai.parsers import load_parsers
 
-STOP_TIMEOUT_S = 5
-"""Seconds that open requests have to finish when the service stops. Then they are aborted."""
 KEEP_ALIVE_S: Final = 75
 """Seconds, longer than clients keep idle connections. Otherwise a client could send while the service closes."""
 MAX_TIMEOUT_MS: Final = 2**31 - 1
@@ -73,20 +71,27 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            # uvicorn declares whole seconds and passes them to a timeout that takes any.
+            timeout_graceful_shutdown=settings.stop_timeout_s,  # type: ignore[arg-type]
         )
     )
+    signalled: asyncio.CancelledError | None = None
     with closing(on):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve([on]))
             watching = tasks.create_task(app.state.service.live.run())
             try:
                 yield
+            except asyncio.CancelledError as error:
+                # The group would cancel the server, and with it the open requests. A second signal does.
+                signalled = error
             finally:
                 watching.cancel()
                 app.state.service.live.end()
                 server.should_exit = True
                 await app.state.service.loads.stop()
+    if signalled is not None:
+        raise signalled
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__, bus
+from ...bus.client.client import watch_fleet
 from ...schemas.decoding import JsonObject
 from ...schemas.errors import ErrorCode
 from ...schemas.presence import WorkerPresence, WorkerState
@@ -45,11 +46,13 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[Model, ...]
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class Ready(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Readiness of the service."""
 
-    ready: bool
-    """True if a worker accepts requests and its model's tokenizer is loaded."""
+    ready: bool = msgspec.field()
+    """True if NATS is connected, a worker accepts requests and its model's tokenizer is loaded."""
+    problem: str | None = None
+    """Why this service receives no presence of workers; absent if it does."""
 
 
 class FleetAnswer(bus.FleetState, frozen=True, kw_only=True):
@@ -106,10 +109,11 @@ def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> 
 
 
 async def ready(service: Service, _request: Request) -> Response:
-    """Return 200 if a worker accepts requests and its model's tokenizer, if any, is loaded. Otherwise return 503."""
+    """Return 200 if NATS is connected and a worker, whose tokenizer is loaded if any, accepts requests; else 503."""
+    problem = watch_fleet(service.rb).problem
     serving = next((worker for worker in service.rb.fleet.workers if worker.state is WorkerState.SERVING), None)
-    is_ready = serving is not None and await service.has_loaded(serving)
-    return json_response(Ready(ready=is_ready), 200 if is_ready else 503)
+    is_ready = problem is None and serving is not None and await service.has_loaded(serving)
+    return json_response(Ready(ready=is_ready, problem=problem), 200 if is_ready else 503)
 
 
 async def state(service: Service, _request: Request) -> Response:

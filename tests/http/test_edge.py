@@ -433,13 +433,15 @@ STOPPING_LONG = {"token_ids": [1], "sampling_params": {"max_tokens": 60_000, "ig
 
 
 async def test_a_stop_ends_waiting_requests_and_streams_and_keeps_commands(
-    serve_fleet: Serve, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve_fleet: Serve, one_worker: StartServed, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Waiting requests get 503, streams are closed, and their requests aborted. A recorded command remains."""
-    monkeypatch.setattr(server, "STOP_TIMEOUT_S", 0.2)
     async with one_worker(config=STOPPING_SLOW) as (rb, _, engine):
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=SOON_S) as client:
-            async with serve_fleet() as http, in_flight(Http(http.url, http.client, rb, http.own)):
+            async with (
+                serve_fleet(Settings(stop_timeout_s=0.2)) as http,
+                in_flight(Http(http.url, http.client, rb, http.own)),
+            ):
                 await http.own.fleet.wait_for_workers()
                 stream = await client.send(
                     client.build_request(

@@ -15,7 +15,7 @@ from rollbus.bus.client.fleet_state import FleetWatch, HeardWorker
 from rollbus.bus.protocol.telemetry.rates import SERIES_BYTES, STEP_S, History
 from rollbus.frontend import follow
 from rollbus.frontend.follow import Heard
-from rollbus.frontend.http import Settings, server
+from rollbus.frontend.http import Settings
 from rollbus.frontend.http.live import fleet as live_fleet
 from rollbus.frontend.http.live import viewers
 from rollbus.frontend.http.live.events import encode_event, model_lines, worker_points, worker_row
@@ -160,11 +160,10 @@ async def test_the_stream_continues_while_nats_is_down(nats_url: str, fleet: str
         await stream.until("fleet", lambda event: event["bus_up"] and event["problem"] is None)
 
 
-async def test_streams_end_with_the_service(serve_fleet: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_end_with_the_service(serve_fleet: Serve) -> None:
     """Streams end with the service immediately, also if a viewer reads nothing."""
-    monkeypatch.setattr(server, "STOP_TIMEOUT_S", 10 * SOON_S)
     async with contextlib.AsyncExitStack() as readers:
-        async with serve_fleet() as http:
+        async with serve_fleet(Settings(stop_timeout_s=10 * SOON_S)) as http:
             stream = await readers.enter_async_context(watching(http))
             host, port = http.url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port), limit=1024)

@@ -154,6 +154,13 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
             default=settings.client_timeout_s,
         ),
         arg(
+            "--stop-timeout",
+            "TIME",
+            "time for open requests to finish when the service stops; then they are aborted (default: %(default)g)",
+            dest="stop_timeout_s",
+            default=settings.stop_timeout_s,
+        ),
+        arg(
             "--prefill-min-tokens",
             "N",
             "minimum tokens of a prompt for a prefill worker, if the fleet has prefill workers (default: %(default)s)",

@@ -56,7 +56,9 @@ and the style of the answer."""
 
 def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
     async def handle(service: Service, request: Request) -> Response:
-        return await command(CommandCall(service, request, await read_fields(service, request, body), style))
+        call = CommandCall(service, request, await read_fields(service, request, body), style)
+        await call.is_repeat()
+        return await command(call)
 
     # The OpenAPI document uses it as the summary of the route.
     handle.__doc__ = command.__doc__

@@ -1,5 +1,7 @@
 """Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo."""
 
+import hashlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic
@@ -10,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from .... import bus
+from ....bus.client.client import watch_fleet
 from ....bus.objects.layout import split_objects
 from ....bus.protocol.fleet.desired import desired_loras, served_version
+from ....schemas.checks import describe
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError, NoWorkers
@@ -23,7 +27,7 @@ from ..service import Service
 from . import bodies
 from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, ledger_response, status_of
 from .bodies import Fields, either, read_query
-from .reads import SETTLE_S, FleetQuery, begin_pause, begin_transfer, fleet_state, stale_field, wants_async
+from .reads import KEY_END, SETTLE_S, FleetQuery, begin_pause, begin_transfer, fleet_state, stale_field, wants_async
 
 MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
 """Digits of the largest version. A longer number is a label."""
@@ -93,6 +97,9 @@ HTTP_ADMIN: Final = "http:admin"
 HTTP_ANYONE: Final = "http:anyone"
 """The same without an admin token: all callers are one owner."""
 
+KEY_HEADER: Final = "Idempotency-Key"
+KEY: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
 
 @dataclass(frozen=True, slots=True)
 class CommandCall(Generic[Fields]):
@@ -118,7 +125,41 @@ class CommandCall(Generic[Fields]):
         """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
         fields = self.fields
         options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s, "by": self.user}
-        return {name: value for name, value in options.items() if value is not None}
+        return {name: value for name, value in {**options, "id": self.operation_id}.items() if value is not None}
+
+    @property
+    def operation_id(self) -> str | None:
+        """The id of the command of a client's key, the same at all services; None: the client sent no key.
+
+        It depends on the content, so that workers never answer another command with the acks of an earlier one.
+
+        Raises:
+            HttpError: 400, the key has other characters or is too long.
+        """
+        key = self.request.headers.get(KEY_HEADER)
+        if key is None:
+            return None
+        if KEY.fullmatch(key) is None:
+            raise invalid(KEY_HEADER, f"is {describe(key)}", "1 to 64 of A-Z a-z 0-9 _ -")
+        content = self.request.url.path.encode() + b"\0" + msgspec.json.encode(self.fields)
+        return f"{key}{KEY_END}{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+
+    async def is_repeat(self) -> bool:
+        """Return True if the command of the client's key is recorded already, by whichever service.
+
+        Raises:
+            HttpError: 400 as in `operation_id`; 422, the key is that of another recorded command.
+        """
+        if (own := self.operation_id) is None:
+            return False
+        desired = (await watch_fleet(self.service.rb).desired()).values()
+        same_key = {
+            seen.id for state in desired for seen in state.seen if seen.id.split(KEY_END)[0] == own.split(KEY_END)[0]
+        }
+        if same_key - {own}:
+            problem = "is that of a recorded command with other fields"
+            raise HttpError(422, f"{KEY_HEADER} {problem}; allowed: a new key", code="key_reused", param=KEY_HEADER)
+        return own in same_key
 
     async def answer(
         self,
@@ -245,6 +286,9 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
         _check_for_adapter(fields)
         adapter["weight_version"] = version
         sent = {"objects": fields.objects, **call.options}
+        if "id" in sent:
+            # A worker executes a command once per id.
+            sent["id"] = f"{sent['id']}:adapter"
         return await call.fleet.load_lora(models.pop(), path, version=version, for_base=True, **sent)
 
     work = with_version(call.service, update, given, fields.model)
@@ -315,7 +359,7 @@ async def load_lora(
     if fields.is_3d_lora_weight:
         raise invalid("is_3d_lora_weight", "is true", "false")
     may_replace = call.style.may_replace if fields.load_inplace is None else fields.load_inplace
-    if not may_replace and await is_loaded(call.fleet, name, fields.model):
+    if not may_replace and not await call.is_repeat() and await is_loaded(call.fleet, name, fields.model):
         raise invalid("lora_name", f"is {name!r}, which is already loaded", "another name, or load_inplace: true")
     work = call.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **call.options)
     own_names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
@@ -356,6 +400,9 @@ async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
     return await call.answer(_abort_requests(call, names, own), "abort", lambda ledger: _num_aborted(ledger, own))
 
 
+WAITS_ELSEWHERE: Final = "A request that waits at another HTTP service is aborted there, or if its client disconnects."
+
+
 async def _abort_requests(
     call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None, own: Mapping[str, str]
 ) -> bus.CommandResult:
@@ -364,8 +411,10 @@ async def _abort_requests(
         ledger = await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
         # vLLM reports no error for unknown requests, because they may have ended just before.
-        if not (own or call.style.is_vllm) or status_of(error.ledger, "abort")[0] != 404:
+        if status_of(error.ledger, "abort")[0] != 404:
             raise
+        if not (own or call.style.is_vllm):
+            raise bus.CommandIncomplete(error.ledger, WAITS_ELSEWHERE) from None
         ledger = error.ledger
     except NoWorkers:
         # The requests waited for a worker that starts.

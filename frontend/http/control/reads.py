@@ -1,9 +1,10 @@
 """Routes that read the fleet: health, pauses, weights, the ranks of transfers, and the histories of requests.
 
-A pause may go on after its answer 202. Clients read its state later under the id of the command. No service stores
-these operations: the desired state in NATS has the pause and its workers, and the presence of each worker has its
-progress. Any service of the fleet can therefore answer, also a service that started later. An id is valid while it is
-among the last recorded commands of its model. A later pause, resume or drain supersedes the pause.
+A pause may go on after its answer 202, and any command after its service has died. Clients read its state later under
+the id of the command, or under their key. No service stores these operations: the desired state in NATS has the command
+and its workers, and the presence of each worker has its progress. Any service of the fleet can therefore answer, also a
+service that started later. An id is valid while it is among the last recorded commands of its model. A later command
+that sets the same supersedes the command.
 """
 
 import asyncio
@@ -22,7 +23,15 @@ from ....bus.protocol.fleet.authority import list_stops, open_transfers, unpinne
 from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
 from ....bus.protocol.fleet.desired import effective, served_version, version_label
 from ....schemas.acks import Ack
-from ....schemas.control import DesiredState, Pause
+from ....schemas.control import (
+    AnyCommand,
+    DesiredState,
+    FinishWeightUpdate,
+    LoadLora,
+    Pause,
+    UnloadLora,
+    UpdateWeights,
+)
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
@@ -243,7 +252,7 @@ def _epoch_of(desired: DesiredState | None, command_id: str) -> int | None:
 
 
 async def operation(service: Service, request: Request) -> Response:
-    """Return the progress of a pause, according to the desired state and the presence of the workers."""
+    """Return the progress of a recorded command, according to the desired state and the presence of the workers."""
     name = request.path_params["id"]
     found = operation_as_json(await service.rb.fleet.state(), name)
     if found is None:
@@ -256,68 +265,90 @@ async def operation(service: Service, request: Request) -> Response:
     return json_response(found)
 
 
-def operation_as_json(state: bus.FleetState, command_id: str) -> JsonObject | None:
-    """Return the state of a pause as JSON; None: the id is unknown or belongs to another command."""
+KEY_END: Final = ":"
+"""Separates a client's key from the rest of a command's id."""
+
+
+def operation_as_json(state: bus.FleetState, name: str) -> JsonObject | None:
+    """Return the state of a recorded command as JSON; None: its id or key is unknown."""
     epochs = {
-        model: epoch
+        model: max(found)
         for model, desired in state.desired.items()
-        if (epoch := _epoch_of(desired, command_id)) is not None
+        if (found := [seen.epoch for seen in desired.seen if name in (seen.id, seen.id.split(KEY_END)[0])])
     }
+    if not epochs:
+        return None
+    ids = {seen.id for model, epoch in epochs.items() for seen in state.desired[model].seen if seen.epoch == epoch}
     commands = [
         recorded.command
         for model in epochs
-        for registers in (state.desired[model].registers, *state.desired[model].workers.values())
+        for registers in state.desired[model].everywhere
         for recorded in registers.values()
-        if recorded.command.id == command_id
+        if recorded.command.id in ids
     ]
-    if not epochs or any(not isinstance(command, Pause) for command in commands):
-        return None
-    lines = [line for model, epoch in epochs.items() for line in _lines(state, model, command_id, epoch)]
+    # New weights also record the unload of an adapter.
+    command = min(commands, key=lambda each: isinstance(each, UnloadLora), default=None)
+    lines = [line for model, epoch in epochs.items() for line in _lines(state, model, command, epoch)]
     return {
-        "id": command_id,
-        "operation": "pause",
+        "id": name,
+        "operation": None if command is None else command.command,
         "status": _status(line["result"] for line in lines),
-        "mode": next((command.mode for command in commands if isinstance(command, Pause)), None),
+        "mode": getattr(command, "mode", None),
+        "version": getattr(command, "version", None),
         "inflight_requests": sum(line["in_flight"] for line in lines),
         "epochs": epochs,
         "workers": lines,
     }
 
 
-def _lines(state: bus.FleetState, model: str, command_id: str, epoch: int) -> Iterator[JsonObject]:
-    """Yield the progress of each worker of a model to which the pause applies.
+def _lines(state: bus.FleetState, model: str, command: AnyCommand | None, epoch: int) -> Iterator[JsonObject]:
+    """Yield the progress of each worker of a model to which the command applies.
 
-    If later commands have replaced the pause everywhere, yield all workers of the model as `stale`, because the desired
-    state no longer has the workers of the pause.
+    If later commands have replaced it everywhere, yield all workers of the model as `stale`, because the desired state
+    no longer has the workers of the command.
     """
-    workers = [worker for worker in state.workers if worker.model == model and worker.state not in SILENT]
+    silent = SILENT if command is None or isinstance(command, Pause) else SILENT - {WorkerState.FAILED}
+    workers = [worker for worker in state.workers if worker.model == model and worker.state not in silent]
     standing = {
-        worker.worker: recorded.command
+        worker.worker
         for worker in workers
-        if (recorded := effective(state.desired[model], worker.worker).get("pause")) is not None
-        and recorded.command.id == command_id
+        if command is not None
+        and (recorded := effective(state.desired[model], worker.worker).get(command.register or "")) is not None
+        and recorded.command.id == command.id
     }
     for worker in workers:
-        command = standing.get(worker.worker)
-        if command is None and standing:
+        if worker.worker not in standing and standing:
             continue
+        result = "stale" if command is None or not standing else _result(worker, command, epoch)
         yield {
             "worker": worker.worker,
-            "result": _result(worker, command.mode, epoch) if isinstance(command, Pause) else "stale",
+            "result": result,
             "state": worker.state,
             "in_flight": worker.in_flight,
+            **({"error": worker.last_error} if result == "failed" else {}),
         }
 
 
-def _result(worker: WorkerPresence, mode: str, epoch: int) -> str:
+def _result(worker: WorkerPresence, command: AnyCommand, epoch: int) -> str:
     if worker.epoch < epoch:
         return "running"
-    # The time expired with requests in flight. The worker accepts no more requests and still finishes these.
-    return "failed" if worker.in_flight and mode != "keep" else "applied"
+    match command:
+        case Pause():
+            # The time expired with requests in flight. The worker accepts no more requests and still finishes these.
+            is_failed = bool(worker.in_flight) and command.mode != "keep"
+        case UpdateWeights() | FinishWeightUpdate():
+            is_failed = worker.weight_version != command.version
+        case LoadLora(for_base=True):
+            is_failed = worker.base_adapter_version != command.version
+        case LoadLora():
+            is_failed = (command.name, command.version) not in {(each.name, each.version) for each in worker.loras}
+        case _:
+            is_failed = False
+    return "failed" if is_failed else "applied"
 
 
 def _status(results: Iterable[str]) -> str:
-    """Return the status of the whole pause: `running` if any worker is, else `superseded`, else `failed`."""
+    """Return the status of the whole command: `running` if any worker is, else `superseded`, else `failed`."""
     counts = Counter(results)
     for result, status in (("running", "running"), ("stale", "superseded"), ("failed", "failed")):
         if counts[result]:
@@ -413,8 +444,11 @@ async def begin_transfer(
 
     async def begin(ranks: WorkerRanks) -> bus.CommandResult:
         own = {**info, RANK_OFFSET: first + ranks.rank_offset}
+        # Each worker has a command of its own.
+        own_id = {"id": f"{options['id']}:{ranks.rank_offset}"} if "id" in options else {}
         try:
-            return await fleet.init_weight_transfer(own, model=model, **{**options, "workers": (ranks.worker,)})
+            sent = {**options, "workers": (ranks.worker,), **own_id}
+            return await fleet.init_weight_transfer(own, model=model, **sent)
         except bus.CommandIncomplete as error:
             return error.ledger
 

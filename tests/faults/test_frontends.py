@@ -1,0 +1,281 @@
+"""Two `rollbus frontend` processes behind a balancer: one is killed or stops, and the other has all that it began."""
+
+import asyncio
+import itertools
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import httpx
+import pytest
+
+import rollbus
+from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from tests.cli.test_services import ANY, running_frontend
+from tests.control.support import write_checkpoint
+from tests.support.fleet import synthetic_worker, until_state
+from tests.support.tcp_proxy import TcpProxy, tcp_proxy
+from tests.support.waits import SOON_S, until_true
+
+pytestmark = pytest.mark.slow
+
+GENERATE = "/inference/v1/generate"
+LONG = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
+SHORT = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+
+
+class Services:
+    """The services, by name `a` and `b`, and the balancer in front, which takes turns and leaves out a dead one."""
+
+    def __init__(self, nats_url: str, fleet: str, folder: Path, proxy: TcpProxy) -> None:
+        self._start = nats_url, fleet, folder
+        self._proxy = proxy
+        self._turns: Iterator[str] = iter(())
+        self.processes: dict[str, Popen[str]] = {}
+        self.urls: dict[str, str] = {}
+
+    @contextmanager
+    def running(self, name: str, *options: str) -> Iterator[None]:
+        """Run one service while the block lasts."""
+        nats_url, fleet, folder = self._start
+        options = ("--http", ANY, "--fleet", fleet, *options)
+        with running_frontend(nats_url, folder / f"{name}.log", *options) as (process, url):
+            self.processes[name], self.urls[name] = process, url
+            self._turns = itertools.cycle(self.urls)
+            yield
+
+    @property
+    def url(self) -> str:
+        """URL of the balancer. Its next connection goes to the next service."""
+        running = [name for name, process in self.processes.items() if process.poll() is None]
+        name = next(name for name in self._turns if name in running)
+        self._proxy.lead_to(self.urls[name])
+        return self._proxy.url.replace("nats:", "http:")
+
+    async def kill(self, name: str) -> None:
+        """End a service with SIGKILL."""
+        self.processes[name].kill()
+        await asyncio.to_thread(self.processes[name].wait)
+
+
+@asynccontextmanager
+async def two_services(
+    nats_url: str, fleet: str, tmp_path: Path, *options: str
+) -> AsyncIterator[tuple[Services, httpx.AsyncClient, rollbus.Client]]:
+    """Run two services of a fleet with one synthetic worker."""
+    checkpoint = str(write_checkpoint(tmp_path / "root" / "one", seed=1))
+    write_checkpoint(tmp_path / "root" / "two", seed=2)
+    fields: dict[str, Any] = {
+        "model_path": checkpoint,
+        "weight_roots": (str(tmp_path / "root"),),
+        "weight_version": 1,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    async with AsyncExitStack() as stack:
+        config = SyntheticConfig(step_s=0.005)
+        await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=config, worker_id="w0", **fields))
+        proxy = await stack.enter_async_context(tcp_proxy("http://127.0.0.1:9"))
+        services = Services(nats_url, fleet, tmp_path, proxy)
+        for name in ("a", "b"):
+            running = services.running(name, *options)
+            await asyncio.to_thread(running.__enter__)
+            stack.push(running.__exit__)
+        rb = await stack.enter_async_context(rollbus.connect(nats_url, fleet=fleet))
+        await rb.fleet.wait_for_workers()
+        # A connection for each request: the balancer chooses by connection.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=SOON_S, limits=limits))
+        for url in services.urls.values():
+            # Not /ready, which loads the tokenizer.
+            while not (await client.get(f"{url}/v1/models")).json()["data"]:
+                pass
+        yield services, client, rb
+
+
+class Stream:
+    """A streamed request, read in the background."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, request_id: str, body: dict[str, Any] = LONG) -> None:
+        self._request = client.build_request("POST", url + GENERATE, json=body, headers={"X-Request-Id": request_id})
+        self._client = client
+        self.tokens: list[int] = []
+        self.problem: Exception | None = None
+        self.finish_reason: str | None = None
+
+    async def read(self) -> None:
+        """Read to the end. A broken connection ends the stream with a problem."""
+        try:
+            answer = await self._client.send(self._request, stream=True)
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    [choice] = event["choices"]
+                    self.tokens += choice["token_ids"]
+                    self.finish_reason = choice["finish_reason"]
+        except httpx.TransportError as error:
+            self.problem = error
+
+
+async def test_a_killed_service_leaves_the_streams_of_the_other(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """SIGKILL of one of two services breaks its streams only. The other lists, traces and aborts all requests.
+
+    The worker ends the requests of the dead service. The balancer's next requests succeed.
+    """
+    async with two_services(nats_url, fleet, tmp_path) as (services, client, rb), asyncio.TaskGroup() as tasks:
+        streams = {name: Stream(client, services.urls[name], f"of-{name}") for name in ("a", "b")}
+        reading = {name: tasks.create_task(stream.read()) for name, stream in streams.items()}
+        await until_true(lambda: all(stream.tokens for stream in streams.values()))
+        both = [(await client.get(f"{services.url}/v1/rl/request_list")).json()["timelines"] for _ in range(2)]
+        traces = [(await client.get(f"{services.url}/v1/rl/requests/of-a")).json()["timelines"] for _ in range(2)]
+
+        await services.kill("a")
+        await reading["a"]
+        had = len(streams["b"].tokens)
+        await until_true(lambda: len(streams["b"].tokens) > had)
+        after = [await client.post(services.url + GENERATE, json=SHORT) for _ in range(3)]
+        trace = (await client.get(f"{services.url}/v1/rl/requests/of-a")).json()["timelines"]
+        await until_state(rb, lambda state: state.workers[0].in_flight == 1)
+        had = len(streams["b"].tokens)
+        await until_true(lambda: len(streams["b"].tokens) > had)
+        aborted = await client.post(f"{services.url}/v1/rl/abort", json={"request_ids": ["of-b"]})
+        await reading["b"]
+
+    ids = [{each["request_id"] for each in lines} for lines in both]
+    assert (len(ids[0]), ids[0]) == (2, ids[1])
+    assert [len(lines) for lines in traces] == [1, 1]
+    assert streams["a"].problem is not None
+    assert (streams["b"].problem, streams["b"].finish_reason) == (None, "abort")
+    assert [answer.status_code for answer in after] == [200] * 3
+    assert [line["number"] for line in trace] == [1]
+    assert aborted.json()["aborted"] == 1
+
+
+async def test_an_operation_of_a_killed_service_is_found_and_repeated_at_the_other(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """A command is recorded once for each key. Its operation is found under the key, and a repeat gets its result.
+
+    The key of a recorded command with other fields is 422, and a key with other characters 400.
+    """
+    key, body = {"Idempotency-Key": "step-7"}, {"mode": "wait"}
+    async with two_services(nats_url, fleet, tmp_path) as (services, client, rb), asyncio.TaskGroup() as tasks:
+        stream = Stream(client, services.urls["b"], "long")
+        reading = tasks.create_task(stream.read())
+        await until_true(lambda: bool(stream.tokens))
+
+        async def pause_at(url: str) -> httpx.Response | httpx.TransportError:
+            try:
+                return await client.post(f"{url}/v1/rl/pause", json=body, headers=key)
+            except httpx.TransportError as error:
+                return error
+
+        first = tasks.create_task(pause_at(services.urls["a"]))
+        while "pause" not in getattr((await rb.fleet.state()).desired.get("synthetic"), "registers", ()):
+            assert not first.done(), getattr(first.result(), "text", first.result())
+        found = [(await client.get(f"{services.url}/v1/rl/operations/step-7")).json() for _ in range(2)]
+        await services.kill("a")
+        lost = await first
+        repeated = tasks.create_task(pause_at(services.url))
+        other = await client.post(f"{services.url}/v1/rl/pause", json={"mode": "keep"}, headers=key)
+        wrong = await client.post(f"{services.url}/v1/rl/pause", json=body, headers={"Idempotency-Key": "a b"})
+        # The pause waits for this request.
+        reading.cancel()
+        answer = await repeated
+        done = (await client.get(f"{services.url}/v1/rl/operations/step-7")).json()
+        epochs = {state.epoch for state in (await rb.fleet.state()).desired.values()}
+
+        await client.post(f"{services.url}/v1/rl/resume")
+        update = {"path": str(tmp_path / "root" / "two"), "version": 2}
+        updates = [
+            await client.post(f"{services.url}/v1/rl/update_weights", json=update, headers={"Idempotency-Key": "v2"})
+            for _ in range(2)
+        ]
+        updated = (await client.get(f"{services.url}/v1/rl/operations/v2")).json()
+
+    assert [(each["operation"], each["status"], each["mode"]) for each in found] == [("pause", "running", "wait")] * 2
+    assert isinstance(lost, httpx.TransportError)
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "key_reused")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "Idempotency-Key")
+    assert isinstance(answer, httpx.Response)
+    assert (answer.status_code, answer.json()["status"], epochs) == (200, "paused", {1})
+    assert done["status"] == "succeeded"
+    assert [each.status_code for each in updates] == [200, 200]
+    assert updates[0].json()["id"] == updates[1].json()["id"]
+    assert updates[0].json()["epochs"] == updates[1].json()["epochs"]
+    assert (updated["operation"], updated["status"], updated["version"]) == ("update_weights", "succeeded", 2)
+
+
+async def test_a_transfer_of_a_killed_service_goes_on_at_the_other(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The transfer belongs to the user: after SIGKILL of the service that began it, the other one finishes it."""
+    async with two_services(nats_url, fleet, tmp_path) as (services, client, _):
+        begun = await client.post(f"{services.urls['a']}/start_weight_update", json={})
+        await services.kill("a")
+        transfer = {"transfer": begun.json()["transfer"]}
+        chunk = await client.post(f"{services.url}/update_weights", json={"update_info": {"seed": 4}, **transfer})
+        finish = await client.post(f"{services.url}/finish_weight_update", json={**transfer, "weight_version": "2"})
+
+    assert [each.status_code for each in (begun, chunk, finish)] == [200, 200, 200]
+
+
+async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """After SIGTERM a service accepts no connection, finishes its streams within --stop-timeout, and exits with 0."""
+    options = ("--stop-timeout", f"{SOON_S:g}")
+    body = {**LONG, "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
+    async with (
+        two_services(nats_url, fleet, tmp_path, *options) as (services, client, _),
+        asyncio.TaskGroup() as tasks,
+    ):
+        stream = Stream(client, services.urls["a"], "of-a", body)
+        reading = tasks.create_task(stream.read())
+        await until_true(lambda: bool(stream.tokens))
+        services.processes["a"].send_signal(signal.SIGTERM)
+
+        async def is_closed() -> bool:
+            try:
+                await client.get(f"{services.urls['a']}/ready")
+            except httpx.ConnectError:
+                return True
+            return False
+
+        while not await is_closed():
+            pass
+        has_ended = reading.done()
+        url = services.urls["b"]
+        meanwhile = await client.post(url + GENERATE, json=SHORT)
+        await reading
+        code = await asyncio.to_thread(services.processes["a"].wait)
+
+    assert not has_ended
+    assert meanwhile.status_code == 200
+    assert (stream.problem, len(stream.tokens), stream.finish_reason, code) == (None, 400, "length", 0)
+
+
+async def test_a_service_without_nats_is_not_ready(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Without NATS, /ready is 503 and tells why, /health is 200. After the reconnect, /ready is 200."""
+    async with synthetic_worker(nats_url, fleet), tcp_proxy(nats_url) as proxy, AsyncExitStack() as stack:
+        # The proxy runs on this event loop.
+        running = running_frontend(proxy.url, tmp_path / "log", "--http", ANY, "--fleet", fleet)
+        _, url = await asyncio.to_thread(running.__enter__)
+        stack.push(running.__exit__)
+        async with httpx.AsyncClient(base_url=url, timeout=SOON_S) as client:
+
+            async def is_ready() -> bool:
+                return (await client.get("/ready")).status_code == 200
+
+            while not await is_ready():
+                pass
+            proxy.cut()
+            while await is_ready():
+                pass
+            health, ready = await client.get("/health"), await client.get("/ready")
+            await proxy.restore()
+            while not await is_ready():
+                pass
+
+    assert (health.status_code, ready.status_code) == (200, 503)
+    assert ready.json() == {"ready": False, "problem": "the connection to NATS is down"}
