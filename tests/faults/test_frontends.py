@@ -5,7 +5,7 @@ import itertools
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -110,13 +110,14 @@ class Stream:
         """Read to the end. A broken connection ends the stream with a problem."""
         try:
             answer = await self._client.send(self._request, stream=True)
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, event
-                    [choice] = event["choices"]
-                    self.tokens += choice["token_ids"]
-                    self.finish_reason = choice["finish_reason"]
+            async with aclosing(answer):
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line.removeprefix("data: "))
+                        assert "error" not in event, event
+                        [choice] = event["choices"]
+                        self.tokens += choice["token_ids"]
+                        self.finish_reason = choice["finish_reason"]
         except httpx.TransportError as error:
             self.problem = error
 
