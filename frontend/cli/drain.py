@@ -10,8 +10,9 @@ from typing import Final
 
 from ...schemas.options import MAX_DRAIN_S
 from .console import note, print_json
-from .control import drain, refuse_options
+from .control import drain
 from .exits import CommandFailed, ExitCode
+from .options import refuse_options
 
 MARGIN_S: Final = 10.0
 """Seconds for a busy worker to answer after the limit of its drain."""

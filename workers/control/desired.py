@@ -132,7 +132,7 @@ def _epoch_of(due: PendingRegister) -> int:
     return -1 if due.recorded is None else due.recorded.epoch
 
 
-def target_event(
+def target_event(  # noqa: PLR0913 (facts of one decision)
     effective: Mapping[str, Recorded],
     handled: Mapping[str, HandledRegister],
     *,

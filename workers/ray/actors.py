@@ -12,6 +12,7 @@ from ...bus.logs import set_up
 from ...bus.nats.embedded import EmbeddedServer
 from ...schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError
 from ..__main__ import configure, parser, serve
+from ..config import WorkerConfig
 from ..worker import Worker
 
 
@@ -33,10 +34,10 @@ class WorkerActor:
             return 2, f"wrong option; the worker's log has it: {' '.join(self._flags[2:])}"
         set_up(args.log_level.upper(), args.log_format)
         try:
-            config, engine = await asyncio.to_thread(configure, args)
+            config, make_engine = await asyncio.to_thread(configure, args)
 
-            def make() -> Worker:
-                self._worker = Worker(config, engine)
+            def make(config: WorkerConfig) -> Worker:
+                self._worker = Worker(config, make_engine())
                 return self._worker
 
             if not self._is_stopping:
@@ -57,14 +58,9 @@ class WorkerActor:
         """Drain the worker and stop it. `run` then returns."""
         self._is_stopping = True
         if self._worker is not None and self._worker.is_assembled:
-            drain_and_stop(self._worker)
+            self._worker.stop()
         elif self._running is not None:
             self._running.cancel()
-
-
-def drain_and_stop(worker: Worker) -> None:
-    """Stop a worker. Its open requests resume on other workers."""
-    worker.stop()
 
 
 class NatsActor:
