@@ -226,7 +226,7 @@ async def test_a_transfer_of_a_killed_service_goes_on_at_the_other(nats_url: str
 async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """After SIGTERM a service accepts no connection, finishes its streams within --stop-timeout, and exits with 0."""
     options = ("--stop-timeout", f"{SOON_S:g}")
-    body = {**LONG, "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
+    body = {**LONG, "sampling_params": {"max_tokens": 1200, "ignore_eos": True}}
     async with (
         two_services(nats_url, fleet, tmp_path, *options) as (services, client, _),
         asyncio.TaskGroup() as tasks,
@@ -256,7 +256,7 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
 
     assert not has_ended
     assert meanwhile.status_code == 200
-    assert (stream.problem, len(stream.tokens), stream.finish_reason, code) == (None, 400, "length", 0)
+    assert (stream.problem, len(stream.tokens), stream.finish_reason, code) == (None, 1200, "length", 0)
 
 
 async def test_a_service_without_nats_is_not_ready(nats_url: str, fleet: str, tmp_path: Path) -> None:
