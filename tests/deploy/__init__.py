@@ -1,1 +1,1 @@
-"""Tests of deploy/helm: the chart, rendered by Helm itself, and what its objects run."""
+"""Tests of deploy: what its scripts, units and charts run."""
