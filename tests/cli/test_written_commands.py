@@ -20,8 +20,8 @@ DOCKERFILE = (SCRIPTS / "Dockerfile").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPERATORS = "|&;<>"
 """Characters of the shell that end a command."""
-EMBEDDED = re.compile(r"^ExecStart=(?:\S*/)?(rollbus .+)$|^args: \[(.+)\]$", re.MULTILINE)
-"""Command lines of a systemd unit, and of a container of Kubernetes."""
+POD = re.compile(r"^args: \[(.+)\]$", re.MULTILINE)
+"""Command line of a container of Kubernetes."""
 
 
 def with_values(text: str) -> str:
@@ -58,12 +58,12 @@ def of_container(service: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def documented(page: Path) -> Iterator[list[str]]:
-    """Yield the command lines of `rollbus` in the blocks of a page, which include units and pods."""
+    """Yield the command lines of `rollbus` in the blocks of a page, which include pods."""
     for block in read_blocks(page):
         if block.language == "sh":
             yield from commands_in(block.text)
-        for unit, pod in EMBEDDED.findall(block.text) if block.language in {"ini", "yaml"} else ():
-            yield from commands_in(unit.replace("%", "")) if unit else [yaml.safe_load(f"[{pod}]")]
+        for pod in POD.findall(block.text) if block.language == "yaml" else ():
+            yield yaml.safe_load(f"[{pod}]")
 
 
 def does_parse(words: list[str]) -> bool:
@@ -113,15 +113,14 @@ def test_compose_names_only_files_that_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_documented_commands_exist(page: Path) -> None:
-    """Each command line of `rollbus` in a code block parses, also in a systemd unit and in a pod."""
+    """Each command line of `rollbus` in a code block parses, also in a pod."""
     assert [shlex.join(words) for words in documented(page) if not does_parse(words)] == []
 
 
-def test_units_and_pods_are_found() -> None:
-    """The documentation has a unit for systemd and a container for Kubernetes, which the previous test parses."""
+def test_pods_are_found() -> None:
+    """The documentation has a container for Kubernetes, which the previous test parses."""
     lines = list(documented(ROOT / "docs/operate/run.md"))
 
-    assert ["worker", "--model", "/models/my-model", "--creds", "/etc/rollbus/i.creds"] in lines
     assert ["worker", "--model", "/models/m", "--probe", "0.0.0.0:8081"] in lines
 
 

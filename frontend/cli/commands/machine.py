@@ -323,6 +323,7 @@ def frontend() -> None:
     "local.up:run_init",
     arg("file", "FILE", "file to write (default: fleet.toml)", nargs="?", default=Path("fleet.toml")),
     arg("--systemd", "FILE", "also write a unit of systemd (default: none)"),
+    arg("--units", "DIR", "write units of systemd for NATS, workers and the HTTP service into DIR, and nothing else"),
     arg("--env", "FILE", "also write a file of variables (default: none)"),
 )
 def init() -> None:
@@ -330,10 +331,12 @@ def init() -> None:
 
     The file has every option of `rollbus up`, with its help and its default. --systemd also writes a unit that runs the
     fleet, and --env a file of environment variables with new tokens for the HTTP service. The unit reads that file, and
-    so does `docker compose`. Existing files are not overwritten.
+    so does `docker compose`. --units writes units for machines of a fleet without `rollbus up`. Existing files are not
+    overwritten.
 
     Examples:
         rollbus init
+        rollbus init --units /etc/systemd/system
         rollbus init fleet.toml --systemd fleet.service --env fleet.env
     """
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 import secrets
 import shlex
 import socket
@@ -12,6 +13,7 @@ from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Final
 from urllib.parse import urlsplit
 
 from ....bus.logs import LOG_VARIABLE
@@ -21,7 +23,7 @@ from ..arguments import COMMANDS
 from ..commands.machine import DEFAULT_ADDRESS
 from ..console import note, print_json, program, waiting, write
 from ..exits import CommandFailed, ExitCode
-from ..options import config_template, use_model, without_password, worker_flags
+from ..options import PACKAGE, config_template, use_model, without_password, worker_flags
 from .display import FleetDisplay, LogFile
 from .fleet import (
     TINY_MOE,
@@ -269,8 +271,29 @@ ROLLBUS_ADMIN_TOKEN={admin}
 """
 
 
+UNITS: Final = PACKAGE / "frontend/cli/units"
+"""Units of systemd, the same files as in deploy/systemd."""
+UNITS_PROGRAMS: Final = "/opt/rollbus/bin/"
+"""Directory of the programs in these units. `rollbus init` replaces it with that of this Python."""
+
+
+def units(directory: Path) -> dict[Path, str]:
+    """Return the units for this installation, by the paths where they shall be."""
+    programs = f"{Path(sys.executable).parent}/"
+    if re.search(r"[\s%$\"'\\\\]", programs):
+        raise CommandFailed(f"the path {programs} has characters that units of systemd treat specially")
+    texts = {directory / path.name: path.read_text() for path in sorted(UNITS.iterdir())}
+    return {path: text.replace(UNITS_PROGRAMS, programs) for path, text in texts.items()}
+
+
 def run_init(args: argparse.Namespace) -> int:
     """Write the files."""
+    if args.units is not None:
+        if args.systemd is not None or args.env is not None:
+            raise CommandFailed("--units writes nothing else; omit --systemd and --env", ExitCode.USAGE)
+        write_new(units(args.units))
+        write("Write the files that each unit reads, then: systemctl daemon-reload")
+        return ExitCode.OK
     options = CliParser(add_help=False)
     add_options(options, COMMANDS["up"].options)
     config, env = args.file.absolute(), (args.env or args.file.with_suffix(".env")).absolute()
@@ -286,14 +309,18 @@ def run_init(args: argparse.Namespace) -> int:
         )
     if args.env is not None:
         files[args.env] = ENV.format(http=secrets.token_urlsafe(32), admin=secrets.token_urlsafe(32))
+    write_new(files, secret=args.env)
+    write(f"Edit {args.file}, then: rollbus up --config {args.file}")
+    return ExitCode.OK
+
+
+def write_new(files: Mapping[Path, str], secret: Path | None = None) -> None:
+    """Write files, or none of them if one exists; only this user may read the secret one."""
     for path in files:
         if path.exists():
             raise CommandFailed(f"{path} exists; name another file", ExitCode.USAGE)
         check_writable("the directory", path.absolute().parent)
     for path, text in files.items():
-        # The file of variables has secrets.
-        path.touch(0o600 if path == args.env else 0o666, exist_ok=False)
+        path.touch(0o600 if path == secret else 0o666, exist_ok=False)
         path.write_text(text)
         write(f"wrote {path}")
-    write(f"Edit {args.file}, then: rollbus up --config {args.file}")
-    return ExitCode.OK
