@@ -67,7 +67,7 @@ def test_archives_hold_files_and_no_links(archives: Archives) -> None:
         links = [item.name for item in source if not item.isfile() and not item.isdir()]
 
     ours = {name for name in modes if not name.split("/")[0].endswith(".dist-info")}
-    assert ours == {f"rollbus/{name}" for name in [*listed, "__init__.py", "py.typed", "sync.py"]}
+    assert ours == {f"rollbus/{name}" for name in [*listed, "__init__.py", "py.typed", "ray.py", "sync.py"]}
     assert [name for name, mode in modes.items() if stat.S_ISLNK(mode)] == []
     assert links == []
 

@@ -20,8 +20,6 @@ DOCKERFILE = (SCRIPTS / "Dockerfile").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPERATORS = "|&;<>"
 """Characters of the shell that end a command."""
-POD = re.compile(r"^args: \[(.+)\]$", re.MULTILINE)
-"""Command line of a container of Kubernetes."""
 
 
 def with_values(text: str) -> str:
@@ -58,12 +56,10 @@ def of_container(service: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def documented(page: Path) -> Iterator[list[str]]:
-    """Yield the command lines of `rollbus` in the blocks of a page, which include pods."""
+    """Yield the command lines of `rollbus` in the blocks of a page."""
     for block in read_blocks(page):
         if block.language == "sh":
             yield from commands_in(block.text)
-        for pod in POD.findall(block.text) if block.language == "yaml" else ():
-            yield yaml.safe_load(f"[{pod}]")
 
 
 def does_parse(words: list[str]) -> bool:
@@ -113,15 +109,8 @@ def test_compose_names_only_files_that_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_documented_commands_exist(page: Path) -> None:
-    """Each command line of `rollbus` in a code block parses, also in a pod."""
+    """Each command line of `rollbus` in a code block parses."""
     assert [shlex.join(words) for words in documented(page) if not does_parse(words)] == []
-
-
-def test_pods_are_found() -> None:
-    """The documentation has a container for Kubernetes, which the previous test parses."""
-    lines = list(documented(ROOT / "docs/operate/run.md"))
-
-    assert ["worker", "--model", "/models/m", "--probe", "0.0.0.0:8081"] in lines
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rollbus.schemas.chunk import (
     SamplingMask,
     TopLogprobs,
 )
-from rollbus.schemas.control import AnyCommand, Command, DesiredState, ReadRequest
+from rollbus.schemas.control import AnyCommand, Command, DesiredState, ReadRequest, Sleep
 from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey, RequestMessage, Sibling, encode
 from rollbus.schemas.presence import ClientPresence, WorkerPresence
 from rollbus.schemas.request import GenerateRequest
@@ -297,6 +297,9 @@ SPECIAL: dict[type[msgspec.Struct], st.SearchStrategy[Any]] = {
 }
 """Structs whose fields depend on each other."""
 SPECIAL[ReadRequest] = instances(ReadRequest, request_id=request_ids) | instances(ReadRequest, show=st.just("failed"))
+SPECIAL[Sleep] = instances(Sleep, for_s=st.none()) | instances(
+    Sleep, level=st.just(2), for_s=OF_COMMANDS["timeout_s"], workers=OF_COMMANDS["workers"]
+)
 chunk_errors = instances(ChunkError)
 keys = instances(RequestKey)
 handovers = instances(KvTransfer)

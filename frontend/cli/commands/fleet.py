@@ -128,7 +128,6 @@ def drain() -> None:
     command stops at the first worker that does not come back.
 
     Examples:
-        rollbus drain w0
         rollbus drain w0 w1 --timeout-s 120
         rollbus resume --worker w0    # put w0 back into service
         rollbus drain --all --one-by-one    # on a new release
@@ -267,6 +266,7 @@ def return_() -> None:
 
     Examples:
         rollbus return w0
+        rollbus return w0 --timeout-s 20m
     """
 
 
