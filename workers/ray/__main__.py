@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from types import FrameType
 
 from ...schemas.errors import InvalidRequest, RollbusError
@@ -52,21 +53,11 @@ def _up(args: argparse.Namespace) -> int:
     engine_flags = argparse.Namespace(**{**vars(args), "engine": "vllm", "engine_args": None, "otel": False})
     if args.otel:
         raise InvalidRequest(field="--otel", problem="is set", allowed="no --otel: workers on Ray export no spans yet")
-    fleet = Fleet(
-        model=args.model,
-        workers=args.workers,
-        gpus_per_worker=args.gpus_per_worker,
-        cpus_per_worker=args.cpus_per_worker,
-        fleet=args.fleet,
-        engine=args.engine,
-        engine_args=json.loads(args.engine_args or "{}"),
-        nats=args.nats,
-        nats_servers=args.nats_servers,
-        worker_flags=flags_of(engine_flags, ENGINE_OPTIONS),
-        runtime_env=json.loads(args.runtime_env or "{}"),
-        detach=args.detach,
-        address=args.address,
-    )
+    names = {field.name for field in fields(Fleet)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    for name in ("engine_args", "runtime_env"):
+        given[name] = json.loads(given[name] or "{}")
+    fleet = Fleet(**given, worker_flags=flags_of(engine_flags, ENGINE_OPTIONS))
     with fleet:
         signal.signal(signal.SIGTERM, _interrupt)
         sys.stderr.write(f"{fleet.servers}\n")

@@ -1,4 +1,4 @@
-"""The actor that owns a fleet on Ray: it starts the NATS servers and the workers, and starts lost workers again.
+"""The actors of a fleet on Ray: workers, NATS servers, and the one that owns them and starts lost workers again.
 
 Ray restarts no actor of the fleet (`max_restarts=0`): it could start a worker on another node while the old process
 still serves. Instead each launch of a worker is a new actor with a new worker id.
@@ -7,8 +7,10 @@ still serves. Instead each launch of a worker is a new actor with a new worker i
 import asyncio
 import contextlib
 import logging
+import secrets
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +19,13 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ...bus.logs import set_up
+from ...bus.nats.embedded import EmbeddedServer
 from ...schemas.checks import check_int
-from ...schemas.errors import RollbusError
-from .actors import NatsActor, WorkerActor, new_password
-from .plan import MAX_WORKERS, NAMESPACE, Backoff, FleetSpec, Shape, nats_text, shape
+from ...schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError
+from ..__main__ import configure, parser, serve
+from ..config import WorkerConfig
+from ..worker import Worker
+from .plan import MAX_WORKERS, NAMESPACE, Backoff, FleetSpec, nats_text, shape
 
 logger = logging.getLogger("rollbus.workers.ray")
 
@@ -30,6 +35,96 @@ STARTS_S = 120.0
 """Seconds for the start of the NATS servers."""
 USAGE = 2
 """Exit code of a worker with a wrong option, which no restart mends."""
+
+
+class WorkerActor:
+    """One worker. Its engine runs in this actor's process, because vLLM finds a placement group only in an actor."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        self._flags = list(flags)
+        self._worker: Worker | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._is_stopping = False
+
+    async def run(self) -> tuple[int, str]:
+        """Run the worker to its end. Return the exit code that its process would have, and the reason."""
+        self._running = asyncio.current_task()
+        try:
+            args = parser().parse_args(self._flags)
+        except SystemExit:
+            return USAGE, f"wrong option; the worker's log has it: {' '.join(self._flags[2:])}"
+        set_up(args.log_level.upper(), args.log_format)
+        try:
+            config, make_engine = await asyncio.to_thread(configure, args)
+
+            def make(config: WorkerConfig) -> Worker:
+                self._worker = Worker(config, make_engine())
+                return self._worker
+
+            if not self._is_stopping:
+                await serve(config, make)
+        except asyncio.CancelledError:
+            # Only `stop` cancels this task, before the worker is connected.
+            if not self._is_stopping:
+                raise
+        except InvalidRequest as exc:
+            return USAGE, exc.message
+        except DuplicateWorker as exc:
+            return EXIT_DUPLICATE_WORKER, str(exc)
+        except RollbusError as exc:
+            return 1, str(exc)
+        return 0, "stopped"
+
+    async def stop(self) -> None:
+        """Drain the worker and stop it. `run` then returns."""
+        self._is_stopping = True
+        if self._worker is not None and self._worker.is_assembled:
+            self._worker.stop()
+        elif self._running is not None:
+            self._running.cancel()
+
+
+class NatsActor:
+    """One NATS server with JetStream. It ends with this actor's process."""
+
+    def __init__(self) -> None:
+        self._host = ray.util.get_node_ip_address()
+        self._server: EmbeddedServer | None = None
+        # Held until the server starts, so that another program does not take the port.
+        self._reserved = socket.create_server((self._host, 0))
+
+    async def route(self) -> str:
+        """Return the address for the other servers of the cluster."""
+        return f"{self._host}:{self._reserved.getsockname()[1]}"
+
+    async def start(self, name: str, password: str, routes: Sequence[str]) -> str:
+        """Start the server and return its URL with user and password.
+
+        Args:
+            routes: addresses of all servers of the cluster; one: no cluster.
+        """
+        port = self._reserved.getsockname()[1]
+        self._reserved.close()
+        login = {"user": "rollbus", "password": password}
+        extra: dict[str, Any] = {"server_name": name, "authorization": login}
+        if len(routes) > 1:
+            peers = [f"nats://rollbus:{password}@{route}" for route in routes]
+            listen = f"{self._host}:{port}"
+            extra["cluster"] = {"name": "rollbus", "listen": listen, "routes": peers, "authorization": login}
+        self._server = EmbeddedServer(host=self._host, extra=extra)
+        await self._server.__aenter__()
+        return self._server.url.replace("//", f"//rollbus:{password}@")
+
+    async def wait(self) -> str:
+        """Wait for the end of the server. Return the end of its log."""
+        if self._server is not None:
+            await self._server.wait()
+        return "" if self._server is None else self._server.log_tail().rpartition("\n")[2]
+
+    async def stop(self) -> None:
+        """Stop the server and remove its files."""
+        if self._server is not None:
+            await self._server.__aexit__(None, None, None)
 
 
 @dataclass(slots=True)
@@ -82,16 +177,9 @@ class Supervisor:
 
     async def status(self) -> list[dict[str, Any]]:
         """Return the workers: id, state, node, number of launches, and how the last launch ended."""
-        return [
-            {
-                "worker": slot.worker_id,
-                "state": slot.state,
-                "node": slot.node,
-                "launches": slot.launches,
-                "last_end": slot.last_end,
-            }
-            for slot in self._slots.values()
-        ]
+        told = ("state", "node", "launches", "last_end")
+        slots = self._slots.values()
+        return [{"worker": slot.worker_id, **{name: getattr(slot, name) for name in told}} for slot in slots]
 
     async def scale(self, workers: int) -> None:
         """Start workers, or drain and stop those with the highest numbers. Return when the stopped ones have ended."""
@@ -160,19 +248,9 @@ class Supervisor:
         nodes.sort(key=lambda node: node["NodeID"] != own)
         for i, node in enumerate(nodes[:count]):
             near = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-            self._nats.append(
-                ray.remote(NatsActor)
-                .options(
-                    name=f"rollbus:{self._spec.fleet}:nats-{i}",
-                    namespace=NAMESPACE,
-                    num_cpus=0,
-                    scheduling_strategy=near,
-                    runtime_env=dict(self._spec.runtime_env),
-                    max_restarts=0,
-                )
-                .remote()
-            )
-        password = new_password()
+            name = f"rollbus:{self._spec.fleet}:nats-{i}"
+            self._nats.append(self._actor(NatsActor, name, near, num_cpus=0).remote())
+        password = secrets.token_urlsafe(24)
         routes = [await nats.route.remote() for nats in self._nats]
         starts = [nats.start.remote(f"nats-{i}", password, routes) for i, nats in enumerate(self._nats)]
         urls = [await start for start in starts]
@@ -240,7 +318,13 @@ class Supervisor:
             nodes = await self._until_placed(group, slot)
             if nodes is None:
                 return 0, "stopped"
-            actor = self._start_actor(slot, plan, group, name)
+            bundle = PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+            )
+            cpus = plan.bundles[0].get("CPU", 0)
+            actor = self._actor(WorkerActor, name, bundle, num_cpus=cpus, num_gpus=plan.actor_gpus).remote(
+                spec.flags(str(self._url), slot.worker_id, plan)
+            )
             slot.state, slot.node = "running", ", ".join(sorted(nodes))
             return await self._until_ended(actor, slot, nodes)
         except ray.exceptions.RayError as exc:
@@ -251,23 +335,15 @@ class Supervisor:
                 ray.kill(actor)
             remove_placement_group(group)
 
-    def _start_actor(self, slot: Slot, plan: Shape, group: Any, name: str) -> Any:
-        spec = self._spec
-        bundle = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
-        )
-        return (
-            ray.remote(WorkerActor)
-            .options(
-                name=name,
-                namespace=NAMESPACE,
-                num_cpus=plan.bundles[0].get("CPU", 0),
-                num_gpus=plan.actor_gpus,
-                scheduling_strategy=bundle,
-                runtime_env=dict(spec.runtime_env),
-                max_restarts=0,
-            )
-            .remote(spec.flags(str(self._url), slot.worker_id, plan))
+    def _actor(self, kind: type, name: str, strategy: Any, **resources: float) -> Any:
+        """Return what starts an actor of the fleet."""
+        return ray.remote(kind).options(
+            name=name,
+            namespace=NAMESPACE,
+            scheduling_strategy=strategy,
+            runtime_env=dict(self._spec.runtime_env),
+            max_restarts=0,
+            **resources,
         )
 
     async def _until_placed(self, group: Any, slot: Slot) -> frozenset[str] | None:
