@@ -11,7 +11,7 @@ help:
 	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-trainers    test published trainers, unchanged, on two real workers, in a separate environment"
-	@echo "make test-deploy      run the tests of the Helm chart with Helm itself, which it installs into .make"
+	@echo "make test-deploy      run all tests of Ray, and those of the Helm chart with Helm itself, which it installs into .make"
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
 	@echo "make elastic ten minutes of load while workers join, leave, are killed and restarted"
@@ -38,7 +38,8 @@ test: setup
 
 test-deploy: setup
 	@.ci/deploy-packages
-	@$(BIN)/pytest $(or $(ARGS),tests/deploy)
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_DEPLOY=1 $(BIN)/pytest $(or $(ARGS),tests/deploy tests/ray)
+	@$(if $(ARGS),:,.ci/unchanged test-deploy --record)
 
 # The environment of trainers has the client but no engine. Packages of the same version, such as torch, are links to .venv.
 .venv-trainers/ready: .ci/requirements-trainers.lock pyproject.toml src/rollbus/__init__.py .ci/venv .ci/link_packages.py | .venv/ready

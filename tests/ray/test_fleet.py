@@ -1,4 +1,7 @@
-"""A fleet on a Ray cluster of several nodes: under load it scales and loses nodes, and it leaves nothing."""
+"""A fleet on a Ray cluster of several nodes: under load it scales and loses nodes, and it leaves nothing.
+
+`make test` runs the first test, `make test-deploy` all of them.
+"""
 
 import asyncio
 import os
@@ -6,23 +9,31 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import rollbus
 from rollbus.schemas.errors import RollbusError
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
+from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.chaos.workload import VOCAB_SIZE
-from tests.ray.conftest import NODE
 from tests.support.processes import becomes_true
+from tests.support.real_fleet import ENGINE_ARGS as REAL_ARGS
+from tests.support.real_fleet import greedy
 from tests.support.requests import Load
-from tests.support.waits import SOON_S
+from tests.support.waits import ENGINE_STARTS_S, SOON_S
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 LEASE = ("--lease-s", "2")
+takes_minutes = pytest.mark.skipif(
+    "ROLLBUS_TEST_DEPLOY" not in os.environ, reason="takes minutes: `make test-deploy` runs it"
+)
+AddNode = Callable[..., Any]
 
 
 def make_fleet(cluster: Any, **fields: Any) -> Any:
@@ -46,17 +57,17 @@ def until(is_met: Callable[[], bool]) -> None:
     assert becomes_true(is_met)
 
 
-async def test_nothing_is_lost_while_the_fleet_scales_and_a_node_dies(cluster: Any) -> None:
+async def test_nothing_is_lost_while_the_fleet_scales_and_a_node_dies(cluster: Any, add_node: AddNode) -> None:
     """Under load, workers join and leave and a node is killed: each request ends once, with the undisturbed result."""
-    doomed = cluster.add_node(**NODE)
+    doomed = add_node()
     load = await Load.lasting(80, SyntheticConfig.from_args(ENGINE_ARGS))
-    with make_fleet(cluster, workers=2, cpus_per_worker=6) as fleet:
+    with make_fleet(cluster, workers=2, cpus_per_worker=2) as fleet:
         await asyncio.to_thread(fleet.wait_serving, SOON_S)
         assert len({worker["node"] for worker in fleet.status()}) == 2
 
         async def kill_node() -> None:
             await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)
-            cluster.add_node(**NODE)
+            add_node()
 
         async with rollbus.connect(fleet.url) as rb:
             results = await load.run(rb, strikes={10: kill_node})
@@ -80,9 +91,10 @@ async def test_nothing_is_lost_while_the_fleet_scales_and_a_node_dies(cluster: A
     assert left_over() == (set(), set())
 
 
-def test_a_worker_over_two_nodes_ends_whole_and_once(cluster: Any) -> None:
+@takes_minutes
+def test_a_worker_over_two_nodes_ends_whole_and_once(cluster: Any, add_node: AddNode) -> None:
     """One bundle a GPU, the actor on bundle 0 without GPUs; if the other node dies, the whole worker ends once."""
-    nodes = [cluster.add_node(**NODE, num_gpus=2) for _ in range(2)]
+    nodes = [add_node(num_gpus=2) for _ in range(2)]
     with make_fleet(cluster, workers=1, gpus_per_worker=4) as fleet:
         fleet.wait_serving(SOON_S)
         [worker] = fleet.status()
@@ -95,13 +107,14 @@ def test_a_worker_over_two_nodes_ends_whole_and_once(cluster: Any) -> None:
         until(lambda: fleet.status()[0]["launches"] == 2)
         assert "died" in fleet.status()[0]["last_end"]
         assert fleet.status()[0]["state"] == "waiting for resources"
-        cluster.add_node(**NODE, num_gpus=2)
+        add_node(num_gpus=2)
         fleet.wait_serving(SOON_S)
         assert fleet.status()[0]["launches"] == 2
     assert left_over() == (set(), set())
 
 
-def test_a_lost_server_of_one_ends_the_fleet_and_of_three_does_not(cluster: Any) -> None:
+@takes_minutes
+def test_a_lost_server_of_one_ends_the_fleet_and_of_three_does_not(cluster: Any, add_node: AddNode) -> None:
     """The loss of the only NATS server ends the fleet with this reason. Of three servers, the fleet may lose one."""
     with make_fleet(cluster, workers=1) as fleet:
         fleet.wait_serving(SOON_S)
@@ -110,7 +123,7 @@ def test_a_lost_server_of_one_ends_the_fleet_and_of_three_does_not(cluster: Any)
             fleet.wait()
     assert left_over() == (set(), set())
     for _ in range(2):
-        cluster.add_node(**NODE)
+        add_node()
     with make_fleet(cluster, workers=1, nats_servers=None) as fleet:
         assert "three nodes" in fleet.servers
         fleet.wait_serving(SOON_S)
@@ -120,9 +133,11 @@ def test_a_lost_server_of_one_ends_the_fleet_and_of_three_does_not(cluster: Any)
     assert left_over() == (set(), set())
 
 
+@takes_minutes
 def test_the_command_detaches_and_what_a_dead_driver_owned_goes_with_it(cluster: Any) -> None:
     """A detached fleet outlives its command until `down`; another fleet ends with its killed command."""
-    ray.init(address=cluster.address, log_to_driver=False)
+    if not ray.is_initialized():
+        ray.init(address=cluster.address, namespace="rollbus", log_to_driver=False)
     command = [sys.executable, "-P", "-m", "rollbus.frontend.cli", "ray"]
     common = ["--address", cluster.address, "--engine", "synthetic"]
     subprocess.run([*command, "up", *common, "--detach", "--nats-servers", "1"], check=True, timeout=SOON_S * 2)
@@ -143,3 +158,25 @@ def test_the_command_detaches_and_what_a_dead_driver_owned_goes_with_it(cluster:
         assert running.wait(SOON_S * 2) == (0 if number == signal.SIGTERM else -number)
         running.stdout.close()
         until(lambda: left_over() == (set(), set()))
+
+
+@takes_minutes
+@pytest.mark.vllm
+@pytest.mark.routing
+def test_a_real_engine_answers_in_an_actor(cluster: Any, tmp_path: Path) -> None:
+    """An engine of vLLM starts in an actor, returns tokens with their routed experts, and ends with its worker."""
+    model = make_tiny_moe(tmp_path / "moe", dtype="float32")
+    fields = {"engine": "vllm", "engine_args": REAL_ARGS, "worker_flags": ()}
+    with make_fleet(cluster, model=str(model), **fields) as fleet:
+        fleet.wait_serving(ENGINE_STARTS_S)
+        with rollbus.sync.connect(fleet.url) as rb:
+            result = rb.complete(greedy(20, 8))
+        assert len(result.token_ids) == 8
+        assert result.routed_experts.shape[0] == 20 + 8 - 1
+        [worker] = fleet.status()
+        assert (worker["state"], worker["launches"]) == ("running", 1)
+        [process] = [one for one in psutil.process_iter(["name"]) if one.info["name"].startswith("ray::Work")]
+        engine = process.children(recursive=True)
+        assert engine
+    assert left_over() == (set(), set())
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engine))
