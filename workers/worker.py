@@ -539,7 +539,7 @@ class Worker:
             published=self._sources.published,
             weight_digest=reconciler.registers.weights.valid_digest,
             transfer=reconciler.registers.transfer.open,
-            loan_left_s=None if (left := reconciler.loan_left_s) is None else round(left, 3),
+            loan_left_s=None if (left := reconciler.loan.left_s) is None else round(left, 3),
         )
 
 

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 import rollbus
 from rollbus.bus.protocol.fleet.command_result import workers_that_must_ack
 from rollbus.bus.protocol.fleet.desired import record, why_behind
-from rollbus.bus.protocol.fleet.loans import LoanTerm, check_lend, check_return, is_loan
-from rollbus.schemas.control import DesiredState, Pause, Recorded, Sleep, UpdateWeights, Wake
+from rollbus.bus.protocol.fleet.loans import check_lend, check_return, is_loan
+from rollbus.schemas.control import DesiredState, Pause, Recorded, Sleep, UpdateWeights
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers
 from rollbus.schemas.presence import WorkerPresence, WorkerState
 from rollbus.schemas.weights import WeightSource
+from rollbus.workers.control.loan import LoanTerm
 from rollbus.workers.engines.gpus import GpuMemory, describe_user, read_gpus
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.support.checkpoints import write_checkpoint
@@ -119,10 +120,10 @@ def test_term_counts_by_the_workers_clock() -> None:
     again = Recorded(epoch=4, command=lend_command("w0"), for_s=100.0)
     term.begin(again, 500.0)
     assert term.left_s(again, 500.0) == 100.0
-    assert term.left_s(Recorded(epoch=5, command=Wake()), 500.0) == 0.0
-    term.restart(first, 0.0, elapsed_s=-1e6)  # a clock that is ahead makes no loan longer than its term
+    assert term.left_s(None, 500.0) == 0.0
+    term.begin(first, 0.0, elapsed_s=-1e6)  # a clock that is ahead makes no loan longer than its term
     assert term.left_s(first, 0.0) == 100.0
-    term.restart(first, 0.0, elapsed_s=30.0)
+    term.begin(first, 0.0, elapsed_s=30.0)
     assert term.left_s(first, 0.0) == 70.0
 
 
@@ -203,7 +204,7 @@ async def test_worker_wakes_at_the_end_of_the_term_when_its_memory_is_free(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of the term it sleeps on while its memory is in use, says so, and then serves."""
-    monkeypatch.setattr("rollbus.workers.control.reconciler.WAKE_RETRY_S", 0.5)
+    monkeypatch.setattr("rollbus.workers.control.loan.WAKE_RETRY_S", 0.5)
     user = tmp_path / "user"
     user.write_text("4711")
     config = SyntheticConfig(faults=SyntheticFaults(memory_file=str(user)))

@@ -403,7 +403,7 @@ class CommandHandler:
 
     async def _check(self, command: CheckWeights) -> dict[str, Any]:
         """Stage the source of a check, so that an update with it can follow."""
-        if self.reconciler.registers.is_lent:
+        if self.reconciler.registers.is_lent or not self.reconciler.has_engine:
             raise ControlError(
                 ControlCode.NOT_SERVING, "this worker is lent; it loads what is recorded when it returns"
             )
@@ -425,8 +425,8 @@ class CommandHandler:
         return {"request_ids": tuple(sorted(found)[: limits.MAX_CHUNKS_PER_FRAME])}
 
     async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk, by: str) -> None:
-        if self.reconciler.registers.is_asleep:
-            raise ControlError(ControlCode.NOT_SERVING, "the engine is asleep")
+        if self.reconciler.registers.is_asleep or not self.reconciler.has_engine:
+            raise ControlError(ControlCode.NOT_SERVING, "the engine is asleep, or starts after a loan")
         transfer = self.reconciler.registers.transfer
         async with self.reconciler.exclusive(halts=isinstance(command, StartWeightUpdate)):
             match command:

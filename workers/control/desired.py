@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import NamedTuple
 
 from ...bus.control.store import DesiredStore
@@ -79,6 +78,12 @@ class HandledRegister:
     """False until the worker has reached its target state, if the outcome answers commands only then."""
 
 
+def repeat(handled: dict[str, HandledRegister], register: str) -> None:
+    """Make a register due again."""
+    outcome = handled[register].outcome if register in handled else RegisterOutcome()
+    handled[register] = HandledRegister(-1, outcome)
+
+
 @dataclass(frozen=True, slots=True)
 class PendingRegister:
     """A register that must be applied."""
@@ -132,14 +137,13 @@ def _epoch_of(due: PendingRegister) -> int:
     return -1 if due.recorded is None else due.recorded.epoch
 
 
-def target_event(  # noqa: PLR0913 (facts of one decision)
+def target_event(
     effective: Mapping[str, Recorded],
     handled: Mapping[str, HandledRegister],
     *,
     is_poisoned: bool,
     has_conflict: bool = False,
-    is_asleep: bool = False,
-    drains_itself: bool = False,
+    stop: WorkerEvent | None = None,
     staging: Collection[str] = (),
 ) -> WorkerEvent | None:
     """Return the event that leads to the target state. Call this only if no register is due.
@@ -149,8 +153,8 @@ def target_event(  # noqa: PLR0913 (facts of one decision)
 
     Args:
         has_conflict: True if the source of the present weights holds other content now.
-        is_asleep: True if the engine sleeps, also if it should be awake and could not wake.
-        drains_itself: True if the worker hands over its requests without a recorded drain.
+        stop: `DRAINED` if the worker hands over its requests without a recorded drain, `SLEPT` if the engine sleeps,
+            also if it should be awake and could not wake; None: it serves if the record lets it.
 
     Returns:
         The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
@@ -168,10 +172,10 @@ def target_event(  # noqa: PLR0913 (facts of one decision)
         if is_missed:
             return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
     pause = effective[PAUSE].command if PAUSE in effective else None
-    if drains_itself or isinstance(pause, Drain):
+    if stop is WorkerEvent.DRAINED or isinstance(pause, Drain):
         return WorkerEvent.DRAINED
     has_slept = SLEEP in effective and isinstance(effective[SLEEP].command, Sleep) and is_applied(handled, SLEEP)
-    if is_asleep or has_slept:
+    if stop is WorkerEvent.SLEPT or has_slept:
         return WorkerEvent.SLEPT
     if isinstance(pause, Pause):
         return WorkerEvent.PAUSED
@@ -210,7 +214,8 @@ class DesiredReader:
     ) -> None:
         self.store = store
         """The stored desired states."""
-        self._model = model
+        self.model = model
+        """Name of the model."""
         self._worker = worker
         self._max_age_s = max_age_s
         self._may_begin = may_begin
@@ -285,14 +290,6 @@ class DesiredReader:
         recorded = self.effective.get(command.register)
         return recorded is not None and (recorded.epoch, recorded.command.id) == (command.epoch, command.id)
 
-    async def recorded_at(self, epoch: int) -> datetime | None:
-        """Return the time at which the server stored the command of `epoch`; None: it is not in the history.
-
-        Raises:
-            BusBroken: JetStream does not answer.
-        """
-        return await self.store.recorded_at(self._model, epoch)
-
     def invalidate(self) -> None:
         """Discard the read state because this worker was fenced, and request a read."""
         self._is_valid = False
@@ -309,14 +306,14 @@ class DesiredReader:
             try:
                 await self._read()
                 if not self._is_watching:
-                    await self.store.watch(self._model, self.request_read)
+                    await self.store.watch(self.model, self.request_read)
                     self._is_watching = True
                     # The state may have changed since the read.
                     self._is_requested.set()
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
                 wait_s = RETRY_S
                 if self.problem is None:
-                    logger.warning("desired.read_failed model=%s error=%s", self._model, exc)
+                    logger.warning("desired.read_failed model=%s error=%s", self.model, exc)
                 self.problem = str(exc)
             else:
                 self.problem = None
@@ -341,11 +338,11 @@ class DesiredReader:
         confirmed_s = await self.store.confirmed_s()
         if confirmed_s > self._max_age_s:
             raise BusBroken(
-                f"the NATS server of the desired state of {self._model!r} reaches too few servers of its cluster: "
+                f"the NATS server of the desired state of {self.model!r} reaches too few servers of its cluster: "
                 "the others may have a newer state"
             )
         try:
-            state = await self.store.read(self._model)
+            state = await self.store.read(self.model)
         except RemoteProtocolError:
             # The stored message is no valid desired state, so there is no state that this worker could miss.
             self._known_at = asked_at - confirmed_s
@@ -358,11 +355,11 @@ class DesiredReader:
     async def _begin(self) -> None:
         """Write the first state of the model, so that clients know the model also without workers."""
         try:
-            await self.store.begin(self._model)
+            await self.store.begin(self.model)
         except (BusBroken, ControlError) as exc:
             # The next read tries again. The state that was read stays valid.
             if not self._has_failed_to_begin:
-                logger.warning("desired.first_write_failed model=%s error=%s", self._model, exc)
+                logger.warning("desired.first_write_failed model=%s error=%s", self.model, exc)
             self._has_failed_to_begin = True
 
     def _update(self, state: DesiredState | None) -> None:
@@ -370,7 +367,7 @@ class DesiredReader:
         if verdict is ReadVerdict.STALE:
             found = "none" if state is None else f"one of epoch {state.epoch}"
             raise BusBroken(
-                f"the server has {found} as the desired state of {self._model!r}, but epoch {self.epoch} was read "
+                f"the server has {found} as the desired state of {self.model!r}, but epoch {self.epoch} was read "
                 "before: the server is behind its cluster, or its store was lost"
             )
         self.is_lost = verdict is ReadVerdict.LOST
@@ -378,5 +375,5 @@ class DesiredReader:
         self.epoch = 0 if state is None else state.epoch
         self.target_version = target_version(state, self._worker)
         self.desired_loras = desired_loras(state)
-        adapter = base_adapter(self.effective, self._model)
+        adapter = base_adapter(self.effective, self.model)
         self.base_adapter_version = None if adapter is None else adapter.version

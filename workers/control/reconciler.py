@@ -9,31 +9,25 @@ Invariant: a worker serves only after its current incarnation has read the desir
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
-from msgspec.structs import replace as replace_fields
-
 from ...bus.protocol.fleet.desired import WEIGHTS
-from ...bus.protocol.fleet.loans import LoanTerm, is_loan
 from ...bus.protocol.states import SPEAKING, WorkerEvent
 from ...schemas.acks import AckStatus
 from ...schemas.control import (
-    LOAD_TIMEOUT_S,
     LORA_REGISTER,
     Drain,
     FinishWeightUpdate,
     Pause,
     PauseMode,
-    Recorded,
     Resume,
     Sleep,
     UpdateWeights,
-    Wake,
 )
-from ...schemas.errors import BusBroken, ControlCode, ControlError, EngineDead
+from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import WorkerState
 from ...schemas.weights import Canary, Staging, UpdateTiming
@@ -51,9 +45,11 @@ from .desired import (
     is_applied,
     next_due,
     pending_registers,
+    repeat,
     target_event,
     weights_error,
 )
+from .loan import Loan
 from .registers import Registers
 from .staging import StageCost, StageKey, Stager, UnknownFailure, command_boundary
 
@@ -79,10 +75,6 @@ RESET_S = 600.0
 FIRST_READ_S: Final = 30.0
 """Maximum seconds before the start of the engine for the first read of the desired state, which shows if the worker is
 lent. An election of a server takes less. Without the state the worker would not serve in any case."""
-WAKE_RETRY_S: Final = 60.0
-"""Seconds after which a lent worker that must wake, but whose memory is in use, tries again."""
-FLUSH: Final = "flush"
-"""Name of the register for the prefix cache."""
 
 
 class Reconciler:
@@ -125,11 +117,8 @@ class Reconciler:
         self.may_start = asyncio.Event()
         """Set when the engine may start and load its weights: the worker is not lent."""
         self._has_started = asyncio.Event()
-        self._loan = LoanTerm()
-        # The loan whose term has ended, and the time from which a lent worker may try to wake.
-        self._ended_loan: str | None = None
-        self._wake_at = 0.0
-        self._wake_problem: str | None = None
+        self.loan = Loan(reader, registers, self._handled, in_flight.runner)
+        """The loan of this worker."""
         self._is_due = asyncio.Event()
         # Only one register is applied at a time, and some one-off commands must not run at the same time.
         self._lock = asyncio.Lock()
@@ -150,61 +139,14 @@ class Reconciler:
         self._has_started.set()
 
     @property
+    def has_engine(self) -> bool:
+        """True if the engine has started. A lent worker may be ready without it."""
+        return self._has_started.is_set()
+
+    @property
     def problem(self) -> str | None:
         """Reason why this worker does not serve, or None if it serves or is stopped as desired."""
-        return self._wake_problem if self.registers.is_lent else self._problem
-
-    @property
-    def loan_left_s(self) -> float | None:
-        """Seconds until the loan of this worker ends, or None if it is not lent."""
-        if not self.registers.is_lent:
-            return None
-        return self._loan.left_s(self.reader.effective.get(SLEEP), time.monotonic())
-
-    @property
-    def _effective(self) -> Mapping[str, Recorded]:
-        """The recorded commands. A loan whose term has ended counts as a wake."""
-        recorded = self.reader.effective.get(SLEEP)
-        if recorded is None or recorded.command.id != self._ended_loan or not is_loan(recorded):
-            return self.reader.effective
-        wake = Wake(id=recorded.command.id, model=recorded.command.model, timeout_s=LOAD_TIMEOUT_S)
-        return {**self.reader.effective, SLEEP: replace_fields(recorded, command=wake)}
-
-    def _watch_loan(self, now: float) -> None:
-        """Make the end of a loan due, and each try to wake after it."""
-        recorded = self.reader.effective.get(SLEEP)
-        is_over = recorded is not None and is_loan(recorded) and not self._loan.left_s(recorded, now)
-        if recorded is not None and is_over and self._ended_loan != recorded.command.id:
-            logger.info("loan.ended id=%s", recorded.command.id)
-            self._ended_loan = recorded.command.id
-            self._repeat(SLEEP)
-            self._is_due.set()
-        if self.registers.is_lent and self._must_wake() and now >= self._wake_at:
-            self._is_due.set()
-
-    def _must_wake(self) -> bool:
-        """Return True if no recorded command lets this worker sleep any more."""
-        recorded = self._effective.get(SLEEP)
-        return recorded is None or not isinstance(recorded.command, Sleep)
-
-    async def _end_loan(self) -> None:
-        """If a lent worker must wake and its memory is free, let the registers wake it. Otherwise fail the wake."""
-        recorded, now = self._effective.get(SLEEP), time.monotonic()
-        handled = self._handled.get(SLEEP)
-        is_new = recorded is not None and (handled is None or handled.epoch != recorded.epoch)
-        if not self.registers.is_lent or not self._must_wake() or not (is_new or now >= self._wake_at):
-            return
-        user = await self._in_flight.runner.engine.find_memory_user()
-        if user is None:
-            self.registers.is_lent, self._wake_problem = False, None
-            self._repeat(SLEEP)
-            return
-        self._wake_at, self._wake_problem = now + WAKE_RETRY_S, f"loan over, {user}"[:MAX_ERROR_CHARS]
-        logger.warning("loan.wake_postponed reason=%s", self._wake_problem)
-        if recorded is not None:
-            error = ControlError(ControlCode.NOT_SERVING, f"{self._wake_problem}; this worker sleeps on")
-            self._handled[SLEEP] = HandledRegister(recorded.epoch, failure(error))
-        self.on_change()
+        return self.loan.problem if self.registers.is_lent else self._problem
 
     async def _sleep_while_lent(self) -> None:
         """Before the start of the engine, sleep without it while this worker is lent, so that it loads nothing."""
@@ -216,11 +158,10 @@ class Reconciler:
         except TimeoutError:
             logger.warning("loan.read_timed_out problem=%s", self.reader.problem)
             return
-        recorded = self.reader.effective.get(SLEEP)
-        if recorded is None or not is_loan(recorded):
+        if self.loan.recorded is None:
             return
-        await self._continue_term(recorded)
-        self._watch_loan(time.monotonic())
+        await self.loan.continue_term()
+        self.loan.watch()
         await self._lifecycle.wait_alone()
         self.registers.begin_lent()
         await self._end_loan()
@@ -234,19 +175,14 @@ class Reconciler:
         self.registers.end_lent()
         # The start loads the checkpoint, so all registers are applied again after it.
         for register in self._handled:
-            self._repeat(register)
+            repeat(self._handled, register)
         if self._lifecycle.state in SPEAKING:
             self._stop_serving()
 
-    async def _continue_term(self, recorded: Recorded) -> None:
-        """Count the term of a loan from its recording, by the clock of the server if it still knows the time."""
-        at = recorded.at
-        try:
-            stored_at = await self.reader.recorded_at(recorded.epoch)
-            at = at if stored_at is None else stored_at.timestamp()
-        except BusBroken as exc:
-            logger.warning("loan.time_read_failed error=%s", exc)
-        self._loan.restart(recorded, time.monotonic(), time.time() - at if at else 0.0)
+    async def _end_loan(self) -> None:
+        """Try to wake a lent worker that must wake, unless it hands over its requests and ends."""
+        if self.drain_reason is None and await self.loan.try_wake():
+            self.on_change()
 
     def _on_staging(self) -> None:
         self._is_due.set()
@@ -280,7 +216,8 @@ class Reconciler:
             self._stop_serving()
         if self.registers.transfer.watch(time.monotonic()):
             self._is_due.set()
-        self._watch_loan(time.monotonic())
+        if self.loan.watch():
+            self._is_due.set()
 
     def on_read(self) -> None:
         """Handle a newly read desired state."""
@@ -288,13 +225,13 @@ class Reconciler:
             # The applied registers belong to the lost state, so all are due again.
             logger.warning("desired.lost epoch=%s was=%s", self.reader.epoch, self._epoch_read)
             for register in self._handled:
-                self._repeat(register)
+                repeat(self._handled, register)
         self._epoch_read = self.reader.epoch
-        self._loan.begin(self.reader.effective.get(SLEEP), time.monotonic())
+        self.loan.watch()
         error = weights_error(self._handled)
         is_passing = error is not None and error.code is ControlCode.STORAGE
         if is_passing and time.monotonic() > self._weights_failed_at + FETCH_RETRY_S:
-            self._repeat(WEIGHTS)
+            repeat(self._handled, WEIGHTS)
         versions = self._in_flight.links.versions
         target = self.reader.target_version
         versions.target_version = versions.weight_version if target is None else target
@@ -319,11 +256,6 @@ class Reconciler:
         recorded = self.reader.effective.get(register)
         return None if recorded is None else recorded.epoch
 
-    def _repeat(self, register: str) -> None:
-        """Make a register due again."""
-        handled = self._handled.get(register)
-        self._handled[register] = HandledRegister(-1, RegisterOutcome() if handled is None else handled.outcome)
-
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
         """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
         if self._epoch_read < epoch:
@@ -331,10 +263,12 @@ class Reconciler:
         if self._recorded_epoch(register) != epoch:
             return failure(ControlError(ControlCode.STALE, f"a later command has set {register}"))
         handled = self._handled.get(register)
-        if register != SLEEP and any(each.register == register for each in self._postponed()):
+        if handled is not None and handled.epoch == epoch:
+            return handled.outcome if handled.is_shown else None
+        if register != SLEEP and self.loan.postpones(register):
             problem = "this worker is lent; it applies the command when it returns"
             return failure(ControlError(ControlCode.NOT_SERVING, problem))
-        return handled.outcome if handled is not None and handled.epoch == epoch and handled.is_shown else None
+        return None
 
     def progress_of(self, register: str, epoch: int) -> tuple[str, Staging | None] | None:
         """Return the stage of the command recorded in `epoch`, and the progress of the staging that it waits for.
@@ -420,7 +354,7 @@ class Reconciler:
         elif self._has_no_finish() and self._may_act():
             transfer.end(reason)
         if await transfer.recover():
-            self._repeat(WEIGHTS)
+            repeat(self._handled, WEIGHTS)
 
     def _has_no_finish(self) -> bool:
         """Return True if a read of the desired state that began after the end of the lease found no new weights."""
@@ -430,21 +364,15 @@ class Reconciler:
 
     def _pending(self) -> list[PendingRegister]:
         """Return the registers to apply, without those that a lent worker postpones."""
-        pending, postponed = pending_registers(self._effective, self._handled), self._postponed()
-        return [due for due in pending if due not in postponed]
-
-    def _postponed(self) -> list[PendingRegister]:
-        """Return the registers that a lent worker applies later: they need its engine, or would stage weights."""
-        if not self.registers.is_lent:
-            return []
-        stays = {PAUSE, FLUSH} if self._must_wake() else {PAUSE, FLUSH, SLEEP}
-        return [due for due in pending_registers(self._effective, self._handled) if due.register not in stays]
+        pending = pending_registers(self.loan.effective, self._handled)
+        return [due for due in pending if not self.loan.postpones(due.register)]
 
     @property
     def _delayed(self) -> frozenset[str]:
         """Registers that are not applied yet: they wait for their sources, or for the end of a loan."""
-        waits = self._staging | {due.register for due in self._postponed()}
-        if self.registers.is_deep and self._must_wake() and any(due.register == WEIGHTS for due in self._pending()):
+        pending = pending_registers(self.loan.effective, self._handled)
+        waits = self._staging | {due.register for due in pending if self.loan.postpones(due.register)}
+        if self.registers.is_deep and self.loan.must_wake and any(due.register == WEIGHTS for due in self._pending()):
             # The engine wakes with the recorded weights, and loads no others before them.
             waits |= {SLEEP}
         return waits
@@ -456,7 +384,7 @@ class Reconciler:
         return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
 
     def _next_due(self) -> PendingRegister | None:
-        return next_due(self._effective, self._handled, self._delayed) if self._may_act() else None
+        return next_due(self.loan.effective, self._handled, self._delayed) if self._may_act() else None
 
     def _stage_pending(self) -> None:
         """Stage the sources of pending registers, and only these. If other weights are recorded, accept no requests."""
@@ -508,12 +436,8 @@ class Reconciler:
         work = self.registers.apply(command, report)
         outcome = await self._attempt(due, work, command.timeout_s)
         self._stage = None
-        if isinstance(command, Sleep) and is_loan(due.recorded) and outcome.is_applied:
-            self.registers.is_lent = True
-        elif due.register == SLEEP and self.registers.is_deep and outcome.error is not None:
-            # The engine could not wake, so the worker sleeps on and tries again.
-            self.registers.is_lent, self._wake_at = True, time.monotonic() + WAKE_RETRY_S
-            self._wake_problem = outcome.error.message
+        if due.register == SLEEP:
+            self.loan.note(due.recorded, outcome)
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
         # These outcomes are shown with the target state, which is not applied while a transfer is open. A failure is
         # shown immediately.
@@ -529,10 +453,10 @@ class Reconciler:
         self._handled[register] = handled
         if register == WEIGHTS and not handled.outcome.is_applied:
             self._weights_failed_at = time.monotonic()
-        recorded = self._effective.get(SLEEP)
+        recorded = self.loan.effective.get(SLEEP)
         is_desired = recorded is not None and isinstance(recorded.command, Sleep)
         if is_desired and is_applied(self._handled, SLEEP) and not self.registers.is_asleep:
-            self._repeat(SLEEP)
+            repeat(self._handled, SLEEP)
         self.on_change()
 
     def _show_outcomes(self) -> None:
@@ -615,15 +539,15 @@ class Reconciler:
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.transfer.is_unsettled
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
-        effective, epoch, staging = self._effective, self.reader.epoch, self._staging
+        effective, epoch, staging = self.loan.effective, self.reader.epoch, self._staging
         weights, drain_reason = self.registers.weights, self.drain_reason
+        stop = WorkerEvent.SLEPT if self.registers.is_asleep else None
         event = target_event(
             effective,
             self._handled,
             is_poisoned=weights.is_poisoned,
             has_conflict=weights.conflict is not None,
-            is_asleep=self.registers.is_asleep,
-            drains_itself=drain_reason is not None,
+            stop=stop if drain_reason is None else WorkerEvent.DRAINED,
             staging=self._delayed,
         )
         self._problem = self._problem if event is None else self._problem_of(event)

@@ -364,8 +364,10 @@ def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
     if worker.state in _UNABLE:
         return f"is {worker.state}" + (f": {worker.last_error}" if worker.last_error else "")
     if worker.loan_left_s is not None:
-        # It loads the recorded weights when it returns.
-        return None if worker.loan_left_s else f"is still asleep: {worker.last_error}"
+        # It loads the recorded weights when it returns. Another sleep may have replaced the loan.
+        asleep = effective(state, worker.worker).get("sleep")
+        is_desired = asleep is not None and isinstance(asleep.command, Sleep) and not asleep.for_s
+        return None if worker.loan_left_s or is_desired else f"is still asleep: {worker.last_error}"
     doing = "" if worker.staging is None else f", {worker.staging.stage}"
     target = target_version(state, worker.worker)
     if target is not None and worker.weight_version != target:

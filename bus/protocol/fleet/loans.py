@@ -98,27 +98,3 @@ def check_returned(worker: str, workers: Iterable[WorkerPresence]) -> None:
         if each.worker == worker and each.state not in _BACK:
             why = each.last_error or "`rollbus status` may show the reason"
             raise ControlError(ControlCode.NOT_SERVING, f"worker {worker} is awake, but {each.state}: {why}")
-
-
-class LoanTerm:
-    """The term of the last loan of one worker. The caller passes in the time of its own monotonic clock."""
-
-    def __init__(self) -> None:
-        self._id: str | None = None
-        self._ends_at = 0.0
-
-    def begin(self, recorded: Recorded | None, now: float) -> None:
-        """Begin the term of a loan that was not seen before. The same loan after an undo continues its term."""
-        if recorded is not None and is_loan(recorded) and recorded.command.id != self._id:
-            self._id, self._ends_at = recorded.command.id, now + recorded.for_s
-
-    def restart(self, recorded: Recorded, now: float, elapsed_s: float) -> None:
-        """Set the rest of the term after a restart of the worker: at most the term, at least nothing."""
-        self._id = recorded.command.id
-        self._ends_at = now + min(max(recorded.for_s - elapsed_s, 0.0), recorded.for_s)
-
-    def left_s(self, recorded: Recorded | None, now: float) -> float:
-        """Return the seconds until the recorded loan ends; 0: it is over, or the worker is not lent by the record."""
-        if recorded is None or not is_loan(recorded) or recorded.command.id != self._id:
-            return 0.0
-        return max(self._ends_at - now, 0.0)
