@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, Final, Literal, TypedDict, Unpack
+from typing import Any, Final, Literal, Unpack
 
 from ...schemas import control, limits
 from ...schemas.checks import (
@@ -12,17 +12,16 @@ from ...schemas.checks import (
     check_int,
     check_name,
     check_subject_token,
-    describe,
     unique_names,
 )
 from ...schemas.control import AnyCommand, DesiredState, PauseMode
-from ...schemas.errors import InvalidRequest
 from ...schemas.options import DEFAULT_START_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
 from ...schemas.telemetry import RequestKind
-from ...schemas.weights import Canary, pop_source, source_of
+from ...schemas.weights import pop_source, source_of
 from ..control.controller import OnAck
+from ..control.options import DrainOptions, SendOptions, SourceOptions, UpdateOptions, split_options
 from ..control.rolling import restart_one_by_one
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.fleet.loans import LOAN_S, check_lend, check_return, check_returned
@@ -36,84 +35,6 @@ MAX_COUNT: Final = 1_000_000
 """Upper bound of the worker count that a caller can wait for; no fleet is larger."""
 MAX_SETTLE_S: Final = 60.0
 """Upper bound of the wait for workers in `Fleet.state`; progress of longer commands is in their acks."""
-
-
-class LoadOptions(TypedDict, total=False):
-    """Options that every command and every publication accepts."""
-
-    timeout_s: float
-    """Seconds that each worker has to execute the command. Default: 60, or 600 for commands that load weights."""
-    on_ack: OnAck | None
-    """Called with each new ack, on the client's own thread. It must return immediately. Default: None."""
-
-
-class DrainOptions(LoadOptions, total=False):
-    """Options that every command accepts."""
-
-    model: str | None
-    """Model whose workers execute the command. None (default): workers of all models. Some commands need one model."""
-    by: str | None
-    """User of a service for whom it sends the command: `http:` and a name. None (default): the client itself."""
-
-
-class SendOptions(DrainOptions, total=False):
-    """Options that every command accepts except `drain`, which requires `workers` as an argument."""
-
-    workers: Iterable[str] | None
-    """Ids of the workers that execute the command; each must be live. None (default): all, including later ones."""
-
-
-class LendOptions(LoadOptions, total=False):
-    """Options of the commands for a loan of one worker."""
-
-    by: str | None
-    """User of a service for whom it sends the command: `http:` and a name. None (default): the client itself."""
-
-
-class SourceOptions(SendOptions, total=False):
-    """Options of commands that load weights or an adapter."""
-
-    objects: str | None
-    """Source in the NATS object store, `<bucket>/<prefix>`, in place of a path. Default: None."""
-    upload: bool
-    """True: the path is on this machine, and the client uploads the folder to the object store for the workers.
-    False (default): the path is on the workers' machines."""
-
-
-class VersionOptions(LoadOptions, total=False):
-    """Options of a new version of the weights."""
-
-    mode: PauseMode
-    """Handling of requests in flight during the update. `keep` (default): they continue with the new weights. `wait`:
-    they finish first. `abort`: they end."""
-    clear_cache: bool | None
-    """True if workers reset the prefix cache. None (default): they reset it unless `mode` is `keep`."""
-    allow_rollback: bool
-    """Allow a version that is older than the present one, or the same version from another source. Default: False."""
-    expected_canary: Canary | None
-    """Output of the trainer's own copy of the weights for `rollbus.canary_request`. Workers compare their output with
-    it. Default: None."""
-    label: str | None
-    """The trainer's name for this version, for example `step-42`. It is stored in the desired state. Default: None."""
-    min_staged: int | None
-    """Number of workers that must stage the weights within `timeout_s` before the fleet switches. The command does not
-    wait for the others, which serve no requests until they have the weights. None (default): all workers must stage
-    them."""
-
-
-class UpdateOptions(SourceOptions, VersionOptions, total=False):
-    """Options of `update_weights`."""
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
-    """Return the command fields of `options`, and the callback for acks."""
-    fields = dict(options)
-    on_ack = fields.pop("on_ack", None)
-    if on_ack is not None and not callable(on_ack):
-        raise InvalidRequest(field="on_ack", problem=f"is {describe(on_ack)}", allowed="a function, or None")
-    if fields.get("workers") is not None:
-        fields["workers"] = unique_names("workers", fields["workers"])
-    return fields, on_ack
 
 
 class WeightCommands:
@@ -581,7 +502,7 @@ class Fleet(WeightCommands):
         return await self._send(control.Wake, options)
 
     async def lend(
-        self, worker: str, *, for_s: float = LOAN_S, allow_none: bool = False, **options: Unpack[LendOptions]
+        self, worker: str, *, for_s: float = LOAN_S, allow_none: bool = False, **options: Unpack[DrainOptions]
     ) -> CommandResult:
         """Let a worker sleep with nothing kept in its GPU's memory, so that another process can use the GPU.
 
@@ -600,6 +521,7 @@ class Fleet(WeightCommands):
         """
         is_allowed = check_bool("allow_none", allow_none)
         fields, on_ack = split_options(options)
+        for_s = check_float("for_s", for_s, 0, limits.MAX_TIMEOUT_S, above=True)
         command = control.Sleep(level=2, for_s=for_s, workers=unique_names("worker", [worker]), **fields)
 
         def revise(state: DesiredState, wanted: AnyCommand) -> AnyCommand:
@@ -609,7 +531,7 @@ class Fleet(WeightCommands):
 
         return await self._thread.run(self._runtime.controller.send(command, on_ack, revise=revise))
 
-    async def return_worker(self, worker: str, **options: Unpack[LendOptions]) -> CommandResult:
+    async def return_worker(self, worker: str, **options: Unpack[DrainOptions]) -> CommandResult:
         """End the loan of a worker. It loads the recorded weights, verifies them, and then serves.
 
         Raises:

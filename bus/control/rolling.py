@@ -6,7 +6,6 @@ recorded: if the controller dies, the restart stops after the current worker.
 
 import asyncio
 import time
-from collections.abc import Iterable
 from typing import Final
 
 from msgspec.structs import replace
@@ -14,25 +13,13 @@ from msgspec.structs import replace
 from ...schemas.acks import Ack, AckStatus
 from ...schemas.control import Restart, State
 from ...schemas.errors import InvalidRequest, NoWorkers
-from ...schemas.presence import WorkerPresence, WorkerState
+from ...schemas.presence import WorkerPresence
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
+from ..protocol.fleet.loans import lone_reason
 from .controller import Controller, OnAck
 
 LOOK_EVERY_S: Final = 0.1
 """Seconds between two looks at the presence that the client has anyway. Workers publish presence every second."""
-
-
-def lone_reason(worker: WorkerPresence, workers: Iterable[WorkerPresence]) -> str | None:
-    """Return why no other worker can serve the requests of `worker` during its restart. None: another one can."""
-    if worker.state is not WorkerState.SERVING:
-        return None
-    role = "both" if worker.capabilities is None else worker.capabilities.role
-    helpful = {role} if role == "prefill" else {role, "both"}
-    for other in workers:
-        may_help = other.worker != worker.worker and other.model == worker.model and other.state is WorkerState.SERVING
-        if may_help and getattr(other.capabilities, "role", role) in helpful:
-            return None
-    return f"no other worker serves {worker.model!r}" + ("" if role == "both" else f" in the role {role}")
 
 
 def is_back(before: WorkerPresence, now: WorkerPresence | None) -> bool:

@@ -16,8 +16,8 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.limits import MAX_TIMEOUT_S
 from ...schemas.weights import WeightSource
 from ..auth.credentials import Credentials
-from ..client.fleet import LoadOptions, VersionOptions, split_options
 from ..control.controller import OnAck, check_command
+from ..control.options import LoadOptions, VersionOptions, split_options
 from ..protocol.fleet.authority import Load
 from ..protocol.fleet.command_result import CommandResult
 from ..protocol.html import as_html

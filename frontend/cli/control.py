@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from ... import bus
 from ...bus import CommandIncomplete, Fleet
-from ...bus.client.fleet import LoadOptions, SendOptions
+from ...bus.control.options import SendOptions
 from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
 from ...bus.protocol.fleet.loans import LOAN_S
 from ...schemas.acks import Ack
@@ -217,7 +217,12 @@ async def send(args: argparse.Namespace) -> int:
     name = args.command.name.replace("-", "_")
     parameters = inspect.signature(getattr(Fleet, name)).parameters
     own = {parameter: getattr(args, parameter) for parameter in parameters if hasattr(args, parameter)}
-    return await send_command(lambda fleet, options: getattr(fleet, name)(**own, **options), args)
+    return await _send(name, args, own)
+
+
+async def _send(method: str, args: argparse.Namespace, own: dict[str, Any]) -> int:
+    """Send the command of a method of `Fleet` with its own arguments."""
+    return await send_command(lambda fleet, options: getattr(fleet, method)(**own, **options), args)
 
 
 async def drain(args: argparse.Namespace) -> int:
@@ -238,28 +243,13 @@ async def drain(args: argparse.Namespace) -> int:
 async def lend(args: argparse.Namespace) -> int:
     """Lend the worker."""
     for_s: float | None = getattr(args, "for")
-    return await send_command(
-        lambda fleet, options: fleet.lend(
-            args.worker, for_s=LOAN_S if for_s is None else for_s, allow_none=args.allow_none, **_loan_options(options)
-        ),
-        args,
-    )
+    own = {"for_s": LOAN_S if for_s is None else for_s, "allow_none": args.allow_none}
+    return await _send("lend", args, {"worker": args.worker, **own})
 
 
 async def return_worker(args: argparse.Namespace) -> int:
     """End the loan of the worker."""
-    return await send_command(
-        lambda fleet, options: fleet.return_worker(args.worker, **_loan_options(options)),
-        args,
-    )
-
-
-def _loan_options(options: SendOptions) -> LoadOptions:
-    """Return the options that the commands for one worker have."""
-    found: LoadOptions = {"on_ack": options["on_ack"]}
-    if "timeout_s" in options:
-        found["timeout_s"] = options["timeout_s"]
-    return found
+    return await _send("return_worker", args, {"worker": args.worker})
 
 
 async def cancel_transfer(args: argparse.Namespace) -> int:

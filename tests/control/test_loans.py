@@ -67,7 +67,7 @@ def test_the_last_serving_worker_is_lent_only_with_allow_none() -> None:
     """Workers that are lent, recorded to sleep, or do not serve do not count as others."""
     state, _ = record(DesiredState(model="m"), lend_command("w1"))
     workers = [presence("w0"), presence("w1"), presence("w2", WorkerState.POISONED)]
-    with pytest.raises(ControlError, match="last worker") as caught:
+    with pytest.raises(ControlError, match="no other worker serves") as caught:
         check_lend(state, "w0", workers, allow_none=False)
     assert caught.value.code is ControlCode.NOT_SERVING
     check_lend(state, "w0", workers, allow_none=True)
@@ -262,6 +262,51 @@ async def test_other_sleep_does_not_wake_a_lent_engine(nats_url: str, fleet: str
         await rb.fleet.sleep(1)
         assert engine._sleep_level == 2
         await rb.fleet.wake()
+        assert (await rb.complete([1, 2], max_tokens=2)).error is None
+
+
+@pytest.mark.parametrize("for_s", [None, 0.0, float("nan")])
+async def test_a_loan_without_a_term_is_no_sleep(nats_url: str, fleet: str, for_s: Any) -> None:
+    """A lend without a valid term is rejected; it never becomes a sleep without an end."""
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        with pytest.raises(InvalidRequest) as caught:
+            await rb.fleet.lend("w0", for_s=for_s)
+        assert caught.value.field == "for_s"
+
+
+async def test_only_what_is_lent_now_has_a_reason(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A renewal ends the reason of a failed return, and a plain sleep that replaces the loan is no problem."""
+    user = tmp_path / "user"
+    config = SyntheticConfig(faults=SyntheticFaults(memory_file=str(user)))
+    folder = str(write_checkpoint(tmp_path / "own"))
+    async with served(nats_url, fleet, config=config, worker_id="w0", model_path=folder) as (rb, worker, _):
+        await rb.fleet.lend("w0", allow_none=True)
+        user.write_text("4711")
+        with pytest.raises(rollbus.CommandIncomplete, match="pid 4711"):
+            await rb.fleet.return_worker("w0")
+        await rb.fleet.lend("w0", for_s=900.0)
+        assert worker.presence().last_error is None
+        await rb.fleet.sleep(1)
+        state = await rb.fleet.state()
+        assert (state.workers[0].state, state.workers[0].loan_left_s) == ("asleep", 0.0)
+        assert why_behind(state.workers[0], state.desired["synthetic"]) is None
+
+
+async def test_memory_that_cannot_be_read_does_not_end_the_worker(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """An error of the driver fails the return with its reason; the worker sleeps on."""
+    folder = str(write_checkpoint(tmp_path / "own"))
+    async with served(nats_url, fleet, worker_id="w0", model_path=folder) as (rb, _, engine):
+        await rb.fleet.lend("w0", allow_none=True)
+        find = engine.find_memory_user
+
+        async def fail() -> str | None:
+            raise OSError("driver")
+
+        engine.find_memory_user = fail  # type: ignore[method-assign]
+        with pytest.raises(rollbus.CommandIncomplete, match="driver"):
+            await rb.fleet.return_worker("w0")
+        engine.find_memory_user = find  # type: ignore[method-assign]
+        await rb.fleet.return_worker("w0")
         assert (await rb.complete([1, 2], max_tokens=2)).error is None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbus.bus.client import fleet
+from rollbus.bus.control import options as commands
 from rollbus.bus.publish import options as arguments
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,8 @@ ASSETS = {
 
 
 OPTIONS = (
-    *(fleet.LoadOptions, fleet.DrainOptions, fleet.SendOptions, fleet.SourceOptions, fleet.VersionOptions),
+    *(commands.LoadOptions, commands.DrainOptions, commands.SendOptions),
+    *(commands.SourceOptions, commands.VersionOptions),
     *(arguments.ConnectOptions, arguments.PublishSettings, arguments.AdapterSettings),
 )
 """Types with the keyword options of the fleet's and the publisher's methods."""

@@ -14,8 +14,8 @@ import pytest
 
 import rollbus
 from bench.processes import running
-from rollbus.bus.control.rolling import lone_reason
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.protocol.fleet.loans import lone_reason
 from rollbus.schemas.control import Restart
 from rollbus.schemas.presence import Role, WorkerPresence, WorkerState
 from tests.chaos.checkpoints import Checkpoints

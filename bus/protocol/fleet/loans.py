@@ -4,7 +4,7 @@ A loan is the recorded command `sleep` of one worker, with a term beside it. The
 clock, so the clock of the lender does not matter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ....schemas.control import (
@@ -44,7 +44,20 @@ def is_loan(recorded: Recorded | None) -> bool:
     return recorded is not None and isinstance(recorded.command, Sleep) and recorded.for_s > 0
 
 
-def check_lend(state: DesiredState, worker: str, workers: Iterable[WorkerPresence], *, allow_none: bool) -> None:
+def lone_reason(worker: WorkerPresence, workers: Iterable[WorkerPresence]) -> str | None:
+    """Return why no other worker can serve the requests of `worker` while it is away. None: another one can."""
+    if worker.state is not WorkerState.SERVING:
+        return None
+    role = "both" if worker.capabilities is None else worker.capabilities.role
+    helpful = {role} if role == "prefill" else {role, "both"}
+    for other in workers:
+        may_help = other.worker != worker.worker and other.model == worker.model and other.state is WorkerState.SERVING
+        if may_help and getattr(other.capabilities, "role", role) in helpful:
+            return None
+    return f"no other worker serves {worker.model!r}" + ("" if role == "both" else f" in the role {role}")
+
+
+def check_lend(state: DesiredState, worker: str, workers: Sequence[WorkerPresence], *, allow_none: bool) -> None:
     """Check that a worker may be lent. The caller repeats this check over each state that it is about to change.
 
     Args:
@@ -54,24 +67,22 @@ def check_lend(state: DesiredState, worker: str, workers: Iterable[WorkerPresenc
     Raises:
         ControlError: `unsupported`: the engine cannot sleep. `not_serving`: no other worker would serve the model.
     """
-    others = []
-    for each in workers:
-        if each.worker == worker:
-            if each.capabilities is not None and not each.capabilities.sleep:
-                raise ControlError(
-                    ControlCode.UNSUPPORTED,
-                    f"worker {worker} cannot be lent: its engine cannot free its memory (vLLM needs a GPU and the "
-                    "engine argument 'enable_sleep_mode'); allowed: a worker whose capabilities include sleep",
-                )
-            continue
-        asleep = effective(state, each.worker).get("sleep")
-        if each.state is WorkerState.SERVING and not (asleep and isinstance(asleep.command, Sleep)):
-            others.append(each.worker)
-    if not others and not allow_none and not is_loan(effective(state, worker).get("sleep")):
+    mine = next((each for each in workers if each.worker == worker), None)
+    if mine is None or is_loan(effective(state, worker).get("sleep")):
+        return
+    if mine.capabilities is not None and not mine.capabilities.sleep:
         raise ControlError(
-            ControlCode.NOT_SERVING,
-            f"worker {worker} is the last worker that serves {state.model!r}; --allow-none lends it anyway",
+            ControlCode.UNSUPPORTED,
+            f"worker {worker} cannot be lent: its engine cannot free its memory (vLLM needs a GPU and the engine "
+            "argument 'enable_sleep_mode'); allowed: a worker whose capabilities include sleep",
         )
+    why = lone_reason(mine, [each for each in workers if not _is_asleep(effective(state, each.worker).get("sleep"))])
+    if why is not None and not allow_none:
+        raise ControlError(ControlCode.NOT_SERVING, f"worker {worker} is not lent: {why}; --allow-none lends it anyway")
+
+
+def _is_asleep(recorded: Recorded | None) -> bool:
+    return recorded is not None and isinstance(recorded.command, Sleep)
 
 
 def check_return(state: DesiredState, worker: str, workers: Iterable[WorkerPresence]) -> None:

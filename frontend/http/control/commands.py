@@ -232,8 +232,13 @@ async def resume(call: CommandCall[bodies.ResumeBody]) -> Response:
 
 async def drain(call: CommandCall[bodies.DrainBody]) -> Response:
     """Drain workers: they hand their requests to other workers and accept no more, until `resume`."""
-    options = {name: value for name, value in call.options.items() if name != "workers"}
-    return await call.answer(call.fleet.drain(call.fields.workers, **options), "drain", {"status": "drained"})
+    work = call.fleet.drain(call.fields.workers, **_without_workers(call.options))
+    return await call.answer(work, "drain", {"status": "drained"})
+
+
+def _without_workers(options: JsonObject) -> JsonObject:
+    """Return the options without the workers, for a method that has them as an argument."""
+    return {name: value for name, value in options.items() if name != "workers"}
 
 
 async def flush_cache(call: CommandCall[bodies.FlushBody]) -> Response:
@@ -444,24 +449,16 @@ async def wake(call: CommandCall[bodies.WakeBody]) -> Response:
     return await call.answer(call.fleet.wake(**call.options), "wake", {"status": "awake"})
 
 
-def _loan_options(model: str | None, options: JsonObject) -> JsonObject:
-    """Return the options without the worker. A model beside the worker is checked nowhere, so it is rejected."""
-    if model is not None:
-        raise invalid("model", f"is {model[:64]!r}", "null, because the worker serves one model")
-    return {name: value for name, value in options.items() if name != "workers"}
-
-
 async def lend(call: CommandCall[bodies.LendBody]) -> Response:
     """Lend the GPU of one worker for a term: the worker sleeps, with nothing kept in the memory of the GPU."""
-    fields, options = call.fields, _loan_options(call.fields.model, call.options)
+    fields, options = call.fields, _without_workers(call.options)
     work = call.fleet.lend(fields.workers[0], for_s=fields.for_s, allow_none=fields.allow_none, **options)
     return await call.answer(work, "sleep", {"status": "lent"})
 
 
 async def return_worker(call: CommandCall[bodies.ReturnBody]) -> Response:
     """End the loan of one worker: it loads the recorded weights, verifies them and serves."""
-    options = _loan_options(call.fields.model, call.options)
-    work = call.fleet.return_worker(call.fields.workers[0], **options)
+    work = call.fleet.return_worker(call.fields.workers[0], **_without_workers(call.options))
     return await call.answer(work, "wake", {"status": "returned"})
 
 
