@@ -270,6 +270,8 @@ async def wait_until_free(config: WorkerConfig) -> None:
         await check_permitted(nats)
         while (left_s := silent_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, HEARTBEAT_S))
+            if nats.lost is not None:
+                raise nats.lost
             if not nats.is_connected:
                 silent_at = time.monotonic() + config.lease_s
 

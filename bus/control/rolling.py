@@ -23,8 +23,10 @@ LOOK_EVERY_S: Final = 0.1
 
 
 def is_back(before: WorkerPresence, now: WorkerPresence | None) -> bool:
-    """Return True if a later incarnation of the worker is in the same state as before its restart."""
-    return now is not None and now.incarnation != before.incarnation and now.state is before.state
+    """Return True if a later incarnation of the worker serves, or is in the same state as before its restart."""
+    return (
+        now is not None and now.incarnation != before.incarnation and now.state in (WorkerState.SERVING, before.state)
+    )
 
 
 async def restart_one_by_one(

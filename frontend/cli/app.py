@@ -233,7 +233,8 @@ def _apply_login(args: argparse.Namespace) -> None:
             os.environ[variable] = str(Path(path).absolute())
     if args.replicas is not None:
         os.environ["ROLLBUS_REPLICAS"] = str(args.replicas)
-    if args.fleet is None and not args.command.reads_no_credentials:
+    # `rollbus drain --socket` needs no NATS.
+    if args.fleet is None and not args.command.reads_no_credentials and getattr(args, "socket", None) is None:
         args.fleet = _fleet_of(os.environ.get(CREDENTIALS_VARIABLE))
 
 

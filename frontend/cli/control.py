@@ -228,7 +228,7 @@ async def _send(method: str, args: argparse.Namespace, own: dict[str, Any]) -> i
 async def drain(args: argparse.Namespace) -> int:
     """Drain the workers, or restart them one by one."""
     if args.all == bool(args.workers):
-        raise WrongUsage("drain takes either ids of workers or --all")
+        raise WrongUsage("drain takes either ids of workers or --all; or --socket alone")
     if not args.one_by_one:
         refuse_options(args, ("allow_none", "start_timeout"), "without --one-by-one")
         if args.all:

@@ -33,6 +33,7 @@ from rollbus.schemas.control import (
     Drain,
     Pause,
     Recorded,
+    Restart,
     Resume,
     Sleep,
     StartWeightUpdate,
@@ -178,8 +179,9 @@ async def test_a_history_of_forged_states_does_not_change_a_worker(tmp_path: Pat
 
 
 async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[str, str]]]:
-    """Return commands that drain the worker or abort its requests, each with the headers that should prove it."""
+    """Return commands that drain or end the worker, each with the headers that should prove it."""
     drain = encode_json(Drain(id="d"))
+    restart = encode_json(Restart(id="r", incarnation=attack.worker.presence().incarnation))
     boss = SUBJECTS.control("boss")
     taken = {SIGNED: f"{attack.guard.credentials('boss').certificate}.1.AAAA"}
     return {
@@ -191,6 +193,8 @@ async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[st
         "with a certificate that was read": (boss, drain, taken),
         "a trainer's": (boss, drain, attack.signed("alice", boss, drain)),
         "a publisher's": (boss, drain, attack.signed("carol", boss, drain)),
+        "an unsigned restart": (boss, restart, {}),
+        "a publisher's restart": (boss, restart, attack.signed("carol", boss, restart)),
     }
 
 
@@ -329,12 +333,13 @@ async def test_the_client_of_a_publisher_refuses_every_other_command(tmp_path: P
         for command in (
             Drain(id="drain"),
             Sleep(id="sleep", model=MODEL),
+            Restart(id="restart", incarnation=attack.worker.presence().incarnation),
             StartWeightUpdate(id="other", model="other"),
         ):
             data = encode_json(command)
             headers = attack.signed("carol", SUBJECTS.control("carol"), data)
             await publish(carol, SUBJECTS.control("carol"), data, headers=headers)
-        await until_true(lambda: len(received) == 2)
+        await until_true(lambda: len(received) == 3)
         async with rollbus.connect(attack.guard.login("carol")) as rb:
             await rb.fleet.wait_for_workers()
             for refused in (rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache):
@@ -343,7 +348,7 @@ async def test_the_client_of_a_publisher_refuses_every_other_command(tmp_path: P
                 assert caught.value.code is ControlCode.NOT_ALLOWED
         await attack.assert_unmoved()
 
-    assert received == [("drain", "not_allowed"), ("sleep", "not_allowed")]
+    assert received == [(name, "not_allowed") for name in ("drain", "sleep", "restart")]
 
 
 # The signature of an upload covers the whole folder: no file can be changed, added, removed or borrowed.

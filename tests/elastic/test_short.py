@@ -14,6 +14,7 @@ import pytest
 
 import rollbus
 from bench.processes import running
+from rollbus.bus.control.rolling import is_back
 from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet.loans import lone_reason
 from rollbus.schemas.control import Restart
@@ -145,6 +146,17 @@ def test_a_worker_is_alone_if_no_other_one_serves_its_requests(
     mine = worker("a", "m", state, role)
     found = [mine, *(worker(f"b{number}", *each) for number, each in enumerate(others))]
     assert (lone_reason(mine, found) is not None) == is_lone
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_restarted"),
+    [("serving", "updating", False), ("paused", "paused", True), ("drained", "serving", True), ("paused", None, False)],
+)
+def test_a_worker_is_back_if_it_serves_or_is_as_before(before: str, now: str | None, *, is_restarted: bool) -> None:
+    """A worker that had drained itself serves after its restart, because nothing is recorded."""
+    found = None if now is None else presence(incarnation="2", state=WorkerState(now))
+    assert is_back(presence(incarnation="1", state=WorkerState(before)), found) == is_restarted
+    assert not is_back(presence(incarnation="1", state=WorkerState(before)), presence(incarnation="1"))
 
 
 async def test_a_worker_that_joins_gets_published_weights_and_a_full_load(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rollbus.schemas.presence import WorkerState
 from rollbus.workers import lifecycle
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.local_socket import listen_locally
-from tests.cli.support import run_rollbus
+from tests.cli.support import Ended, run_rollbus, started
 from tests.support.fleet import synthetic_worker, until_state, until_worker
 from tests.support.hand_client import hand_client
 from tests.support.hand_worker import GatedEngine, running
@@ -47,6 +47,12 @@ async def post(path: Path, target: str, method: str = "POST") -> tuple[int, byte
     return int(head.split()[1]), body
 
 
+async def run_drain(path: Path) -> Ended:
+    """Run `rollbus drain --socket` without a server, and with credentials that cannot be read."""
+    with started(["drain", "--socket", str(path)], {**os.environ, "ROLLBUS_CREDS": "/nowhere"}) as run:
+        return await asyncio.to_thread(run)
+
+
 async def test_a_drain_over_the_socket_hands_requests_over_and_records_nothing(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
@@ -64,7 +70,7 @@ async def test_a_drain_over_the_socket_hands_requests_over_and_records_nothing(
                 assert (await post(path, "/drain", "GET"))[0] == 405
                 assert (await post(path, "/drain?timeout_s=0"))[0] == 400
                 assert (await post(path, "/drain?limit=1"))[0] == 400
-                ended = await run_rollbus("nats://127.0.0.1:1", fleet, "drain", "--socket", str(path))
+                ended = await run_drain(path)
                 assert (ended.code, "its state is drained" in ended.stderr) == (0, True), ended
                 # A second drain has nothing to do, and no resume ends the first.
                 assert await post(path, "/drain?timeout_s=1h") == (200, b'{"state": "drained", "in_flight": 0}\n')
@@ -255,3 +261,38 @@ async def test_a_drain_without_a_worker_fails(fleet: str, tmp_path: Path) -> Non
     assert (await run_rollbus("nats://127.0.0.1:1", fleet, "drain")).code == 2
     ended = await run_rollbus("nats://127.0.0.1:1", fleet, "drain", "w", "--socket", str(tmp_path / "none"))
     assert (ended.code, "either the ids of workers or --socket" in ended.stderr) == (2, True)
+    ended = await run_rollbus("nats://127.0.0.1:1", fleet, "drain", "--all", "--socket", str(tmp_path / "none"))
+    assert (ended.code, "--all has no effect with --socket" in ended.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("answer", [b"{" * 60_000, b"[" * 60_000, b"[]", b'{"error": "\x1b"}', b'{"error": "\\u001b"}'])
+async def test_an_answer_that_is_no_workers_fails_the_drain(tmp_path: Path, answer: bytes) -> None:
+    """What another process answers at the socket is an error, and does not control the terminal."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 500 x\r\n\r\n" + answer)
+        writer.close()
+
+    async with await asyncio.start_unix_server(respond, tmp_path / "s"):
+        ended = await run_drain(tmp_path / "s")
+    assert (ended.code, "\x1b" in ended.stderr, "internal error" in ended.stderr) == (1, False, False)
+
+
+async def test_the_second_signal_ends_a_worker_whose_client_never_acknowledges(nats_url: str, fleet: str) -> None:
+    """The first signal waits for a live client that acknowledges nothing, the second one does not; both exit with 0."""
+    engine = {"step_s": 0.05, "max_model_len": 100_000}
+    options = ("--worker-id", "w", "--drain-s", "1h")
+    async with (
+        hand_client(nats_url, fleet, answers=False) as client,
+        worker_process(nats_url, fleet, *options, engine_args=engine) as process,
+        asyncio.timeout(HANGS_AFTER_S),
+    ):
+        await client.until_serving("w")
+        await client.begin(endless("r"))
+        process.send_signal(signal.SIGTERM)
+        await client.until_ended("r")
+        assert client.error_of("r") == ErrorCode.WORKER_STOPPED
+        assert process.returncode is None
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
