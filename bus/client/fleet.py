@@ -24,6 +24,7 @@ from ..control.controller import OnAck
 from ..control.options import DrainOptions, SendOptions, SourceOptions, UpdateOptions, split_options
 from ..control.rolling import restart_one_by_one
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
+from ..protocol.fleet.desired import is_recorded
 from ..protocol.fleet.loans import LOAN_S, check_lend, check_return, check_returned
 from ..protocol.telemetry.experts import ExpertAnswers
 from ..protocol.telemetry.requests import RequestList, RequestTrace, merge_list, merge_timelines
@@ -526,7 +527,8 @@ class Fleet(WeightCommands):
 
         def revise(state: DesiredState, wanted: AnyCommand) -> AnyCommand:
             of_model = [each for each in self.workers if each.model == state.model]
-            check_lend(state, worker, of_model, allow_none=is_allowed)
+            if not is_recorded(state, wanted):
+                check_lend(state, worker, of_model, allow_none=is_allowed)
             return wanted
 
         return await self._thread.run(self._runtime.controller.send(command, on_ack, revise=revise))
@@ -543,7 +545,8 @@ class Fleet(WeightCommands):
         command = control.Wake(workers=unique_names("worker", [worker]), **fields)
 
         def revise(state: DesiredState, wanted: AnyCommand) -> AnyCommand:
-            check_return(state, worker, self.workers)
+            if not is_recorded(state, wanted):
+                check_return(state, worker, self.workers)
             return wanted
 
         result = await self._thread.run(self._runtime.controller.send(command, on_ack, revise=revise))

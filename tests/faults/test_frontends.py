@@ -241,7 +241,7 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
                 await client.get(f"{services.urls['a']}/ready")
             except httpx.ConnectError:
                 return True
-            except (httpx.RemoteProtocolError, httpx.ReadError):
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 # The connection was opened just before the stop, and had no request yet.
                 return False
             return False

@@ -98,6 +98,11 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
     return replace(state, epoch=epoch, seen=seen_commands), epoch
 
 
+def is_recorded(state: DesiredState, command: AnyCommand) -> bool:
+    """Return True if the command is among the last recorded ones: it changes nothing, so nothing is checked for it."""
+    return any(seen.id == command.id for seen in state.seen)
+
+
 def without_term(command: AnyCommand) -> tuple[float, AnyCommand]:
     """Return the term of a loan, 0 for other commands, and the command as workers of earlier releases decode it."""
     if not isinstance(command, Sleep) or command.for_s is None:
@@ -223,7 +228,7 @@ def check_unload(state: DesiredState, command: UnloadLora, loaded: Collection[st
     Raises:
         ControlError: NOT_FOUND.
     """
-    if command.name in loaded or any(seen.id == command.id for seen in state.seen):
+    if command.name in loaded or is_recorded(state, command):
         return
     if command.workers is None:
         names = desired_loras(state)

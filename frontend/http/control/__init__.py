@@ -56,9 +56,8 @@ and the style of the answer."""
 
 def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
     async def handle(service: Service, request: Request) -> Response:
-        call = CommandCall(service, request, await read_fields(service, request, body), style)
-        await call.is_repeat()
-        return await command(call)
+        fields = await read_fields(service, request, body)
+        return await command(await commands.read_key(CommandCall(service, request, fields, style)))
 
     # The OpenAPI document uses it as the summary of the route.
     handle.__doc__ = command.__doc__

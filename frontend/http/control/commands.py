@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Final, Generic
 
 import msgspec
@@ -16,7 +17,7 @@ from ....bus.client.client import watch_fleet
 from ....bus.objects.layout import split_objects
 from ....bus.protocol.fleet.desired import desired_loras, served_version
 from ....schemas.checks import describe
-from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
+from ....schemas.control import LOAD_TIMEOUT_S, AnyCommand, Pause, PauseMode
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ControlCode, ControlError, ErrorCode, InvalidRequest, LocalProtocolError, NoWorkers
 from ....schemas.limits import MAX_WEIGHT_VERSION
@@ -27,7 +28,18 @@ from ..service import Service
 from . import bodies
 from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, ledger_response, status_of
 from .bodies import Fields, either, read_query
-from .reads import KEY_END, SETTLE_S, FleetQuery, begin_pause, begin_transfer, fleet_state, stale_field, wants_async
+from .reads import (
+    KEY_END,
+    SETTLE_S,
+    FleetQuery,
+    begin_pause,
+    begin_transfer,
+    find_recorded,
+    fleet_state,
+    key_of,
+    stale_field,
+    wants_async,
+)
 
 MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
 """Digits of the largest version. A longer number is a label."""
@@ -109,6 +121,10 @@ class CommandCall(Generic[Fields]):
     request: Request
     fields: Fields
     style: ResponseStyle
+    id: str | None = None
+    """Id of the command of the client's key, the same at all services; None: the client sent no key."""
+    recorded: tuple[AnyCommand, ...] | None = None
+    """If the command of the key is recorded already, by whichever service: what registers still hold of it."""
 
     @property
     def fleet(self) -> bus.Fleet:
@@ -125,41 +141,13 @@ class CommandCall(Generic[Fields]):
         """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
         fields = self.fields
         options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s, "by": self.user}
-        return {name: value for name, value in {**options, "id": self.operation_id}.items() if value is not None}
+        return {name: value for name, value in {**options, "id": self.id}.items() if value is not None}
 
     @property
-    def operation_id(self) -> str | None:
-        """The id of the command of a client's key, the same at all services; None: the client sent no key.
-
-        It depends on the content, so that workers never answer another command with the acks of an earlier one.
-
-        Raises:
-            HttpError: 400, the key has other characters or is too long.
-        """
-        key = self.request.headers.get(KEY_HEADER)
-        if key is None:
-            return None
-        if KEY.fullmatch(key) is None:
-            raise invalid(KEY_HEADER, f"is {describe(key)}", "1 to 64 of A-Z a-z 0-9 _ -")
-        content = self.request.url.path.encode() + b"\0" + msgspec.json.encode(self.fields)
-        return f"{key}{KEY_END}{hashlib.blake2b(content, digest_size=8).hexdigest()}"
-
-    async def is_repeat(self) -> bool:
-        """Return True if the command of the client's key is recorded already, by whichever service.
-
-        Raises:
-            HttpError: 400 as in `operation_id`; 422, the key is that of another recorded command.
-        """
-        if (own := self.operation_id) is None:
-            return False
-        desired = (await watch_fleet(self.service.rb).desired()).values()
-        same_key = {
-            seen.id for state in desired for seen in state.seen if seen.id.split(KEY_END)[0] == own.split(KEY_END)[0]
-        }
-        if same_key - {own}:
-            problem = "is that of a recorded command with other fields"
-            raise HttpError(422, f"{KEY_HEADER} {problem}; allowed: a new key", code="key_reused", param=KEY_HEADER)
-        return own in same_key
+    def recorded_version(self) -> int | None:
+        """The version that the recorded command has, so that a repeat chooses no other one; None: unknown."""
+        versions = [getattr(each, "version", None) for each in self.recorded or ()]
+        return next((each for each in versions if each is not None), None)
 
     async def answer(
         self,
@@ -193,6 +181,30 @@ class CommandCall(Generic[Fields]):
         if self.style.text is not None:
             return PlainTextResponse(self.style.text)
         return json_response({**(extra(ledger) if callable(extra) else extra), **ledger_as_json(ledger)})
+
+
+async def read_key(call: CommandCall[Fields]) -> CommandCall[Fields]:
+    """Return the call with the id of its command, if the client sent a key.
+
+    The id depends on the content, so that workers never answer another command with the acks of an earlier one.
+
+    Raises:
+        HttpError: 400, the key has other characters or is too long; 422, it is that of another recorded command.
+    """
+    key = call.request.headers.get(KEY_HEADER)
+    if key is None:
+        return call
+    if KEY.fullmatch(key) is None:
+        raise invalid(KEY_HEADER, f"is {describe(key)}", "1 to 64 of A-Z a-z 0-9 _ -")
+    content = call.request.url.path.encode() + b"\0" + msgspec.json.encode(call.fields)
+    own = f"{key}{KEY_END}{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+    states = (await watch_fleet(call.service.rb).desired()).values()
+    ids = {seen.id for state in states for seen in state.seen if key_of(seen.id) == key}
+    # One call may record several commands, whose ids begin with its own.
+    if not all(f"{each}{KEY_END}".startswith(own + KEY_END) for each in ids):
+        problem = "is that of a recorded command with other fields"
+        raise HttpError(422, f"{KEY_HEADER} {problem}; allowed: a new key", code="key_reused", param=KEY_HEADER)
+    return replace_fields(call, id=own, recorded=find_recorded(states, ids) if ids else None)
 
 
 async def pause(call: CommandCall[bodies.PauseBody]) -> Response:
@@ -267,6 +279,7 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
     _check_source("weight_dir" if call.style.is_vllm and fields.objects is None else "path", path, fields.objects)
 
     given, label = version_and_label(fields.version, fields.weight_version)
+    given = call.recorded_version if given is None else given
     adapter: dict[str, object] = {}
 
     async def update(version: int) -> bus.CommandResult:
@@ -293,7 +306,7 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
         sent = {"objects": fields.objects, **call.options}
         if "id" in sent:
             # A worker executes a command once per id.
-            sent["id"] = f"{sent['id']}:adapter"
+            sent["id"] = f"{sent['id']}{KEY_END}adapter"
         return await call.fleet.load_lora(models.pop(), path, version=version, for_base=True, **sent)
 
     work = with_version(call.service, update, given, fields.model)
@@ -364,9 +377,10 @@ async def load_lora(
     if fields.is_3d_lora_weight:
         raise invalid("is_3d_lora_weight", "is true", "false")
     may_replace = call.style.may_replace if fields.load_inplace is None else fields.load_inplace
-    if not may_replace and not await call.is_repeat() and await is_loaded(call.fleet, name, fields.model):
+    if not may_replace and call.recorded is None and await is_loaded(call.fleet, name, fields.model):
         raise invalid("lora_name", f"is {name!r}, which is already loaded", "another name, or load_inplace: true")
-    work = call.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **call.options)
+    version = call.recorded_version if fields.version is None else fields.version
+    work = call.fleet.load_lora(name, path, version=version, objects=fields.objects, **call.options)
     own_names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
     return await call.answer(work, "load_lora", extra, {**own_names, **(names or {})})
 
@@ -490,6 +504,7 @@ async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> 
     """Use the transferred weights under the client's version, or under the next version."""
     fields = call.fields
     given, label = version_and_label(fields.version, fields.weight_version)
+    given = call.recorded_version if given is None else given
 
     async def finish(version: int) -> bus.CommandResult:
         return await call.fleet.finish_weight_update(
@@ -544,7 +559,7 @@ async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
     )
     extra = {"status": "success", "message": f"adapter {fields.lora_name} is loaded", "lora_name": fields.lora_name}
     names = {"source": "source.uri", "name": "lora_name"}
-    asked = CommandCall(call.service, call.request, given, call.style)
+    asked = CommandCall(call.service, call.request, given, call.style, call.id, call.recorded)
     return await load_lora(asked, extra=extra, names=names)
 
 
@@ -566,10 +581,10 @@ async def remove_lora(service: Service, request: Request) -> Response:
     """Unload a LoRA adapter, as Dynamo's route does. Answer 404 if no worker has it and no worker should have it."""
     name = request.path_params["name"]
     sent = read_query(request, bodies.SendBody)
-    if not await is_loaded(service.rb.fleet, name, sent.model):
-        raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
     same = {field: getattr(sent, field) for field in bodies.SendBody.__struct_fields__}
-    call = CommandCall(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME)
+    call = await read_key(CommandCall(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME))
+    if call.recorded is None and not await is_loaded(service.rb.fleet, name, sent.model):
+        raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
     return await unload_lora(
         call, extra={"status": "success", "message": f"adapter {name} is unloaded", "lora_name": name}
     )

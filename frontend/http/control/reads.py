@@ -9,7 +9,7 @@ that sets the same supersedes the command.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -269,23 +269,28 @@ KEY_END: Final = ":"
 """Separates a client's key from the rest of a command's id."""
 
 
+def key_of(command_id: str) -> str:
+    """Return the client's key in the id of a command, or the whole id of a command without one."""
+    return command_id.split(KEY_END, maxsplit=1)[0]
+
+
+def find_recorded(states: Iterable[DesiredState], ids: Collection[str]) -> tuple[AnyCommand, ...]:
+    """Return the commands with these ids that registers still hold."""
+    found = (recorded.command for state in states for own in state.everywhere for recorded in own.values())
+    return tuple(command for command in found if command.id in ids)
+
+
 def operation_as_json(state: bus.FleetState, name: str) -> JsonObject | None:
     """Return the state of a recorded command as JSON; None: its id or key is unknown."""
     epochs = {
         model: max(found)
         for model, desired in state.desired.items()
-        if (found := [seen.epoch for seen in desired.seen if name in (seen.id, seen.id.split(KEY_END)[0])])
+        if (found := [seen.epoch for seen in desired.seen if name in (seen.id, key_of(seen.id))])
     }
     if not epochs:
         return None
     ids = {seen.id for model, epoch in epochs.items() for seen in state.desired[model].seen if seen.epoch == epoch}
-    commands = [
-        recorded.command
-        for model in epochs
-        for registers in state.desired[model].everywhere
-        for recorded in registers.values()
-        if recorded.command.id in ids
-    ]
+    commands = find_recorded(map(state.desired.__getitem__, epochs), ids)
     # New weights also record the unload of an adapter.
     command = min(commands, key=lambda each: isinstance(each, UnloadLora), default=None)
     lines = [line for model, epoch in epochs.items() for line in _lines(state, model, command, epoch)]
