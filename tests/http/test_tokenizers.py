@@ -298,7 +298,7 @@ BASES: dict[str, dict[str, Any]] = {
     "InitTransferBody": {"init_info": {}},
     "AddLoraBody": {"lora_name": "x", "source": {"uri": "file:///x"}},
     "AbortBody": {"request_ids": ["x"]},
-    "DrainBody": {"workers": ["x"]},
+    **{name: {"workers": ["x"]} for name in ("DrainBody", "LendBody", "ReturnBody")},
 }
 """A valid request by the name of the decoded type. The bodies of other types may be empty."""
 VALUES: list[Any] = [
