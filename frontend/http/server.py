@@ -103,6 +103,15 @@ logging.getLogger("uvicorn.error").addFilter(_is_news)
 
 
 class _HttpServer(uvicorn.Server):
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve. If this is cancelled, as by a second signal, cancel the open requests too: they need the client."""
+        try:
+            await super().serve(sockets)
+        except asyncio.CancelledError:
+            for task in self.server_state.tasks:
+                task.cancel()
+            raise
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to the command that runs the service."""

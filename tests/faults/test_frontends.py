@@ -224,7 +224,10 @@ async def test_a_transfer_of_a_killed_service_goes_on_at_the_other(nats_url: str
 
 
 async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """After SIGTERM a service accepts no connection, finishes its streams within --stop-timeout, and exits with 0."""
+    """After SIGTERM a service accepts no connection, finishes its streams within --stop-timeout, and exits with 0.
+
+    A second SIGTERM ends the streams at once, without an error in the log.
+    """
     options = ("--stop-timeout", f"{SOON_S:g}")
     body = {**LONG, "sampling_params": {"max_tokens": 1200, "ignore_eos": True}}
     async with (
@@ -254,9 +257,22 @@ async def test_a_rolling_restart_of_the_services_ends_no_stream(nats_url: str, f
         await reading
         code = await asyncio.to_thread(services.processes["a"].wait)
 
+        cut = Stream(client, services.urls["b"], "of-b")
+        reading = tasks.create_task(cut.read())
+        await until_true(lambda: bool(cut.tokens))
+        services.processes["b"].send_signal(signal.SIGTERM)
+        had = len(cut.tokens)
+        await until_true(lambda: len(cut.tokens) > had)
+        services.processes["b"].send_signal(signal.SIGTERM)
+        await reading
+        cut_code = await asyncio.to_thread(services.processes["b"].wait)
+        log = (tmp_path / "b.log").read_text()
+
     assert not has_ended
     assert meanwhile.status_code == 200
     assert (stream.problem, len(stream.tokens), stream.finish_reason, code) == (None, 1200, "length", 0)
+    assert (cut.problem is not None, cut_code) == (True, 0)
+    assert "Traceback" not in log
 
 
 async def test_a_service_without_nats_is_not_ready(nats_url: str, fleet: str, tmp_path: Path) -> None:
