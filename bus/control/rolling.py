@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ...schemas.acks import Ack, AckStatus
 from ...schemas.control import Restart, State
 from ...schemas.errors import InvalidRequest, NoWorkers
-from ...schemas.presence import WorkerPresence
+from ...schemas.presence import WorkerPresence, WorkerState
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.fleet.loans import lone_reason
 from .controller import Controller, OnAck
