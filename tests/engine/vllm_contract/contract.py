@@ -67,6 +67,8 @@ OTHERS: tuple[Need, ...] = (
     Need("vllm.v1.engine.utils:get_mp_context", call=""),
     Need("vllm.v1.engine.core"),
     Need("vllm.v1.executor.uniproc_executor"),
+    # The memory of GPUs, for a worker that is lent.
+    Need("vllm.third_party.pynvml"),
     # Configuration of the engine.
     Need(
         "vllm.config:VllmConfig",
