@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos.run import Settings, run
+from tests.support.processes import print_line
 
 
 def main() -> int:
@@ -34,15 +35,10 @@ def main() -> int:
     )
     with args.log.open("ab") as log:
         logging.basicConfig(filename=args.log, level="DEBUG", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_print_line))
+        summary = asyncio.run(run(settings, stderr=log.fileno(), say=print_line))
     for line in summary.lines():
-        _print_line(line)
+        print_line(line)
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from tests.chaos.run import FLEET, GRACE_S
 from tests.chaos.workload import VOCAB_SIZE, make_requests, undisturbed
 from tests.support.invariants import assert_equal, observing
 from tests.support.nats_cluster import NatsCluster, nats_cluster
-from tests.support.processes import worker_process
+from tests.support.processes import print_line, worker_process
 
 ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 NUM_KINDS = 300
@@ -108,7 +108,7 @@ class _Course:
             kind = self._rng.choice(["killed", "killed", "restarted", "stopped", "parted", "parted silently"])
             away_s = self._rng.choice([0.0, self._rng.uniform(0, AWAY_S)])
             second = (index + 1) % 3 if self._rng.random() < SECOND else None
-            _print_line(
+            print_line(
                 f"{time.monotonic() - self._started:6.1f} s  n{index} {kind} for {away_s:.1f} s"
                 f"{'' if second is None else f', n{second} killed'}; {self.num_results} results so far"
             )
@@ -205,7 +205,7 @@ async def run(seconds: float, seed: int, *, stderr: int, is_secure: bool) -> Non
                 await observer.check_at_rest()
         finally:
             for line in course.lines():
-                _print_line(line)
+                print_line(line)
         await stack.aclose()
 
 
@@ -221,11 +221,6 @@ def main() -> int:
         logging.basicConfig(filename=args.log, level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
         asyncio.run(run(args.seconds, args.seed, stderr=log.fileno(), is_secure=args.secure))
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from tests.chaos.faults import Victims, victims
 from tests.chaos.publisher import FLEET, MODEL
 from tests.chaos.weights_faults import KINDS, Trainer
 from tests.support.invariants import observing
-from tests.support.processes import worker_process
+from tests.support.processes import print_line, worker_process
 from tests.support.requests import greedy
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.waits import until_true
@@ -195,15 +195,10 @@ def main() -> int:
     args = parser.parse_args()
     settings = Settings(num_versions=args.versions, seed=args.seed)
     with args.log.open("ab") as log, tempfile.TemporaryDirectory(prefix="rollbus-walk-") as folder:
-        summary = asyncio.run(walk(settings, Path(folder), stderr=log.fileno(), say=_print_line))
+        summary = asyncio.run(walk(settings, Path(folder), stderr=log.fileno(), say=print_line))
     for line in summary.lines():
-        _print_line(line)
+        print_line(line)
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tests.elastic.run import Settings, run
+from tests.support.processes import print_line
 
 
 def main() -> int:
@@ -21,15 +22,10 @@ def main() -> int:
     settings = Settings(seconds=args.seconds, seed=args.seed)
     with args.log.open("ab") as log, tempfile.TemporaryDirectory(prefix="rollbus-elastic-") as folder:
         logging.basicConfig(filename=args.log, level="DEBUG", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        summary = asyncio.run(run(settings, Path(folder), stderr=log.fileno(), say=_print_line))
+        summary = asyncio.run(run(settings, Path(folder), stderr=log.fileno(), say=print_line))
     for line in summary.lines():
-        _print_line(line)
+        print_line(line)
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.soak.run import Settings, run
+from tests.support.processes import print_line
 
 
 def main() -> int:
@@ -19,15 +20,10 @@ def main() -> int:
     settings = Settings(seconds=60 * args.minutes, warm_up_s=min(60 * args.minutes / 4, 120.0), seed=args.seed)
     with args.log.open("ab") as log:
         logging.basicConfig(filename=args.log, level="WARNING")
-        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_print_line))
+        summary = asyncio.run(run(settings, stderr=log.fileno(), say=print_line))
     for line in summary.lines():
-        _print_line(line)
+        print_line(line)
     return 0 if all(trend.is_flat for trend in summary.trends) else 1
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,12 @@ from tests.support.waits import SOON_S, UNHURRIED_LEASE_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def print_line(line: str) -> None:
+    """Print one line now, also into a pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 @contextlib.contextmanager
 def python_program(source: str, temporary: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """Run `source` in a new interpreter and session; kill it at the end of the block if it still runs.
