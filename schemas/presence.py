@@ -226,7 +226,7 @@ class WorkerState(enum.StrEnum):
     PAUSED = "paused"
     """A command paused the worker. New requests wait; the pause's mode aborts, finishes or holds those in flight."""
     DRAINED = "drained"
-    """A command drained the worker. It handed its requests to other workers and accepts no more."""
+    """A command, or the worker itself, drained it. It handed its requests to other workers and accepts no more."""
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"

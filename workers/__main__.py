@@ -173,7 +173,7 @@ def _report_failure(error: RollbusError, exit_code: int = 1) -> int:
     return exit_code
 
 
-class _Process:
+class WorkerProcess:
     """The worker of this process, also before it is connected and between two tries, and what ends it.
 
     Args:
@@ -238,7 +238,7 @@ async def _run(
     """
     loop, spans = asyncio.get_running_loop(), None
     async with contextlib.AsyncExitStack() as until_ended:
-        process = _Process(config, lambda config: make(config, spans))
+        process = WorkerProcess(config, lambda config: make(config, spans))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.stop)
         if args.parent_pipe is not None:

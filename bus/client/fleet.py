@@ -6,14 +6,7 @@ from datetime import datetime
 from typing import Any, Final, Literal, Unpack
 
 from ...schemas import control, limits
-from ...schemas.checks import (
-    check_bool,
-    check_float,
-    check_int,
-    check_name,
-    check_subject_token,
-    unique_names,
-)
+from ...schemas.checks import check_bool, check_float, check_int, check_name, check_subject_token, unique_names
 from ...schemas.control import AnyCommand, DesiredState, PauseMode
 from ...schemas.options import DEFAULT_START_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
@@ -464,7 +457,7 @@ class Fleet(WeightCommands):
         """Restart workers one after another, for example on a new release. Nothing is recorded.
 
         Each worker hands over its requests and exits with code 0; its supervisor must start it again. The next worker
-        follows when this one is back in the state that it had, usually `serving`.
+        follows when this one serves, or is back in the state that it had.
 
         Args:
             workers: ids of the workers. None (default): all.

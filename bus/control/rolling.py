@@ -34,8 +34,7 @@ async def restart_one_by_one(
 ) -> CommandResult:
     """Restart the workers that `command` selects, in the order of their models and ids.
 
-    Stop at the first worker that does not come back in its earlier state. The workers that remain are `missing` in the
-    result.
+    Stop at the first worker that does not come back. The workers that remain are `missing` in the result.
 
     Args:
         command: its `model`, `workers`, `by` and `timeout_s` apply to each restart.

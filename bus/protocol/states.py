@@ -49,7 +49,7 @@ class WorkerEvent(enum.StrEnum):
     PAUSED = "paused"
     """The worker matches a desired state to pause."""
     DRAINED = "drained"
-    """The worker matches a desired state to be drained."""
+    """The worker matches a desired state to be drained, or drains itself."""
     SLEPT = "slept"
     """The worker matches a desired state to sleep."""
     MISSED = "missed"

@@ -237,7 +237,7 @@ async def drain(args: argparse.Namespace) -> int:
     own: dict[str, Any] = {"workers": args.workers or None, "allow_none": args.allow_none}
     if args.start_timeout is not None:
         own["start_timeout_s"] = args.start_timeout
-    return await send_command(lambda fleet, options: fleet.restart_one_by_one(**own, **options), args)
+    return await _send("restart_one_by_one", args, own)
 
 
 async def lend(args: argparse.Namespace) -> int:

@@ -17,16 +17,7 @@ from typing import Final
 from ...bus.protocol.fleet.desired import WEIGHTS
 from ...bus.protocol.states import SPEAKING, WorkerEvent
 from ...schemas.acks import AckStatus
-from ...schemas.control import (
-    LORA_REGISTER,
-    Drain,
-    FinishWeightUpdate,
-    Pause,
-    PauseMode,
-    Resume,
-    Sleep,
-    UpdateWeights,
-)
+from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, Pause, PauseMode, Resume, Sleep, UpdateWeights
 from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import WorkerState

@@ -22,8 +22,7 @@ from ...bus.logs import set_up
 from ...bus.nats.embedded import EmbeddedServer
 from ...schemas.checks import check_int
 from ...schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError
-from ..__main__ import configure, parser, serve
-from ..config import WorkerConfig
+from ..__main__ import WorkerProcess, configure, parser, serve
 from ..worker import Worker
 from .plan import MAX_WORKERS, NAMESPACE, Backoff, FleetSpec, nats_text, shape
 
@@ -42,13 +41,11 @@ class WorkerActor:
 
     def __init__(self, flags: Sequence[str]) -> None:
         self._flags = list(flags)
-        self._worker: Worker | None = None
-        self._running: asyncio.Task[Any] | None = None
+        self._process: WorkerProcess | None = None
         self._is_stopping = False
 
     async def run(self) -> tuple[int, str]:
         """Run the worker to its end. Return the exit code that its process would have, and the reason."""
-        self._running = asyncio.current_task()
         try:
             args = parser().parse_args(self._flags)
         except SystemExit:
@@ -56,13 +53,9 @@ class WorkerActor:
         set_up(args.log_level.upper(), args.log_format)
         try:
             config, make_engine = await asyncio.to_thread(configure, args)
-
-            def make(config: WorkerConfig) -> Worker:
-                self._worker = Worker(config, make_engine())
-                return self._worker
-
             if not self._is_stopping:
-                await serve(config, make)
+                self._process = WorkerProcess(config, lambda config: Worker(config, make_engine()))
+                await serve(config, self._process.make)
         except asyncio.CancelledError:
             # Only `stop` cancels this task, before the worker is connected.
             if not self._is_stopping:
@@ -78,10 +71,8 @@ class WorkerActor:
     async def stop(self) -> None:
         """Drain the worker and stop it. `run` then returns."""
         self._is_stopping = True
-        if self._worker is not None and self._worker.is_assembled:
-            self._worker.stop()
-        elif self._running is not None:
-            self._running.cancel()
+        if self._process is not None:
+            self._process.stop()
 
 
 class NatsActor:

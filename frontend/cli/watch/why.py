@@ -79,13 +79,11 @@ def find_causes(state: FleetState, running: RequestList | None, now: float) -> l
 def _stops(state: FleetState, now: float) -> Iterator[Cause]:
     for stop in list_stops(state.desired):
         undo = "rollbus wake" if stop.what == "asleep" else "rollbus resume"
-        if stop.what.startswith("lent"):
-            undo = "rollbus return"
         where = f"--model {shlex.quote(stop.model)}" if stop.worker is None else f"--worker {stop.worker}"
         name = stop.model if stop.worker is None else stop.worker
         seconds = None if stop.since is None else max(now - stop.since, 0.0)
-        where = name if undo == "rollbus return" else where
-        yield Cause(stop.what, name, seconds, stop.by, f"{undo} {where}")
+        step = f"rollbus return {name}" if stop.what.startswith("lent") else f"{undo} {where}"
+        yield Cause(stop.what, name, seconds, stop.by, step)
 
 
 def _transfers(state: FleetState) -> Iterator[Cause]:

@@ -450,7 +450,7 @@ async def begin_transfer(
     async def begin(ranks: WorkerRanks) -> bus.CommandResult:
         own = {**info, RANK_OFFSET: first + ranks.rank_offset}
         # Each worker has a command of its own.
-        own_id = {"id": f"{options['id']}:{ranks.rank_offset}"} if "id" in options else {}
+        own_id = {"id": f"{options['id']}{KEY_END}{ranks.rank_offset}"} if "id" in options else {}
         try:
             sent = {**options, "workers": (ranks.worker,), **own_id}
             return await fleet.init_weight_transfer(own, model=model, **sent)
