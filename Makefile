@@ -5,12 +5,15 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-trainers test-deploy test-vllm-next vllm-contract soak elastic check quick docs format lock clean
+# Published trainers whose pins exclude each other's: an environment, a lock and a directory of tests for each.
+TRAINERS := verl skyrl nemo gateways
+.PHONY: help setup demo test test-trainers test-trainers-all $(TRAINERS:%=test-%) test-deploy test-vllm-next vllm-contract soak elastic check quick docs format lock clean
 
 help:
 	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
-	@echo "make test-trainers    test published trainers, unchanged, on two real workers, in a separate environment"
+	@echo "make test-trainers    test TRL, verifiers, prime-rl's calls and Megatron, unchanged, in a separate environment"
+	@echo "make test-trainers-all    also $(TRAINERS:%=test-%), each in an environment of its own"
 	@echo "make test-deploy      run all tests of Ray, and those of the Helm chart with Helm itself, which it installs into .make"
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
@@ -46,8 +49,17 @@ test-deploy: setup
 	@.ci/venv .venv-trainers .ci/requirements-trainers.lock "msgspec, nats, torch, trl, verifiers" .venv
 
 test-trainers: setup .venv-trainers/ready
-	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=1 $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations)
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=trainers $(BIN)/pytest -n 2 --dist loadfile $(or $(ARGS),tests/integrations/test_*.py)
 	@$(if $(ARGS),:,.ci/unchanged test-trainers --record)
+
+test-trainers-all: test-trainers $(TRAINERS:%=test-%)
+
+$(TRAINERS:%=.venv-%/ready): .venv-%/ready: .ci/requirements-%.lock pyproject.toml src/rollbus/__init__.py .ci/venv .ci/link_packages.py | .venv/ready
+	@.ci/venv .venv-$* .ci/requirements-$*.lock "msgspec, nats" .venv
+
+$(TRAINERS:%=test-%): test-%: setup .venv-%/ready
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_TRAINERS=$* $(BIN)/pytest -n 0 $(or $(ARGS),tests/integrations/$*)
+	@$(if $(ARGS),:,.ci/unchanged test-$* --record)
 
 .venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv .venv-next .ci/requirements-next.lock
@@ -91,5 +103,5 @@ lock:
 	@$(or $(PYTHON),python3.11) .ci/lock.py
 
 clean:
-	rm -rf .venv .venv-next .venv-trainers site .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-next .venv-trainers $(TRAINERS:%=.venv-%) site .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,7 +38,7 @@ def link(found: Distribution, source: Path, target: Path) -> None:
 
 def main() -> int:
     """Link the packages that the other environment and the lock have at the same version. Return 0."""
-    source = Path(sys.argv[1], "lib", "python3.11", "site-packages")
+    source = Path(sys.argv[1], "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
     wanted = {line.strip() for line in Path(sys.argv[2]).read_text().splitlines() if "==" in line}
     count = 0
     for found in distributions(path=[str(source)]):

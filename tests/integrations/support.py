@@ -11,22 +11,31 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 PROGRAMS = Path(__file__).parent / "programs"
 
-# `make test-trainers` creates the environment. CI calls it, so in CI a test that cannot run must fail.
-needs_trainers = pytest.mark.skipif(
-    not PYTHON.exists() and "ROLLBUS_TEST_TRAINERS" not in os.environ,
-    reason="no .venv-trainers: `make test-trainers` makes it",
-)
+
+def find_python(name: str) -> Path:
+    """Return the Python of the environment that `make test-NAME` creates."""
+    return ROOT / f".venv-{name}" / "bin" / "python"
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skip a test where the environment of `make test-NAME` is missing. That command sets a variable: then it fails."""
+    missing = not find_python(name).exists() and os.environ.get("ROLLBUS_TEST_TRAINERS") != name
+    return pytest.mark.skipif(missing, reason=f"no .venv-{name}: `make test-{name}` makes it")
+
+
+needs_trainers, PYTHON = needs("trainers"), find_python("trainers")
 
 
 @asynccontextmanager
-async def started(program: str, *arguments: object) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start a program of this folder, and kill it on exit from the context."""
+async def started(
+    program: str | Path, *arguments: object, python: Path = PYTHON
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start a program, of `programs/` if it is only a name, and kill it on exit from the context."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     process = await asyncio.create_subprocess_exec(
-        PYTHON, "-W", "ignore", "-P", PROGRAMS / program, *map(str, arguments),
+        python, "-W", "ignore", "-P", PROGRAMS / program, *map(str, arguments),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=kept, limit=1 << 24,
     )  # fmt: skip
     try:
@@ -48,10 +57,12 @@ async def until_line(process: asyncio.subprocess.Process, wanted: str) -> None:
     pytest.fail(f"it did not say {wanted!r}\n" + "\n".join(said[-60:]), pytrace=False)
 
 
-async def run_program(program: str, *arguments: object, on_line: Callable[[str], None] | None = None) -> dict[str, Any]:
+async def run_program(
+    program: str | Path, *arguments: object, python: Path = PYTHON, on_line: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Run a program until it exits. Return its results, the JSON after the word `seen`."""
     seen, said = None, []
-    async with started(program, *arguments) as process:
+    async with started(program, *arguments, python=python) as process:
         stdout = process.stdout
         if stdout is None:
             raise ValueError("a program without a pipe")
