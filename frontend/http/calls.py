@@ -14,12 +14,8 @@ from ...schemas.errors import RollbusError
 from .edge import SEND_BYTES, ResponseSender, while_connected
 from .errors import HttpError, error_body, http_error
 
-NO_EVENT: Final = b""
-"""Instead of an event: a comment keeps proxies and clients from closing a stream whose text is held back."""
-BETWEEN: Final = b"\n\ndata: "
-"""What separates the JSON of two events."""
 PING: Final = b": ping\n\n"
-"""A comment, which keeps proxies from closing an idle stream."""
+"""A comment instead of an event. It keeps proxies and clients from closing a stream whose text is held back."""
 END = b"data: [DONE]\n\n"
 """The last event of a successful stream, as OpenAI's clients expect it."""
 
@@ -110,9 +106,9 @@ class EventStream(Response):
     """Server-sent events. If the client disconnects, the stream ends and its source is closed.
 
     Args:
-        first: the first event, already received. An error before it still has an HTTP status of its own.
-        events: the other events, as JSON with `BETWEEN` between several, or `NO_EVENT`. An error among them becomes the
-            last event.
+        first: the first events, already received. An error before them still has an HTTP status of its own.
+        events: the other events as they are sent, several at a time or `PING`. An error among them becomes the last
+            event.
     """
 
     media_type = "text/event-stream"
@@ -129,18 +125,23 @@ class EventStream(Response):
         async with aclosing(self._events):
             with while_connected(scope):
                 delivery.begin(self.status_code, self.raw_headers)
-                await delivery.write(_event(self._first))
-                last = END
+                await delivery.write(self._first)
+                self._first, last = b"", END
                 try:
-                    async for event in self._events:
-                        await delivery.write(_event(event))
+                    async for events in self._events:
+                        await delivery.write(events)
                 except (HttpError, RollbusError) as error:
-                    last = _event(error_body(error if isinstance(error, HttpError) else http_error(error)))
+                    last = encode_event(error_body(error if isinstance(error, HttpError) else http_error(error)))
                 await delivery.write(last, is_last=True)
 
 
-def _event(event: bytes) -> bytes:
-    return b"data: %b\n\n" % event if event else PING
+def encode_event(document: bytes) -> bytes:
+    """Return one event of a stream.
+
+    Args:
+        document: its JSON.
+    """
+    return b"data: %b\n\n" % document
 
 
 ChunksAt: TypeAlias = tuple[int, list[bus.Chunk]]

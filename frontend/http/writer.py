@@ -17,7 +17,8 @@ from ...schemas.decoding import JsonObject
 from ...schemas.rows import Rows
 from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
-from .calls import BETWEEN, NO_EVENT, EventStream, JsonPieces
+from .calls import PING, EventStream, JsonPieces, encode_event
+from .edge import SEND_BYTES
 from .errors import HttpError
 from .openai.parsers import AnswerParts, AnswerReader
 from .openai.requests import Echo, EchoedScores, Options
@@ -208,32 +209,36 @@ class AnswerWriter:
             choices = self._choices(keep=bool(self.options.extra))
             readers = self._readers(choices)
             silent_since: float | None = None
+            events = bytearray()
             async with aclosing(updates(service, http_request, self.requests, choices)) as found:
                 async for added in found:
-                    events: list[bytes] = []
                     try:
                         for choice, part in added:
                             await self._add_events(events, choices, choice, part, readers[choice.index])
+                            # A client may not read, and chunks are smaller than their events.
+                            if len(events) >= SEND_BYTES:
+                                silent_since = None
+                                yield _pop_all(events)
                     except HttpError:
                         if events:
-                            yield BETWEEN.join(events)
+                            yield _pop_all(events)
                         raise
                     now = time.monotonic()
                     if events:
                         silent_since = None
-                        yield BETWEEN.join(events)
+                        yield _pop_all(events)
                     elif silent_since is None:
                         # A tool call is held back until it is complete, which may take minutes.
                         silent_since = now
                     elif now - silent_since >= KEEP_ALIVE_S:
                         silent_since = now
-                        yield NO_EVENT
+                        yield PING
             if self.options.usage:
                 yield self._event(None, choices)
 
     async def _add_events(
         self,
-        events: list[bytes],
+        events: bytearray,
         choices: Sequence[AnswerChoice],
         choice: AnswerChoice,
         part: Update,
@@ -248,7 +253,7 @@ class AnswerWriter:
         update = self._echo(choice, part, is_first=is_first)
         opening = self.shape.opening(choice.index) if is_first else None
         if opening is not None:
-            events.append(self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt))
+            events += self._event(msgspec.json.encode(opening), choices, choice, prompt=prompt)
             prompt = False
         choice.has_begun, parts = True, None
         if reader is not None:
@@ -262,7 +267,7 @@ class AnswerWriter:
         nvext = b""
         if choice.finish_reason and self.options.extra:
             nvext = b"".join(self._nvext(choice.pop_update().tokens))
-        events.append(self._event(shown, choices, choice, prompt=prompt, nvext=nvext))
+        events += self._event(shown, choices, choice, prompt=prompt, nvext=nvext)
 
     def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:
         """Return True if an event for this update has new content for the client."""
@@ -284,7 +289,7 @@ class AnswerWriter:
     ) -> bytes:
         """Return one event of a stream. If `shown` is None, the event has no choice and only the usage."""
         if shown is not None and not (self.options.usage or prompt or nvext):
-            return b'%b,"choices":[%b]}' % (self._event_head, shown)
+            return b'data: %b,"choices":[%b]}\n\n' % (self._event_head, shown)
         event = {**self._head(is_event=True), "choices": [] if shown is None else [msgspec.Raw(shown)]}
         if self.options.usage:
             is_due = shown is None or self.options.continuous_usage
@@ -295,7 +300,7 @@ class AnswerWriter:
             event |= self._prompt_ids(self.requests[0], of_answer=True)
         if nvext:
             event["nvext"] = msgspec.Raw(nvext)
-        return msgspec.json.encode(event)
+        return encode_event(msgspec.json.encode(event))
 
     @cached_property
     def _namer(self) -> Namer:
@@ -352,7 +357,7 @@ async def respond(
         documents = _write_aborted(shape, head, num_choices, stream=stream, with_usage=with_usage)
         first, *others = map(msgspec.json.encode, documents)
         headers = id_headers(error.request_id)
-        return EventStream(first, _each(others), headers) if stream else JsonPieces([first], headers)
+        return EventStream(encode_event(first), _each(others), headers) if stream else JsonPieces([first], headers)
     return await (writer.stream(service, request) if stream else writer.answer(service, request))
 
 
@@ -370,6 +375,12 @@ def _write_aborted(
     return [*events, {**head, "choices": [], "usage": usage_of(0, 0)}] if with_usage else events
 
 
-async def _each(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
-    for event in events:
-        yield event
+async def _each(documents: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+    for document in documents:
+        yield encode_event(document)
+
+
+def _pop_all(data: bytearray) -> bytes:
+    popped = bytes(data)
+    data.clear()
+    return popped

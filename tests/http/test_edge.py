@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import resource
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import openai
 import pytest
 
 import rollbus
-from rollbus.frontend.http import Settings, server
+from rollbus.frontend.http import Settings, edge, server
 from rollbus.frontend.http.app import ADMIN, DATA
-from rollbus.frontend.http.edge import MAX_HEAD_BYTES, MAX_QUEUED
+from rollbus.frontend.http.edge import MAX_HEAD_BYTES, MAX_QUEUED, SEND_BYTES
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.server import WANTED_DESCRIPTORS, raise_descriptor_limit
 from rollbus.schemas.presence import WorkerState
@@ -29,6 +30,8 @@ from tests.support.waits import SOON_S, until_true
 PATH = "/inference/v1/generate"
 TOKENS = Settings(token="data", admin_token="admin")
 BODY: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+WRITING = ("calls", "edge", "writer")
+"""The files that write the events of a stream."""
 
 
 @contextlib.asynccontextmanager
@@ -282,6 +285,38 @@ async def test_a_slow_client_receives_the_whole_response(serve: Serve) -> None:
                 await asyncio.sleep(0.001)
     routed = json.loads(b"".join(parts))["choices"][0]["routed_experts"]
     assert routed["shape"] == [20_000, 64, 8]
+
+
+async def test_a_stream_that_is_not_read_holds_few_bytes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the log probabilities of a stream that is not read, few are held as JSON, even if many tokens come at once."""
+    drain, is_waiting = edge.ResponseSender._drain, False
+
+    async def note(sender: edge.ResponseSender) -> None:
+        nonlocal is_waiting
+        is_waiting = True
+        await drain(sender)
+        is_waiting = False
+
+    monkeypatch.setattr(edge.ResponseSender, "_drain", note)
+    # Each step of the engine gives the client 64 tokens, of which each event has 3 kB.
+    sampling = {"n": 64, "max_tokens": 100, "logprobs": 20, "ignore_eos": True}
+    config = SyntheticConfig(num_experts=0, max_num_seqs=65)
+    tracemalloc.start()
+    try:
+        async with (
+            serve(config=config) as http,
+            posted(http, PATH, {"token_ids": [1], "stream": True, "sampling_params": sampling}),
+        ):
+            engine = http.engine
+            assert engine is not None
+            await until_true(lambda: is_waiting and is_idle(engine))
+            snapshot = tracemalloc.take_snapshot()
+    finally:
+        tracemalloc.stop()
+    found = snapshot.filter_traces([tracemalloc.Filter(True, f"*/frontend/http/{name}.py") for name in WRITING])
+    held = sum(stat.size for stat in found.statistics("filename"))
+    # One piece waits, and the rest is small. Without the limit, these events have 64 KiB three times.
+    assert held < 2 * SEND_BYTES
 
 
 async def test_a_body_that_does_not_arrive_gives_408(serve: Serve) -> None:
