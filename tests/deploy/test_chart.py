@@ -41,6 +41,31 @@ TRIED: dict[str, dict[str, Any]] = {
     },
     "no users": {"auth": {"enabled": False}, "nats": {"enabled": False}, "externalNats": {"url": "nats://a:4222"}},
     "no policies": {"networkPolicy": {"enabled": False}, "auth": {"job": False}},
+    "no volume claims": {
+        "nats": {"config": {"cluster": {"enabled": False}, "jetstream": {"fileStore": {"pvc": {"enabled": False}}}}}
+    },
+    "prefill and decode on CPUs": {
+        "worker": {"model": "/m", "kvTransferConfig": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "fleets": [{"name": "pd", "workers": [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]}],
+    },
+    "two groups of four nodes": {
+        "image": {"registry": "registry.example:5000/ml", "pullSecrets": ["registry"]},
+        "auth": {"job": False},
+        "tls": {"enabled": True, "caSecret": "own-ca"},
+        "nats": {
+            "global": {"image": {"pullSecretNames": ["registry"]}},
+            "config": {"nats": {"tls": {"enabled": True, "secretName": "own-tls"}}},
+        },
+        "worker": {
+            "model": "org/model",
+            "nodes": 4,
+            "gpus": 8,
+            "replicas": 2,
+            "engineArgs": {"tensor_parallel_size": 8, "pipeline_parallel_size": 4},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        },
+        "fleets": [{"name": "big", "workers": [{"name": "w"}]}],
+    },
 }
 
 
@@ -99,10 +124,22 @@ def test_objects_are_valid_and_locked_down(values: Path | str) -> None:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
             assert mounts.keys() <= volumes.keys() | claims(objects)
+            assert container["name"] != "nats" or "/data" in [mount["mountPath"] for mount in mounts.values()]
     for name in {volume["secret"]["secretName"] for pod in pods for volume in pod["volumes"] if "secret" in volume}:
         outside = {"ca", "rollbus-ca", "nats-tls", "nats-route-tls"}
         job = [one for one in objects if one["kind"] == "Role"]
         assert not job or name in outside or name in job[0]["rules"][1]["resourceNames"], name
+
+
+def test_a_registry_that_needs_a_login_is_used_by_all_pods() -> None:
+    """Each pod has the pull secret, each node of a worker the tolerations, and an eviction leaves one group whole."""
+    objects = render(TRIED["two groups of four nodes"])
+    for pod in [found for one in objects for found in pod_specs(one)]:
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    group = select(objects, "LeaderWorkerSet")["spec"]
+    assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (2, 4)
+    assert all(pod["tolerations"] for pod in pod_specs(select(objects, "LeaderWorkerSet")))
+    assert select(objects, "PodDisruptionBudget", "rl-big-w")["spec"]["minAvailable"] == 4
 
 
 def claims(objects: list[dict[str, Any]]) -> set[str]:
@@ -194,6 +231,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "max": (one_worker(autoscaling={"enabled": True, "slots": 8, "min": 9}), "below min"),
     "fast": (one_worker(autoscaling={"enabled": True, "slots": 8, "scaleDownAfterS": 5}), "scaleDownAfterS"),
     "long name": (one_worker(name="w" * 60), "name"),
+    "no files": ({"nats": {"config": {"jetstream": {"fileStore": {"enabled": False}}}}}, "fileStore.enabled is false"),
+    "one name twice": (
+        {"fleets": [{"name": a, "workers": [{"name": b, "model": "m"}]} for a, b in (("x", "y-z"), ("x-y", "z"))]},
+        "fleet x-y, workers z and fleet x, workers y-z would both have objects named rl-x-y-z",
+    ),
+    "the frontend's name": (one_worker(name="http"), "workers http and the frontend of fleet default"),
     "two servers": ({"nats": {"config": {"cluster": {"replicas": 2}}}}, "replicas is 2"),
     "no JetStream": ({"nats": {"config": {"jetstream": {"enabled": False}}}}, "jetstream.enabled"),
     "TLS by half": ({"tls": {"enabled": True}}, "nats.config.nats.tls.enabled"),
