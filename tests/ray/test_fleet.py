@@ -92,6 +92,34 @@ async def test_nothing_is_lost_while_the_fleet_scales_and_a_node_dies(cluster: A
 
 
 @takes_minutes
+async def test_workers_restart_one_by_one_under_their_ids(cluster: Any) -> None:
+    """A rolling restart replaces each actor and loses nothing: ids stay, but a worker that died gets a new one."""
+    load = await Load.lasting(80, SyntheticConfig.from_args(ENGINE_ARGS))
+    with make_fleet(cluster, workers=2) as fleet:
+        await asyncio.to_thread(fleet.wait_serving, SOON_S)
+        async with rollbus.connect(fleet.url) as rb:
+            before = {worker.worker: worker.incarnation for worker in (await rb.fleet.state()).workers}
+            assert before.keys() == {"ray-0-1", "ray-1-1"}
+
+            async def restart() -> None:
+                result = await rb.fleet.restart_one_by_one(start_timeout_s=SOON_S)
+                assert result.applied.keys() == before.keys()
+
+            await load.run(rb, strikes={10: restart})
+            after = {worker.worker: worker.incarnation for worker in (await rb.fleet.state()).workers}
+            assert after.keys() == before.keys()
+            assert not {*after.values()} & {*before.values()}
+            assert [(worker["worker"], worker["launches"]) for worker in fleet.status()] == [
+                ("ray-0-1", 2),
+                ("ray-1-1", 2),
+            ]
+            ray.kill(ray.get_actor("rollbus:default:ray-0-2", namespace="rollbus"))
+            await asyncio.to_thread(until, lambda: "ray-0-3" in {worker["worker"] for worker in fleet.status()})
+            await rb.fleet.wait_for_workers(2, timeout_s=SOON_S)
+    assert left_over() == (set(), set())
+
+
+@takes_minutes
 def test_a_worker_over_two_nodes_ends_whole_and_once(cluster: Any, add_node: AddNode) -> None:
     """One bundle a GPU, the actor on bundle 0 without GPUs; if the other node dies, the whole worker ends once."""
     nodes = [add_node(num_gpus=2) for _ in range(2)]

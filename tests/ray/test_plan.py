@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.errors import InvalidRequest, RollbusError
-from rollbus.workers.ray.plan import MAX_DELAY_S, Backoff, FleetSpec, Shape, Versions, check_versions, nats_text, shape
+from rollbus.workers.ray.plan import FleetSpec, Shape, Versions, check_versions, nats_text, shape
 
 RAY = {"distributed_executor_backend": "ray"}
 
@@ -74,13 +74,6 @@ def test_other_versions_are_rejected_with_both() -> None:
         check_versions(own, [Versions("node b", "2.54.0", "3.11.9")])
     with pytest.raises(RollbusError, match=r"Python 3\.11\.9 .* Python 3\.12\.1 of node c"):
         check_versions(own, [Versions("node c", "2.60.0", "3.12.1")])
-
-
-def test_delays_double_to_a_limit_and_begin_again_after_a_long_life() -> None:
-    """A worker that ends at once waits longer each time; one that has lived long starts again soon."""
-    backoff = Backoff()
-    assert [backoff.delay_s(0) for _ in range(8)] == [1, 2, 4, 8, 16, 32, MAX_DELAY_S, MAX_DELAY_S]
-    assert backoff.delay_s(600) == 1
 
 
 def test_the_text_says_which_servers_run() -> None:

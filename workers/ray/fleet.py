@@ -208,14 +208,14 @@ class Fleet(FleetSpec):
 
     def _node_versions(self) -> list[Versions]:
         nodes = [node for node in ray.nodes() if node["Alive"]]
+        # A process that has imported this release must not become an actor after an upgrade.
+        ask = ray.remote(max_calls=1)(versions)
         asked = [
-            ray.remote(versions)
-            .options(
+            ask.options(
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
                 runtime_env=dict(self.runtime_env),
-            )
-            .remote(f"node {node['NodeManagerAddress']}")
+            ).remote(f"node {node['NodeManagerAddress']}")
             for node in nodes
         ]
         ray.wait(asked, num_returns=len(asked), timeout=CHECK_S)

@@ -1,4 +1,4 @@
-"""Decisions of a fleet on Ray, without Ray: options, shapes of placement groups, versions, restarts."""
+"""Decisions of a fleet on Ray, without Ray: options, shapes of placement groups, versions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,6 @@ from ...schemas.options import pip_install
 
 NAMESPACE: Final = "rollbus"
 """Namespace of all actors of rollbus on a Ray cluster."""
-FIRST_DELAY_S: Final = 1.0
-MAX_DELAY_S: Final = 60.0
-STABLE_S: Final = 600.0
-"""Seconds. After a worker has lived for this time, its next delay is `FIRST_DELAY_S` again."""
 MAX_WORKERS: Final = 4096
 BACKEND: Final = "distributed_executor_backend"
 
@@ -72,7 +68,7 @@ class FleetSpec:
         if self.engine == "vllm" and shape.backend is not None:
             args.setdefault(BACKEND, shape.backend)
         own = ["--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id, "--engine", self.engine]
-        # Each launch has an id of its own, so no other worker has it.
+        # No other worker has the id: the last launch with it, if any, has ended in order.
         own += ["--listen-s", "0"]
         return [*own, *model, "--engine-args", json.dumps(args), *self.worker_flags]
 
@@ -130,20 +126,6 @@ def check_versions(driver: Versions, nodes: Sequence[Versions]) -> None:
                     f"{name} {own} of {driver.where} and {name} {other} of {node.where} differ; allowed: the same "
                     f"minor version; install {name} {other} here: {pip_install('ray')}"
                 )
-
-
-class Backoff:
-    """The delays before the restarts of one worker. There is no last restart: a node may come back after hours."""
-
-    def __init__(self) -> None:
-        self._next_s = FIRST_DELAY_S
-
-    def delay_s(self, lived_s: float) -> float:
-        """Return the seconds until the next launch of a worker that has lived for so long."""
-        if lived_s >= STABLE_S:
-            self._next_s = FIRST_DELAY_S
-        delay_s, self._next_s = self._next_s, min(2 * self._next_s, MAX_DELAY_S)
-        return delay_s
 
 
 def nats_text(spec: FleetSpec, servers: int) -> str:

@@ -1,7 +1,8 @@
 """The actors of a fleet on Ray: workers, NATS servers, and the one that owns them and starts lost workers again.
 
 Ray restarts no actor of the fleet (`max_restarts=0`): it could start a worker on another node while the old process
-still serves. Instead each launch of a worker is a new actor with a new worker id.
+still serves. Instead each launch of a worker is a new actor. It has a new worker id, unless the worker ended in order,
+as it does on the command `drain --all --one-by-one`, which waits for the same id.
 """
 
 import asyncio
@@ -20,11 +21,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ...bus.logs import set_up
 from ...bus.nats.embedded import EmbeddedServer
+from ...bus.protocol.fleet.restarts import RestartDelays
 from ...schemas.checks import check_int
 from ...schemas.errors import EXIT_DUPLICATE_WORKER, DuplicateWorker, InvalidRequest, RollbusError
 from ..__main__ import WorkerProcess, configure, parser, serve
 from ..worker import Worker
-from .plan import MAX_WORKERS, NAMESPACE, Backoff, FleetSpec, nats_text, shape
+from .plan import MAX_WORKERS, NAMESPACE, FleetSpec, nats_text, shape
 
 logger = logging.getLogger("rollbus.workers.ray")
 
@@ -124,16 +126,18 @@ class Slot:
 
     index: int
     launches: int = 0
+    id_launch: int = 1
+    """Number of the launch that gave the worker its id."""
     state: str = "waiting for resources"
     node: str | None = None
     last_end: str | None = None
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
-    backoff: Backoff = field(default_factory=Backoff)
+    delays: RestartDelays = field(default_factory=RestartDelays)
 
     @property
     def worker_id(self) -> str:
         """The id of the current launch."""
-        return f"ray-{self.index}-{self.launches}"
+        return f"ray-{self.index}-{self.id_launch}"
 
 
 class Supervisor:
@@ -286,9 +290,12 @@ class Supervisor:
                     break
                 if code == USAGE:
                     raise RollbusError(f"worker {slot.worker_id}: {reason}")
-                delay_s = slot.backoff.delay_s(time.monotonic() - began)
+                delay_s = slot.delays.next_s(time.monotonic() - began, was_asked=code == 0)
                 slot.state = f"ended; starts again after {delay_s:g} s"
                 logger.warning("worker.ended worker=%s delay_s=%s reason=%s", slot.worker_id, delay_s, reason)
+                if code != 0:
+                    # It may still serve somewhere.
+                    slot.id_launch = slot.launches + 1
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay_s):
                         await slot.leaving.wait()
@@ -301,7 +308,8 @@ class Supervisor:
         spec = self._spec
         largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         plan = shape(spec, largest)
-        name = f"rollbus:{spec.fleet}:{slot.worker_id}"
+        # The name of the last actor is free only after Ray has removed it.
+        name = f"rollbus:{spec.fleet}:ray-{slot.index}-{slot.launches}"
         slot.state = "waiting for resources"
         group = placement_group(plan.bundles, strategy=plan.strategy, name=name)
         actor = None

@@ -21,6 +21,7 @@ from typing import Final
 from ....bus.nats.connection import connected, publish, subscribe
 from ....bus.nats.library import Msg
 from ....bus.nats.server import Server
+from ....bus.protocol.fleet.restarts import FIRST_DELAY_S, STABLE_S, RestartDelays
 from ....bus.subjects import WORKER_CONNECTION, Subjects
 from ....schemas.errors import EXIT_DUPLICATE_WORKER, BusBroken
 from ....schemas.messages import encode_json
@@ -36,16 +37,11 @@ FINAL_CODES: Final = frozenset({2, EXIT_DUPLICATE_WORKER})
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """Limits for the number of restarts of a process and for the delays before them."""
+    """Limits for the number of restarts of a process, and the first delay before them."""
 
-    first_delay_s: float = 1.0
-    """Seconds before the first restart. Each restart doubles the delay, because the cause of a failed start often
-    lasts."""
-    max_delay_s: float = 60.0
+    first_delay_s: float = FIRST_DELAY_S
     max_restarts: int = 5
-    """Maximum number of restarts within `window_s`. A process that ends more often needs an operator."""
-    window_s: float = 600.0
-    """Seconds. After a process has run for this time, its next delay is `first_delay_s` again."""
+    """Maximum number of restarts within `STABLE_S`. A process that ends more often needs an operator."""
 
 
 class Restarts:
@@ -53,13 +49,12 @@ class Restarts:
 
     def __init__(self, rule: RestartRule) -> None:
         self._rule = rule
-        self._delay_s = rule.first_delay_s
+        self._delays = RestartDelays(rule.first_delay_s)
         self._at: deque[float] = deque(maxlen=rule.max_restarts)
 
     def __str__(self) -> str:
         """Return the number of restarts and the limit as text."""
-        rule = self._rule
-        return f"{len(self._at)} of {rule.max_restarts} restarts in {rule.window_s / 60:g} minutes"
+        return f"{len(self._at)} of {self._rule.max_restarts} restarts in {STABLE_S / 60:g} minutes"
 
     @property
     def current(self) -> str:
@@ -74,20 +69,13 @@ class Restarts:
             lived_s: seconds from the start of the process to its end.
             now: time of the end of the process.
         """
-        rule = self._rule
-        if exit_code == 0:
-            # A command or a signal asked for the restart, so it is neither a failure nor counted as one.
-            return rule.first_delay_s
-        while self._at and now - self._at[0] >= rule.window_s:
-            self._at.popleft()
-        if exit_code in FINAL_CODES or len(self._at) >= rule.max_restarts:
-            return None
-        if lived_s >= rule.window_s:
-            self._delay_s = rule.first_delay_s
-        delay_s = self._delay_s
-        self._delay_s = min(2 * delay_s, rule.max_delay_s)
-        self._at.append(now)
-        return delay_s
+        if exit_code != 0:
+            while self._at and now - self._at[0] >= STABLE_S:
+                self._at.popleft()
+            if exit_code in FINAL_CODES or len(self._at) >= self._rule.max_restarts:
+                return None
+            self._at.append(now)
+        return self._delays.next_s(lived_s, was_asked=exit_code == 0)
 
 
 ANNOUNCE_EVERY_S: Final = 0.2
