@@ -34,6 +34,10 @@ class Fleet(NamedTuple):
     http: str
 
 
+END_WITH_STDIN = "exec 3<&0 </dev/null; { read -r <&3 || kill -- -$$; } &\n"
+"""Ends the script and its background blocks when this process is killed, since that closes the pipe."""
+
+
 @pytest.fixture(scope="module")
 def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Fleet]]:
     """Provide one fleet for all pages, which is replaced if its worker no longer serves."""
@@ -65,7 +69,7 @@ def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
         "127.0.0.1:8080": fleet.http.removeprefix("http://"),
     }
     script, output = fleet.folder / f"{page.stem}.sh", fleet.folder / f"{page.stem}.txt"
-    script.write_text(page_script(read_blocks(page), addresses))
+    script.write_text(END_WITH_STDIN + page_script(read_blocks(page), addresses))
     path = f"{find_binary().parent}{os.pathsep}{os.environ['PATH']}"
     with (
         output.open("w") as stdout,
@@ -73,7 +77,7 @@ def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
             ["bash", str(script)],
             cwd=checkout,
             env={**ENVIRONMENT, "ROLLBUS_NATS": fleet.nats, "PATH": path},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,
