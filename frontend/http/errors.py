@@ -64,6 +64,7 @@ CONTROL_STATUS: Final[dict[ControlCode, int]] = {
     ControlCode.TRANSFER_EXPIRED: 409,
     ControlCode.TRANSFER_EMPTY: 409,
     ControlCode.NOT_FOUND: 404,
+    ControlCode.NOT_SERVING: 409,
     ControlCode.OTHER_CONTENT: 409,
     ControlCode.UNSUPPORTED: 400,
     ControlCode.IS_ADAPTER: 400,

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import rollbus
+from rollbus.bus.nats.embedded import EmbeddedServer
 from rollbus.bus.protocol.fleet.command_result import workers_that_must_ack
 from rollbus.bus.protocol.fleet.desired import record, why_behind
 from rollbus.bus.protocol.fleet.loans import check_lend, check_return, is_loan
@@ -20,6 +21,7 @@ from rollbus.workers.engines.gpus import GpuMemory, describe_user, read_gpus
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import served, synthetic_worker, until_state
+from tests.support.waits import SOON_S, until_true
 
 CAPABILITIES = SyntheticConfig().capabilities
 
@@ -322,3 +324,50 @@ async def test_a_cpu_engine_cannot_be_lent(nats_url: str, real_fleet: str) -> No
         assert caught.value.code is ControlCode.UNSUPPORTED
         state = await rb.fleet.state()
         assert all("sleep" not in own for each in state.desired.values() for own in each.everywhere)
+
+
+async def test_loan_outlives_the_server(fleet: str, tmp_path: Path) -> None:
+    """If the server is killed during a loan and restarts, the worker sleeps on with its term, and returns."""
+    own = str(write_checkpoint(tmp_path / "own"))
+    async with EmbeddedServer() as server, served(server.url, fleet, worker_id="w0", model_path=own) as (rb, worker, _):
+        await rb.fleet.lend("w0", for_s=600.0, allow_none=True)
+        before, incarnation = worker.presence().loan_left_s, worker.presence().incarnation
+        await server.kill()
+        await server.restart()
+        state = await rb.fleet.state(settle_s=30.0)
+        assert [(each.state, each.incarnation) for each in state.workers] == [("asleep", incarnation)]
+        after = state.workers[0].loan_left_s
+        assert before is not None
+        assert after is not None
+        assert 0 < after <= before
+        await rb.fleet.return_worker("w0")
+        assert (await rb.complete([1, 2], max_tokens=2)).error is None
+
+
+async def test_term_that_ends_without_a_server_ends_the_loan(fleet: str, tmp_path: Path) -> None:
+    """A worker whose term ends while the server is away wakes, and serves when the server is back."""
+    own = str(write_checkpoint(tmp_path / "own"))
+    async with EmbeddedServer() as server, served(server.url, fleet, worker_id="w0", model_path=own) as (rb, worker, _):
+        await rb.fleet.lend("w0", for_s=2.0, allow_none=True)
+        await server.kill()
+        await until_true(lambda: not worker.presence().loan_left_s)
+        await server.restart()
+        await rb.fleet.wait_for_workers(timeout_s=SOON_S)
+        assert (await rb.complete([1, 2], max_tokens=2)).error is None
+
+
+async def test_drain_of_a_lent_worker_holds_after_its_return(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A drain during a loan wakes nothing, and the worker is drained when it returns, until `resume`."""
+    own = str(write_checkpoint(tmp_path / "own"))
+    async with served(nats_url, fleet, worker_id="w0", model_path=own) as (rb, _, engine):
+        await rb.fleet.lend("w0", allow_none=True)
+        await rb.fleet.drain(["w0"])
+        [worker] = (await rb.fleet.state()).workers
+        assert worker.state == "drained"
+        assert worker.loan_left_s
+        assert engine._sleep_level == 2
+        await rb.fleet.return_worker("w0")
+        [worker] = (await rb.fleet.state()).workers
+        assert (worker.state, worker.loan_left_s) == ("drained", None)
+        await rb.fleet.resume(workers=["w0"])
+        assert (await rb.complete([1, 2], max_tokens=2)).error is None

@@ -105,6 +105,8 @@ class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
     pid: int | None
     log: str | None
     """Name of its log on that machine: a file, or `journal`."""
+    loan_left_s: int | None
+    """Seconds until the loan of the worker ends, rounded up to minutes; 0: it is over. None: the worker is not lent."""
 
 
 class QueueLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,6 +412,8 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         host=worker.host,
         pid=worker.pid,
         log=worker.log,
+        # In minutes, so that the row does not differ each second.
+        loan_left_s=None if worker.loan_left_s is None else 60 * math.ceil(worker.loan_left_s / 60),
     )
 
 

@@ -45,6 +45,9 @@ function stagingOf(staging) {
   return { words: `${name} ${total ? percent(share) : bytes(done)}`, title: `${name}, ${bytes(done)}${total ? ` of ${bytes(total)}` : ""}`, share };
 }
 
+/** Return that a worker is lent, and the rest of the term. */
+const loanOf = (row) => (row.loan_left_s ? `lent, ${duration(row.loan_left_s)} left` : "");
+
 function nameCell(td) {
   const link = el("a", { class: "name" });
   const role = el("span", { class: "role" });
@@ -80,10 +83,12 @@ function noteCell(td) {
   td.append(error);
   return (row) => {
     const { words, title, share } = stagingOf(row.staging);
-    fill(share, words);
-    td.firstElementChild.hidden = !words;
-    setText(error, row.last_error ? `${words ? " " : ""}△ ${row.last_error}` : "");
-    setAttr(td, "title", [title, row.last_error].filter(Boolean).join("\n") || null);
+    // A lent worker stages nothing.
+    const text = loanOf(row) || words;
+    fill(share, text);
+    td.firstElementChild.hidden = !text;
+    setText(error, row.last_error ? `${text ? " " : ""}△ ${row.last_error}` : "");
+    setAttr(td, "title", [loanOf(row), title, row.last_error].filter(Boolean).join("\n") || null);
   };
 }
 
@@ -101,7 +106,7 @@ const COLUMNS = [
   { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 86, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
   { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 76, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
   { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that the prefix cache had", width: 86, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
-  { id: "note", title: "Staging, last error", hint: "Weights that are being staged or loaded, and the last error", width: 236, value: (row) => (row.last_error ?? (row.staging ? `~${stagingOf(row.staging).words}` : null)), cell: noteCell },
+  { id: "note", title: "Staging, last error", hint: "Weights that are being staged or loaded, the rest of a loan, and the last error", width: 236, value: (row) => (row.last_error ?? (`${loanOf(row)}${row.staging ? `~${stagingOf(row.staging).words}` : ""}` || null)), cell: noteCell },
   { id: "seen", title: "Presence", hint: "Time of the last presence", width: 88, numeric: true, value: (row) => row.seen_s_ago, cell: textCell(lately, (row) => `${duration(row.seen_s_ago)} ago`) },
 ];
 
