@@ -40,7 +40,7 @@ def many_workers(_: int) -> list[WorkerPresence]:
 
 
 async def test_rows_show_the_presence_of_the_workers(view: View) -> None:
-    """A row shows state, version, slots, KV use and error of the worker's presence.
+    """A row shows state, version, slots, KV use, loan and error of the worker's presence.
 
     A missing value is not shown as 0.
     """
@@ -54,10 +54,11 @@ async def test_rows_show_the_presence_of_the_workers(view: View) -> None:
         last_error="disk is full",
     )
     other = replace(said, worker="w1", state=WorkerState.SERVING, weight_version=13, engine_stats=None, last_error=None)
-    async with view(said, other) as (_, page):
-        await page.until_text("[data-testid=tile-workers-value]", "1 of 2")
+    lent = replace(said, worker="w2", state=WorkerState.ASLEEP, loan_left_s=590.0)
+    async with view(said, other, lent) as (_, page):
+        await page.until_text("[data-testid=tile-workers-value]", "1 of 3")
         shown = await page.rows()
-    assert shown.keys() == {"w0", "w1"}
+    assert shown.keys() == {"w0", "w1", "w2"}
     wanted: dict[str, dict[str, Any]] = {
         "w0": {"state": "outdated", "weight_version": "v12", "in_flight": "3 / 8", "waiting": "2", "kv_use": "43 %"},
         "w1": {"state": "serving", "weight_version": "v13", "in_flight": "3 / 8", "kv_use": "–"},
@@ -67,6 +68,7 @@ async def test_rows_show_the_presence_of_the_workers(view: View) -> None:
             assert text in shown[worker][column], (worker, column)
     assert shown["w0"]["note"] == "△ disk is full"
     assert shown["w1"]["note"] == ""
+    assert shown["w2"]["note"] == "lent, 10 min 0 s left △ disk is full"
 
 
 async def test_a_thousand_workers_are_scrolled_sorted_and_filtered(browser: Chrome, nats_url: str, fleet: str) -> None:
