@@ -40,6 +40,9 @@ PING_WAIT_S = 0.5
 """Seconds in which a live worker answers a ping: a thousand round trips on a loopback."""
 FIRST_WAIT_S = PING_WAIT_S
 """Seconds from the start of a watch until the answers to its first ping are complete."""
+KNOWN_AFTER_S: Final = 5.0
+"""Seconds from the start of a watch after which it knows all live workers: they publish presence when they start, once
+a second, and when they are asked."""
 READ_S: Final = 1.0
 """Seconds between two reads of all stored states for names that no worker has, because any user may send such names."""
 LOADED_S: Final = 1.0
@@ -88,6 +91,8 @@ class PresenceWatcher:
         # True if no call has read the answers to the ping of this watch.
         self._is_unread = False
         self._connected: _SharedRead[frozenset[str] | None] = _SharedRead()
+        # For each caller that waits for answers, the known workers that have not answered.
+        self._silent: list[set[tuple[str, str]]] = []
         self.snapshot = self.table.snapshot
         self.client: str | None = None
         self.rejected = RejectionCount()
@@ -106,6 +111,10 @@ class PresenceWatcher:
         num_before = len(self.table.incarnations_of(presence.worker))
         change = self.table.update(presence, time.monotonic())
         self._on_heard(presence)
+        for silent in self._silent:
+            silent.discard((presence.worker, presence.incarnation))
+            if not silent:
+                self._changed.set()
         if len(self.table.incarnations_of(presence.worker)) > max(num_before, 1):
             logger.warning(
                 "worker.duplicate_detected worker=%s incarnation=%s host=%s pid=%s",
@@ -184,14 +193,23 @@ class PresenceWatcher:
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
         """Ask all workers for their state, and return the answers of the next half second, or of a new watch.
 
+        A watch that knows all live workers waits only until each has answered.
+
         Raises:
             BusBroken: the connection to NATS is gone.
         """
         is_first, self._is_unread = self._is_unread and self._first_left_s() > 0, False
         if is_first:
             return await self.known_workers()
-        await self._ping()
-        await self.wait_until(lambda: False, PING_WAIT_S)
+        silent = set(self.table.incarnations())
+        # A young watch, or one without workers, waits for workers that it does not know.
+        is_known = bool(silent) and time.monotonic() - self._listening_since > KNOWN_AFTER_S
+        self._silent.append(silent)
+        try:
+            await self._ping()
+            await self.wait_until(lambda: is_known and not silent, PING_WAIT_S)
+        finally:
+            self._silent = [one for one in self._silent if one is not silent]
         return self.table.workers()
 
     async def workers_and_queues(

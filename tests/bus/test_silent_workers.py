@@ -9,6 +9,7 @@ import pytest
 
 import rollbus
 from rollbus.bus.client import links as silence_checks
+from rollbus.bus.client import presence as presence_watch
 from rollbus.bus.client.client import runtime_of
 from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.protocol.attempt import suspects
@@ -192,3 +193,23 @@ async def test_a_worker_that_serves_in_between_gets_no_further_time_for_a_transf
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
         assert await runtime_of(rb).thread.run(is_excused(busy))
         assert next(iter(checks._behind_since.values()))[1] > since
+
+
+async def test_a_known_fleet_answers_at_once(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that knows all workers waits for their answers, and the whole time only for a worker that is silent."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w-0"),
+        synthetic_worker(nats_url, fleet, worker_id="w-1"),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        await rb.fleet.state()
+        monkeypatch.setattr(presence_watch, "KNOWN_AFTER_S", 0.0)
+        monkeypatch.setattr(presence_watch, "PING_WAIT_S", 3600.0)
+        async with asyncio.timeout(SOON_S):
+            assert len((await rb.fleet.state()).workers) == 2
+        table = runtime_of(rb).watcher.table
+        table.update(presence(worker="silent"), time.monotonic())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await rb.fleet.state()
