@@ -17,6 +17,9 @@ NEEDS = (".needs-gpu", ".needs-docker", ".needs-kubernetes", ".needs-cluster", "
 BACKGROUND = ".background"
 SHARED_UP = ".venv/bin/rollbus up"
 """All pages share one `rollbus up`, so a background block that begins with this command is not run."""
+TRAINERS = "guides/trainers"
+"""Guides of packages that are installed in environments of their own, so that a test runs few of their blocks."""
+FOLDERS = ("guides", TRAINERS, "operate")
 COPIED = ("examples", "deploy")
 """Copied folders, into which a block may write. All other folders are links."""
 FENCE = re.compile(r"^```(?P<language>[^\s`{]*) ?(?:\{(?P<attributes>[^}]*)\})?$")
@@ -65,7 +68,7 @@ class Block:
 
 def pages() -> list[Path]:
     """Return the pages whose blocks follow the convention."""
-    return [page for folder in ("guides", "operate") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
+    return [page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
 
 
 def read_blocks(page: Path) -> list[Block]:
