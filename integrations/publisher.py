@@ -92,7 +92,8 @@ class PolicyPublisher:
         client, publisher = self._connected()
         stored = publisher.publish_blocking(self._cast(tensors), version=self._next, update=False)
         self._next += 1
-        self.last = replace(stored, ledger=self._update(client, stored))
+        ledger = update_fleet(client, objects=stored.objects, version=stored.version, model=self._model)
+        self.last = replace(stored, ledger=ledger)
         self.version = stored.version
         return self.last
 
@@ -145,24 +146,34 @@ class PolicyPublisher:
                     raise
                 time.sleep(LEASE_LOOK_S)
 
-    def _update(self, client: sync.BlockingClient, stored: PublishedWeights) -> CommandResult:
-        """Make the fleet load a stored version, and repeat the update if workers die during it."""
-        tries_left = MAX_TRIES
-        while True:
-            tries_left -= 1
-            before = client.fleet.workers
-            try:
-                return client.fleet.update_weights(objects=stored.objects, version=stored.version, model=self._model)
-            except CommandIncomplete as error:
-                if not tries_left or behind(error.ledger, before, client.fleet.workers):
-                    raise
-                # If a worker died in the check before the update, nothing was started.
-                if error.check_of is None and error.ledger.applied:
-                    return error.ledger
-
     def _cast(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             yield name, tensor.detach().to(self._dtypes.get(name, tensor.dtype))
+
+
+def update_fleet(client: sync.BlockingClient, **update: Any) -> CommandResult:
+    """Make the fleet load a version, and repeat the update if workers die during it.
+
+    Args:
+        client: client of the fleet.
+        update: arguments of `Fleet.update_weights`.
+
+    Raises:
+        CommandIncomplete: a live worker has not loaded the version.
+        NoWorkers: no worker is left.
+    """
+    tries_left = MAX_TRIES
+    while True:
+        tries_left -= 1
+        before = client.fleet.workers
+        try:
+            return client.fleet.update_weights(**update)
+        except CommandIncomplete as error:
+            if not tries_left or behind(error.ledger, before, client.fleet.workers):
+                raise
+            # If a worker died in the check before the update, nothing was started.
+            if error.check_of is None and error.ledger.applied:
+                return error.ledger
 
 
 def behind(ledger: CommandResult, before: Iterable[WorkerPresence], now: Iterable[WorkerPresence]) -> set[str]:
