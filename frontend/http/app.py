@@ -30,6 +30,7 @@ from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import server_span
 from .service import Handler, RouteTable, Service
+from .trainers import vime
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ DATA: RouteTable = {
     **openai.ROUTES,
     **control.ROUTES,
     **live.ROUTES,
+    **vime.ROUTES,
 }
 """Routes that require the data token or the admin token."""
-ADMIN: RouteTable = {**control.ADMIN_ROUTES, **reads.TIMELINE_ROUTES}
+ADMIN: RouteTable = {**control.ADMIN_ROUTES, **reads.TIMELINE_ROUTES, **vime.ADMIN_ROUTES}
 """Routes that require the admin token: they change the fleet or show other clients' requests."""
 CLIENT_GONE = 499
 """nginx's status: the client disconnected before it had the answer."""

@@ -195,8 +195,8 @@ async def load(service: Service, _request: Request) -> Response:
 async def server_info(service: Service, request: Request) -> Response:
     """Return the engine settings that each worker announces and the system of this service. The route is vLLM's.
 
-    The settings have vLLM's `parallel_config` if all workers have the same. `vllm_env` is empty, because workers do not
-    announce their environment.
+    The settings have vLLM's `parallel_config` if all workers have the same, for one node: this service. `model_config`
+    has what all workers return. `vllm_env` is empty, because workers do not announce their environment.
     """
     query = read_query(request, InfoQuery)
     config: dict[str, JsonObject] = {
@@ -212,6 +212,11 @@ async def server_info(service: Service, request: Request) -> Response:
     parallel = parallel_config(each.signature for each in known_workers if each is not None)
     if parallel is not None:
         config["parallel_config"] = parallel
+    if known_workers:
+        config["model_config"] = {
+            "enable_return_routed_experts": all(each is not None and each.routed_experts for each in known_workers),
+            "return_sampling_mask": all(each is not None and each.sampling_mask for each in known_workers),
+        }
     system = {"rollbus": __version__, "python": platform.python_version(), "platform": platform.platform()}
     shown = config if query.config_format == "json" else "\n".join(lines)
     return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": system})
@@ -229,6 +234,8 @@ def parallel_config(signatures: Iterable[str]) -> dict[str, int] | None:
         "data_parallel_size": data,
         "world_size": tensor * pipeline,
         "world_size_across_dp": tensor * pipeline * data,
+        "nnodes": 1,
+        "node_rank": 0,
     }
 
 

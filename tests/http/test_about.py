@@ -69,7 +69,13 @@ def test_engines_that_agree_have_one_parallel_config() -> None:
     """The sizes are in the settings if all engines announce the same."""
     one = "vllm-0.30.0 cuda-NVIDIA-H100 tp2-pp3-dp4 bfloat16 kv-auto"
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4}
-    assert parallel_config([one, one]) == {**sizes, "world_size": 6, "world_size_across_dp": 24}
+    assert parallel_config([one, one]) == {
+        **sizes,
+        "world_size": 6,
+        "world_size_across_dp": 24,
+        "nnodes": 1,
+        "node_rank": 0,
+    }
     for other in (one.replace("tp2", "tp4"), "synthetic 1"):
         assert parallel_config([one, other]) is None
     assert parallel_config([]) is None

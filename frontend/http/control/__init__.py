@@ -54,7 +54,9 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
 and the style of the answer."""
 
 
-def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
+def command_route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
+    """Return the route of a command, with its fields in the body or in the query."""
+
     async def handle(service: Service, request: Request) -> Response:
         fields = await read_fields(service, request, body)
         return await command(await commands.read_key(CommandCall(service, request, fields, style)))
@@ -77,17 +79,10 @@ INSTEAD: Final = {
         " the filesystem (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
     ),
     ("POST", "/reload_weights"): "use /v1/rl/update_weights with the path of the first checkpoint and allow_rollback",
-    ("POST", "/update_weight_version"): (
-        "a version changes only together with its weights; use `weight_version` of /finish_weight_update, or `version`"
-        " of /v1/rl/update_weights"
-    ),
     (
         "POST",
         "/start_draft_weight_update",
     ): "use /update_weights: this service has no draft models with separate weights",
-    ("POST", "/collective_rpc"): (
-        "clients cannot call methods of the engines; use the commands, for example /v1/rl/update_weights"
-    ),
     ("POST", "/release_kv_cache_memory"): "use /sleep, which frees the KV cache and all other memory of the engine",
     ("POST", "/shutdown_weight_transfer_engine"): (
         "engines stay in the group of /init_weight_transfer_engine until they exit; restart the workers to leave it"
@@ -123,7 +118,7 @@ NOT_SERVED_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items(
 
 _WEIGHT_INFO: Final = HttpRoute(reads.weight_info, query=reads.FleetQuery)
 ADMIN_ROUTES: Final[RouteTable] = {
-    **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
+    **{("POST", path): command_route(*command) for path, command in _COMMANDS.items()},
     ("DELETE", "/v1/loras/{name:path}"): HttpRoute(commands.remove_lora, query=bodies.SendBody),
     **NOT_SERVED_ROUTES,
 }

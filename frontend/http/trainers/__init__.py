@@ -1,0 +1,1 @@
+"""Routes of the inference servers of single trainers."""
