@@ -196,7 +196,8 @@ async def server_info(service: Service, request: Request) -> Response:
     """Return the engine settings that each worker announces and the system of this service. The route is vLLM's.
 
     The settings have vLLM's `parallel_config` if all workers have the same, for one node: this service. `model_config`
-    has what all workers return. `vllm_env` is empty, because workers do not announce their environment.
+    has what all workers return. slime reads these fields at the top, and that engines keep their memory. `vllm_env` is
+    empty, because workers do not announce their environment.
     """
     query = read_query(request, InfoQuery)
     config: dict[str, JsonObject] = {
@@ -212,14 +213,17 @@ async def server_info(service: Service, request: Request) -> Response:
     parallel = parallel_config(each.signature for each in known_workers if each is not None)
     if parallel is not None:
         config["parallel_config"] = parallel
+    returned: JsonObject = {}
     if known_workers:
-        config["model_config"] = {
+        returned = {
             "enable_return_routed_experts": all(each is not None and each.routed_experts for each in known_workers),
             "return_sampling_mask": all(each is not None and each.sampling_mask for each in known_workers),
         }
+        config["model_config"] = returned
     system = {"rollbus": __version__, "python": platform.python_version(), "platform": platform.platform()}
     shown = config if query.config_format == "json" else "\n".join(lines)
-    return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": system})
+    top = {**returned, "enable_memory_saver": False}
+    return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": system, **top})
 
 
 def parallel_config(signatures: Iterable[str]) -> dict[str, int] | None:

@@ -226,13 +226,19 @@ def old(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path: Path) -> Iterator
     workers.stop()
 
 
-def check_with_hugging_face(folder: Path, sample: Any, num_tokens: int) -> None:
-    """Compare the first sampled tokens of a response, and all rows before them, with Hugging Face's model."""
+def check_with_hugging_face(folder: Path, sample: Any, num_tokens: int, *, is_endless: bool = False) -> None:
+    """Compare the first sampled tokens of a response, and all rows before them, with Hugging Face's model.
+
+    Args:
+        is_endless: the sampler could not choose the end-of-sequence token, because of `min_new_tokens`.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = len(sample.tokens) - sample.response_length
     ids = sample.tokens[: length + num_tokens]
     with torch.no_grad():
         found = model(torch.tensor([ids]), output_router_logits=True)
+    if is_endless:
+        found.logits[..., model.config.eos_token_id] = -torch.inf
     logprobs = found.logits[0].log_softmax(-1)[length - 1 : -1]
     own = logprobs[torch.arange(num_tokens), torch.tensor(ids[length:])].numpy()
     np.testing.assert_allclose(sample.rollout_log_probs[:num_tokens], own, atol=TOLERANCE)
@@ -284,7 +290,7 @@ async def test_a_rollout_survives_a_killed_worker_and_new_weights(
         assert sample.response_length == LONG
         versions = sample.metadata["rollbus"]["weight_versions"]
         assert set(versions) == {0, 1}
-        check_with_hugging_face(tiny_moes[1], sample, versions.count(0))
+        check_with_hugging_face(tiny_moes[1], sample, versions.count(0), is_endless=True)
     for sample in (sample for group in after.samples for sample in group):
         check_sample(sample, args)
         assert sample.weight_versions == ["1"]

@@ -223,3 +223,32 @@ async def test_a_run_that_starts_again_keeps_its_numbers_as_labels(
         [worker] = (await http.rb.fleet.state()).workers
 
     assert (text, worker.weight_version) == ("1", 51)
+
+
+async def test_slime_updates_the_service_as_an_engine_of_sglang(
+    nats_url: str, fleet: str, tiny_moes: tuple[Path, Path]
+) -> None:
+    """The settings fit; slime registers and replaces the weights under SGLang's names (commit 624b824)."""
+    folder = tiny_moes[0].parent / "slime" / "weight_v000004"
+    shutil.copytree(tiny_moes[0], folder, dirs_exist_ok=True)
+    options: dict[str, Any] = {"model_path": str(tiny_moes[1]), "weight_roots": (str(tiny_moes[0].parent),)}
+    async with http_service(nats_url, fleet, config=SyntheticConfig(), weight_version=3, **options) as http:
+        settings = (await http.client.get("/server_info")).json()
+        joined = await http.client.post("/workers", json={"url": http.url, "worker_type": "regular"})
+        held = await http.client.post("/pause_generation", json={})
+        flushed = await http.client.get("/flush_cache")
+        body = {"model_path": str(folder), "weight_version": "4"}
+        updated = await http.client.post("/update_weights_from_disk", json=body)
+        # slime repeats nothing, but a restarted trainer writes the folder again.
+        repeated = await http.client.post("/update_weights_from_disk", json=body)
+        missing = await http.client.post("/update_weights_from_disk", json={"model_path": f"{folder}9"})
+        went_on = await http.client.post("/continue_generation", json={})
+        [worker] = (await http.rb.fleet.state()).workers
+        text = (await http.client.get("/weight_info")).json()["weight_version"]
+
+    # The values that slime expects, without `--offload-rollout` and with `--use-rollout-routing-replay`.
+    assert {"enable_memory_saver": False, "enable_return_routed_experts": True}.items() <= settings.items()
+    answers = [joined, held, flushed, updated, repeated, went_on]
+    assert [answer.status_code for answer in answers] == [200] * 6, [answer.text for answer in answers]
+    assert updated.json()["success"]
+    assert (missing.status_code, worker.weight_version, text) == (400, 5, "4")

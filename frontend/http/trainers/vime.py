@@ -22,7 +22,7 @@ from ..body import decode_body, read_body
 from ..calls import json_response
 from ..control import command_route
 from ..control.answers import VLLM
-from ..control.bodies import Path, SendBody, read_fields
+from ..control.bodies import Fields, Path, SendBody, read_fields
 from ..control.commands import CommandCall, with_version
 from ..control.reads import fleet_state
 from ..errors import HttpError, invalid
@@ -79,6 +79,31 @@ async def register(service: Service, request: Request) -> Response:
     return json_response({"status": "registered", "url": own})
 
 
+async def reload(call: CommandCall[Fields], path: str, field: str, extra: JsonObject) -> Response:
+    """Replace the weights by the folder of a version, and answer with its result.
+
+    The number in the folder's name is the version, if it is above the fleet's. A run that starts again counts from 1:
+    its number is then the label of the fleet's next version.
+
+    Args:
+        field: name of the field that has the path.
+        extra: additional fields of the answer.
+    """
+    model = call.fields.model
+    state = await fleet_state(call.service, model)
+    present = max(worker.served_version for worker in state.workers)
+    named = FOLDER.fullmatch(path.rstrip("/").rpartition("/")[2])
+    number = int(named["number"]) if named else None
+    is_next = number is None or not present < number <= MAX_WEIGHT_VERSION
+    label = str(number) if number is not None and is_next else None
+
+    async def update(version: int) -> bus.CommandResult:
+        return await call.fleet.update_weights(path, version=version, label=label, **call.options)
+
+    work = with_version(call.service, update, call.recorded_version if is_next else number, model)
+    return await call.answer(work, "update_weights", extra, {"source": field})
+
+
 async def collective_rpc(call: CommandCall[RpcBody]) -> Response:
     """Replace the weights if the method is `reload_weights` with a folder. Other methods of engines are not served."""
     fields = call.fields
@@ -96,20 +121,7 @@ async def collective_rpc(call: CommandCall[RpcBody]) -> Response:
         raise invalid("kwargs.is_checkpoint_format", "is not true", "true: the folder has a checkpoint")
     for name in given:
         raise invalid(f"kwargs.{name}"[:80], "is given", "weights_path and is_checkpoint_format")
-    state = await fleet_state(call.service, fields.model)
-    present = max((worker.served_version for worker in state.workers), default=0)
-    named = FOLDER.fullmatch(path.rstrip("/").rpartition("/")[2])
-    number = int(named["number"]) if named else None
-    if number is not None and not present < number <= MAX_WEIGHT_VERSION:
-        number = None
-    label = named["number"].lstrip("0") if named and number is None else None
-
-    async def update(version: int) -> bus.CommandResult:
-        return await call.fleet.update_weights(path, version=version, label=label or None, **call.options)
-
-    given_version = call.recorded_version if number is None else number
-    work = with_version(call.service, update, given_version, fields.model)
-    return await call.answer(work, "update_weights", {"results": [None]}, {"source": "kwargs.weights_path"})
+    return await reload(call, path, "kwargs.weights_path", {"results": [None]})
 
 
 async def check_version(service: Service, request: Request) -> Response:
