@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ..errors import HttpError
 from ..service import Handler, HttpRoute, RouteTable, Service
-from . import bodies, commands, reads
+from . import areal, bodies, commands, reads
 from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
 from .bodies import read_fields
 from .commands import CommandCall
@@ -49,6 +49,9 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/init_weight_transfer_engine": (commands.init_weight_transfer, bodies.InitTransferBody, VLLM),
     "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
     "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
+    "/areal_pause_generation": (areal.pause, bodies.SendBody, VLLM),
+    "/areal_continue_generation": (areal.resume, bodies.SendBody, VLLM),
+    "/areal_update_weights": (areal.update_weights, bodies.ArealUpdateBody, VLLM),
 }
 """By path, all of them `POST`: the function that executes the command, the struct of its fields in the body or query,
 and the style of the answer."""
@@ -73,6 +76,7 @@ def command_route(command: Command, body: type[bodies.SendBody], style: Response
     return HttpRoute(handle, body, answer, body)
 
 
+_NO_XCCL: Final = "AReaL's broadcasts need its code inside the engines; set its weight_update_mode to disk"
 INSTEAD: Final = {
     ("POST", "/init_broadcaster"): (
         "prime-rl's broadcasts over NCCL and NIXL need prime-rl's code inside the engines; use its broadcast through"
@@ -98,6 +102,11 @@ INSTEAD: Final = {
     ("POST", "/v1/responses"): "use /v1/chat/completions",
     ("POST", "/reset_mm_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
     ("POST", "/reset_encoder_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
+    ("POST", "/areal_init_weights_update_group"): _NO_XCCL,
+    ("POST", "/areal_set_update_weight_meta"): _NO_XCCL,
+    ("POST", "/areal_set_update_weight_meta_lora"): _NO_XCCL,
+    ("POST", "/areal_update_weights_xccl"): _NO_XCCL,
+    ("POST", "/areal_update_weights_lora_xccl"): _NO_XCCL,
 }
 """The alternative to each route, by method and path."""
 

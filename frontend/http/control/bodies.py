@@ -124,6 +124,17 @@ class UpdateBody(SendBody, frozen=True, kw_only=True):
     """prime-rl's field. It has no effect, because new requests never use cache entries of older weights."""
 
 
+class ArealUpdateBody(SendBody, frozen=True, kw_only=True):
+    """The fields of AReaL for new weights. The fleet is paused already, or pauses with `mode=abort` for the load."""
+
+    model_path: Path
+    """Directory on the workers' machines, below one of their weight roots."""
+    load_format: Literal["auto"] | None = None
+    """AReaL's field. Only `auto` is allowed: the format is that of the files."""
+    abort_all_requests: bool = False
+    """AReaL's field. It has no effect, because AReaL's server aborts the requests in flight in both cases."""
+
+
 class LoadLoraBody(SendBody, frozen=True, kw_only=True):
     """Load a LoRA adapter, or replace the adapter with the same name."""
 

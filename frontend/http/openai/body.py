@@ -8,7 +8,7 @@ from msgspec import Meta
 from ....schemas import limits
 from ....schemas.decoding import JsonObject
 from ..body import NO_TEXT, STRICT
-from ..errors import unsupported
+from ..errors import invalid, unsupported
 from ..sampling import SamplingFields, TokenIds, check_sampling
 from ..tokens import RowsFormat
 
@@ -88,6 +88,9 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     """Same as `extra_args`."""
     kv_hints: JsonObject | None = None
     """Hints for the engine's KV connector. They are rejected if the engine does not support them."""
+    extra_body: JsonObject | None = None
+    """Copies of fields of the body, as rllm-model-gateway sends them. A field that the body lacks is rejected: the
+    argument `extra_body` of OpenAI's client puts its fields into the body itself."""
     timeout_s: float | None = None
     """Seconds until the request fails with 504. This field overrides the header `X-Request-Timeout`."""
 
@@ -206,4 +209,8 @@ def check_served(body: CommonBody) -> None:
         value = getattr(body, name, None)
         if value is not None and value is not False and value not in NOTHING:
             raise unsupported(name, reason)
+    for name, value in (body.extra_body or {}).items():
+        if name not in body.__struct_fields__ or getattr(body, name) != value:
+            allowed = f"{name} as a field of the body itself"
+            raise invalid(f"extra_body.{name}", "is not also a field of the body with this value", allowed)
     check_sampling(body, stream=bool(body.stream))
