@@ -1,0 +1,70 @@
+"""OpenRLHF 0.11.2 from PyPI, unchanged: its agent executors and the conversion to experiences, on two vLLM workers.
+
+Its trainer needs CUDA, and has no remote engine: examples/openrlhf_agent.py is the agent function of a user.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.http.support import http_before
+from tests.integrations.gateways.conftest import LogProbs
+from tests.integrations.support import ROOT, find_python, needs, run_program
+from tests.support.real_fleet import RealWorkers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
+
+PROGRAM = Path(__file__).parent / "openrlhf_agent.py"
+SEEDS = (21, 22, 23)
+TOLERANCE = 1e-3
+"""Largest difference of float32 log probabilities of vLLM and of Hugging Face."""
+
+
+def check(logprobs: LogProbs, checkpoints: tuple[Path, Path], made: dict[str, Any], versions: list[int]) -> None:
+    """Assert that each sampled token has the log probability that the checkpoint of its version gives it."""
+    mask = np.array(made["mask"], bool)
+    given = np.array(made["logprobs"])[mask]
+    assert len(versions) == len(given)
+    for version in set(versions):
+        expected = logprobs(checkpoints[version], made["token_ids"])[mask]
+        of_version = np.array(versions) == version
+        np.testing.assert_allclose(given[of_version], expected[of_version], atol=TOLERANCE)
+
+
+async def test_openrlhf_executors_sample_from_a_fleet_that_loses_a_worker_and_gets_weights(
+    nats_url: str, workers: RealWorkers, callers: tuple[Path, Path], logprobs: LogProbs, tmp_path: Path
+) -> None:
+    """Single turns and conversations become experiences whose log probabilities are those of each token's weights."""
+    await workers.have(2)
+    settings = {"agent": str(ROOT / "examples/openrlhf_agent.py"), "seeds": SEEDS, "gate": str(tmp_path / "go")}
+    async with http_before(nats_url, workers.fleet) as http:
+        for rb in (http.own, http.rb):
+            await rb.fleet.wait_for_workers(2)
+        in_first = asyncio.Semaphore(0)
+
+        async def interfere() -> None:
+            for _ in SEEDS:
+                await in_first.acquire()
+            next(iter(workers.living.values())).kill()
+            body = {"path": str(callers[1]), "version": 1, "workers": [next(iter(workers.living))]}
+            answer = await http.client.post("/v1/rl/update_weights", json=body)
+            assert answer.status_code == 200, answer.text
+            (tmp_path / "go").touch()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(interfere())
+            seen = await run_program(
+                *(PROGRAM, http.url, callers[0], json.dumps(settings)),
+                python=find_python("gateways"),
+                on_line=lambda line: in_first.release() if line == "first" else None,
+            )
+
+    for made in seen["single"]:
+        check(logprobs, callers, made, [0] * sum(made["mask"]))
+    for made, versions in zip(seen["multi"], seen["versions"], strict=True):
+        check(logprobs, callers, made, versions)
+        assert set(versions) == {0, 1}

@@ -1,0 +1,81 @@
+"""rllm-model-gateway 0.1.0 from PyPI, unchanged, before the HTTP service with two vLLM workers.
+
+Its release has no cumulative mode: the test's agent sends the calls of that mode through the gateway.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.http.support import http_before
+from tests.integrations.gateways.conftest import LogProbs
+from tests.integrations.support import find_python, needs, run_program
+from tests.support.real_fleet import RealWorkers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
+
+PROGRAM = Path(__file__).parent / "rllm_agent.py"
+SESSIONS = 4
+TOLERANCE = 1e-3
+"""Largest difference of float32 log probabilities of vLLM and of Hugging Face."""
+
+
+def logprobs_of(trace: dict[str, Any]) -> list[float] | None:
+    """Return the log probabilities of a trace. The gateway reads only those of chats, but stores whole answers."""
+    if trace["logprobs"] or trace["raw_response"] is None:
+        return trace["logprobs"] or None
+    values: list[float] = trace["raw_response"]["choices"][0]["logprobs"]["token_logprobs"]
+    return values
+
+
+async def test_traces_are_what_the_engine_sampled_through_a_killed_worker_and_new_weights(
+    nats_url: str, workers: RealWorkers, callers: tuple[Path, Path], logprobs: LogProbs, tmp_path: Path
+) -> None:
+    """The tokens of each turn continue those of the turn before, and have the log probabilities of their weights.
+
+    Half of the sessions are streamed. After the first turn, one worker is killed and the other gets new weights.
+    """
+    await workers.have(2)
+    settings = {"model": "caller-0", "sessions": SESSIONS, "gate": str(tmp_path / "go")}
+    async with http_before(nats_url, workers.fleet) as http:
+        for rb in (http.own, http.rb):
+            await rb.fleet.wait_for_workers(2)
+        in_second = asyncio.Semaphore(0)
+
+        async def interfere() -> None:
+            for _ in range(SESSIONS):
+                await in_second.acquire()
+            next(iter(workers.living.values())).kill()
+            body = {"path": str(callers[1]), "version": 1, "workers": [next(iter(workers.living))]}
+            answer = await http.client.post("/v1/rl/update_weights", json=body)
+            assert answer.status_code == 200, answer.text
+            (tmp_path / "go").touch()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(interfere())
+            seen = await run_program(
+                *(PROGRAM, http.url, callers[0], json.dumps(settings)),
+                python=find_python("gateways"),
+                on_line=lambda line: in_second.release() if line == "second" else None,
+            )
+
+    for name, traces in seen.items():
+        sequence: list[int] = []
+        for turn, trace in enumerate(traces):
+            prompt = trace["prompt_token_ids"] or trace["raw_request"]["prompt"]
+            ids = trace["completion_token_ids"]
+            assert 0 < len(ids) <= 24
+            assert prompt[: len(sequence)] == sequence, (name, turn)
+            sequence = [*prompt, *ids]
+            given = logprobs_of(trace)
+            # The release drops the log probabilities of streamed completions.
+            assert (given is None) == (turn > 0 and name in ("s1", "s3"))
+            if given is None or turn == 1:
+                continue  # the second turn may have tokens of both versions
+            expected = logprobs(callers[int(turn >= 2)], sequence)[len(prompt) - 1 :]
+            np.testing.assert_allclose(given, expected, atol=TOLERANCE)
+        assert len(traces) == 4
