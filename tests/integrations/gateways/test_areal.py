@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rollbus
 from tests.http.support import http_before
 from tests.integrations.gateways.conftest import LogProbs
 from tests.integrations.support import find_python, needs, run_program
@@ -20,11 +21,17 @@ from tests.support.waits import ENGINE_HANGS_AFTER_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
 
-PROGRAM = Path(__file__).parent / "areal_engine.py"
-LONG = 1500
+PROGRAM = Path(__file__).parent / "programs/areal_engine.py"
+LONG = 3000
 SEEDS = (11, 12, 13, 14)
 TOLERANCE = 1e-3
 """Largest difference of float32 log probabilities of vLLM and of Hugging Face."""
+
+
+def generated(state: rollbus.FleetState) -> int:
+    """Return the tokens that the only worker has generated, or 0 before it announces them."""
+    counters = state.workers[0].counters
+    return 0 if counters is None else counters.generated_tokens
 
 
 def check(logprobs: LogProbs, checkpoints: tuple[Path, Path], sample: dict[str, Any]) -> set[int]:
@@ -60,16 +67,11 @@ async def test_areal_rolls_out_through_a_killed_worker_and_an_update(
         async def interfere() -> None:
             await submitted.wait()
             await until_state(http.own, lambda state: sum(worker.in_flight for worker in state.workers) == len(SEEDS))
-            before = sum(worker.stats.generated_tokens for worker in http.own.fleet.workers)
             next(iter(workers.living.values())).kill()
-            # The survivor has all four requests, and some of their tokens.
-            await until_state(
-                http.own,
-                lambda state: (
-                    [worker.in_flight for worker in state.workers] == [len(SEEDS)]
-                    and state.workers[0].stats.generated_tokens > before + 50
-                ),
-            )
+            state = await until_state(http.own, lambda state: [it.in_flight for it in state.workers] == [len(SEEDS)])
+            before = generated(state)
+            # The survivor has all four requests, and generates some of their tokens.
+            await until_state(http.own, lambda state: generated(state) > before + 50)
             (root / "go").touch()
 
         address = http.url.removeprefix("http://")

@@ -18,7 +18,7 @@ from tests.support.real_fleet import RealWorkers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
 
-PROGRAM = Path(__file__).parent / "openrlhf_agent.py"
+PROGRAM = Path(__file__).parent / "programs/openrlhf_agent.py"
 SEEDS = (21, 22, 23)
 TOLERANCE = 1e-3
 """Largest difference of float32 log probabilities of vLLM and of Hugging Face."""

@@ -18,7 +18,7 @@ from tests.support.real_fleet import RealWorkers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
 
-PROGRAM = Path(__file__).parent / "rllm_agent.py"
+PROGRAM = Path(__file__).parent / "programs/rllm_agent.py"
 SESSIONS = 4
 TOLERANCE = 1e-3
 """Largest difference of float32 log probabilities of vLLM and of Hugging Face."""
@@ -26,10 +26,10 @@ TOLERANCE = 1e-3
 
 def logprobs_of(trace: dict[str, Any]) -> list[float] | None:
     """Return the log probabilities of a trace. The gateway reads only those of chats, but stores whole answers."""
-    if trace["logprobs"] or trace["raw_response"] is None:
-        return trace["logprobs"] or None
-    values: list[float] = trace["raw_response"]["choices"][0]["logprobs"]["token_logprobs"]
-    return values
+    values: list[float] | None = trace["logprobs"]
+    if not values and trace["raw_response"] is not None:
+        values = trace["raw_response"]["choices"][0]["logprobs"]["token_logprobs"]
+    return values or None
 
 
 async def test_traces_are_what_the_engine_sampled_through_a_killed_worker_and_new_weights(

@@ -34,7 +34,7 @@ def conversation(gate, turns):
             self.turn += 1
             if self.turn == 1:
                 print("first", flush=True)
-            while self.turn == 2 and not gate.exists():
+            while self.turn == 2 and not gate.exists():  # noqa: ASYNC110 - the test is another process
                 await asyncio.sleep(0.05)
             # The executor asks for all of the rest in each turn, unless the environment limits it.
             states["sampling_params"].max_tokens = 16
@@ -53,20 +53,24 @@ async def main(url, tokenizer, settings):
     sampling = SamplingParams(max_tokens=24, min_tokens=1, top_k=-1, skip_special_tokens=False, logprobs=1)
     prompts = [f"<|im_start|>user\nWhat is {seed}?<|im_end|>\n<|im_start|>assistant\n" for seed in settings["seeds"]]
     common = {"label": "x", "max_length": MAX_LENGTH, "hf_tokenizer": tokenizer}
-    single = await asyncio.gather(
-        *(
-            executor.execute(prompt=each, sampling_params=deepcopy(sampling), llm_engine=None, **common)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(
+                executor.execute(prompt=each, sampling_params=deepcopy(sampling), llm_engine=None, **common)
+            )
             for each in prompts
-        )
-    )
+        ]
+    single = [task.result() for task in running]
     engines = [fleet_engine(url) for _ in prompts]
     several = MultiTurnAgentExecutor(conversation(Path(settings["gate"]), 4))
-    multi = await asyncio.gather(
-        *(
-            several.execute(prompt=each, sampling_params=deepcopy(sampling), llm_engine=engine, **common)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(
+                several.execute(prompt=each, sampling_params=deepcopy(sampling), llm_engine=engine, **common)
+            )
             for each, engine in zip(prompts, engines, strict=True)
-        )
-    )
+        ]
+    multi = [task.result() for task in running]
     generator = SamplesGenerator.__new__(SamplesGenerator)
     seen = {"versions": [engine.weight_versions for engine in engines]}
     for name, responses in (("single", single), ("multi", multi)):

@@ -30,7 +30,7 @@ async def start(url):
         port = free.getsockname()[1]
     command = [sys.executable, "-P", "-m", "rllm_model_gateway", "--port", str(port), "--host", "127.0.0.1"]
     command += ["--worker", f"{url}/v1", "--store", "memory"]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command)  # noqa: ASYNC220 - nothing else runs yet
     async with httpx.AsyncClient() as http:
         while process.poll() is None:
             try:
@@ -60,7 +60,7 @@ async def play(gateway, session, settings, renderer, gate, *, stream):
         for turn in range(TURNS):
             if turn == 1:
                 print("second", flush=True)
-            while turn == 2 and not gate.exists():
+            while turn == 2 and not gate.exists():  # noqa: ASYNC110 - the test is another process
                 await asyncio.sleep(0.05)
             if trace is not None:
                 ids = list(renderer.bridge_to_next_turn(*trace, messages[-1:]).token_ids)
@@ -94,9 +94,9 @@ async def main(url, tokenizer, settings):
     try:
         sessions = {f"s{number}": number % 2 == 1 for number in range(settings["sessions"])}
         gate = Path(settings["gate"])
-        await asyncio.gather(
-            *(play(gateway, name, settings, renderer, gate, stream=stream) for name, stream in sessions.items())
-        )
+        async with asyncio.TaskGroup() as tasks:
+            for name, stream in sessions.items():
+                tasks.create_task(play(gateway, name, settings, renderer, gate, stream=stream))
         seen = {}
         async with httpx.AsyncClient() as http:
             for name in sessions:
