@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 MAX_LENGTH = 4000
+STOPS = list(range(10, 40))
 
 
 def conversation(gate, turns):
@@ -36,8 +37,6 @@ def conversation(gate, turns):
                 print("first", flush=True)
             while self.turn == 2 and not gate.exists():  # noqa: ASYNC110 - the test is another process
                 await asyncio.sleep(0.05)
-            # The executor asks for all of the rest in each turn, unless the environment limits it.
-            states["sampling_params"].max_tokens = 16
             feedback = "<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
             return {"rewards": torch.tensor(1.0), "environment_feedback": feedback, "done": self.turn == turns}
 
@@ -50,7 +49,8 @@ async def main(url, tokenizer, settings):
     executor = _load_agent_executor(settings["agent"])
     fleet_engine = type(executor).execute.__globals__["FleetEngine"]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    sampling = SamplingParams(max_tokens=24, min_tokens=1, top_k=-1, skip_special_tokens=False, logprobs=1)
+    # The executor asks for all of the rest in each turn. Many stop ids keep the turns of a random model short.
+    sampling = SamplingParams(max_tokens=24, min_tokens=1, skip_special_tokens=False, logprobs=1, stop_token_ids=STOPS)
     prompts = [f"<|im_start|>user\nWhat is {seed}?<|im_end|>\n<|im_start|>assistant\n" for seed in settings["seeds"]]
     common = {"label": "x", "max_length": MAX_LENGTH, "hf_tokenizer": tokenizer}
     async with asyncio.TaskGroup() as tasks:

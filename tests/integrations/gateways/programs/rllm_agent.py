@@ -1,6 +1,6 @@
 """Program for the trainers' Python: an agent through rllm-model-gateway 0.1.0, unchanged; prints its traces.
 
-python rllm_agent.py URL TOKENIZER SETTINGS
+python rllm_agent.py URL CHECKPOINT SETTINGS
 
 The gateway runs as its command does, with `--worker URL/v1`. Its release on PyPI has no cumulative mode; its source has
 one (rllm-org/rllm, commit 9beb6e0f, with the same version number). The program sends the calls of that mode through the
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 from openai import AsyncOpenAI
-from renderers import Qwen3RendererConfig, create_renderer
 from transformers import AutoTokenizer
 
 TURNS = 4
+NEXT = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def start(url):
@@ -51,7 +51,7 @@ async def streamed(events):
     return text
 
 
-async def play(gateway, session, settings, renderer, gate, *, stream):
+async def play(gateway, session, settings, tokenizer, gate, *, stream):
     """Talk for some turns. The third turn waits until the file `gate` exists."""
     async with AsyncOpenAI(base_url=f"{gateway}/sessions/{session}/v1", api_key="none", timeout=600) as client:
         messages = [{"role": "user", "content": f"What is {session}?"}]
@@ -63,7 +63,7 @@ async def play(gateway, session, settings, renderer, gate, *, stream):
             while turn == 2 and not gate.exists():  # noqa: ASYNC110 - the test is another process
                 await asyncio.sleep(0.05)
             if trace is not None:
-                ids = list(renderer.bridge_to_next_turn(*trace, messages[-1:]).token_ids)
+                ids = [*trace, *tokenizer.encode(NEXT.format(messages[-1]["content"]), add_special_tokens=False)]
                 answer = await client.completions.create(
                     **options, prompt=ids, extra_body={"add_special_tokens": False}
                 )
@@ -73,7 +73,7 @@ async def play(gateway, session, settings, renderer, gate, *, stream):
                 text = await streamed(answer) if stream else answer.choices[0].message.content
                 ids = None
             found = await last_trace(gateway, session, turn)
-            trace = (ids or found["prompt_token_ids"], found["completion_token_ids"])
+            trace = [*(ids or found["prompt_token_ids"]), *found["completion_token_ids"]]
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"Turn {turn}?"}]
 
 
@@ -87,16 +87,16 @@ async def last_trace(gateway, session, turn):
             await asyncio.sleep(0.05)
 
 
-async def main(url, tokenizer, settings):
+async def main(url, checkpoint, settings):
     """Run all sessions at once, half of them streamed, and print their traces."""
     process, gateway = await start(url)
-    renderer = create_renderer(AutoTokenizer.from_pretrained(tokenizer), Qwen3RendererConfig())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     try:
         sessions = {f"s{number}": number % 2 == 1 for number in range(settings["sessions"])}
         gate = Path(settings["gate"])
         async with asyncio.TaskGroup() as tasks:
             for name, stream in sessions.items():
-                tasks.create_task(play(gateway, name, settings, renderer, gate, stream=stream))
+                tasks.create_task(play(gateway, name, settings, tokenizer, gate, stream=stream))
         seen = {}
         async with httpx.AsyncClient() as http:
             for name in sessions:
