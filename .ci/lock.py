@@ -29,6 +29,12 @@ LOCKS = {
         *(f"{ROOT}[trl,verifiers]", "hatchling"),
         *("megatron-core==0.16.1", "peft==0.21.2", "torch==2.13.0", "verifiers==0.4.0", "marble-v1==0.1.0"),
     ],
+    # The client and verl, whose trainers keep their samples in TransferQueue. PyPI has the antlr4 of hydra-core 1.3
+    # only as source.
+    ".ci/requirements-verl.lock": [
+        *(f"{ROOT}[verl]", "hatchling", "--no-binary=antlr4-python3-runtime"),
+        *("ray==2.60.0", "torch==2.13.0", "TransferQueue==0.1.11", "verl==0.9.1"),
+    ],
 }
 """What pip resolves for each lock."""
 OLDEST_PYTHON = "3.11.0"
@@ -44,6 +50,11 @@ HEADER = f"""\
 """
 
 
+def is_source(argument: str) -> bool:
+    """Return True for the option that names a package without a wheel."""
+    return argument.startswith("--no-binary=")
+
+
 def resolve(python: Path, wanted: list[str], report: Path) -> bool:
     """Let pip write the packages that it would install to `report`. Return True if pip succeeds.
 
@@ -52,6 +63,8 @@ def resolve(python: Path, wanted: list[str], report: Path) -> bool:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
     # pip takes another Python version only with a target, to which a dry run installs nothing.
     oldest = ["--python-version", OLDEST_PYTHON, "--target", str(report.parent / "none")]
+    if any(map(is_source, wanted)):  # which pip does not take with another Python version
+        oldest = []
     command = [*pip, "--dry-run", "--ignore-installed", *oldest, "--report", str(report), *wanted]
     for arguments in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         done = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True, check=False)
@@ -87,7 +100,8 @@ def main() -> int:
             if not resolve(Path(folder) / "bin" / "python", LOCKS[name], report):
                 return 1
             lines = locked(report)
-        (ROOT / name).write_text(HEADER.format(name=name) + "".join(lines))
+        sources = [f"# From source: {argument.partition('=')[2]}\n" for argument in filter(is_source, LOCKS[name])]
+        (ROOT / name).write_text(HEADER.format(name=name) + "".join(sources + lines))
         sys.stdout.write(f"{name}: {len(lines)} packages\n")
     return 0
 
