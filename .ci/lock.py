@@ -35,8 +35,16 @@ LOCKS = {
         *(f"{ROOT}[verl]", "hatchling", "--no-binary=antlr4-python3-runtime"),
         *("ray==2.60.0", "torch==2.13.0", "TransferQueue==0.1.11", "verl==0.9.1"),
     ],
+    # The client and NeMo Gym, which asks for Python 3.13.14 and also runs on 3.13.0. Without torch. uv is a command that
+    # it runs. `python3.13 .ci/lock.py .ci/requirements-nemo.lock` writes this lock.
+    ".ci/requirements-nemo.lock": [
+        *("--ignore-requires-python", f"{ROOT}[nemo]", "hatchling", "uv", "--no-binary=antlr4-python3-runtime"),
+        *("hydra-core>=1.3", "nemo-gym==0.7.0", "omegaconf>=2.3", "ray==2.60.0"),
+    ],
 }
 """What pip resolves for each lock."""
+PYTHONS = {".ci/requirements-nemo.lock": (3, 13)}
+"""The Python of a lock that is not for Python 3.11. This Python must run this program for the lock."""
 OLDEST_PYTHON = "3.11.0"
 """The locks install on each release of Python 3.11. Debian 12 has 3.11.2, and some packages require a later one."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -44,7 +52,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # `import transformers`. triton, nvidia-* and cuda-* are for CUDA only.
 EXCLUDED = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
 HEADER = f"""\
-# Exact versions for a CPU: Python 3.11 from 3.11.0 on, Linux x86-64. Written by `make lock`; do not edit.
+# Exact versions for a CPU: Python {{version}} from {{version}}.0 on, Linux x86-64. Written by `make lock`; do not edit.
 # Install with `make`, or by hand: pip install --no-deps -r {{name}} (torch: {TORCH_CPU_INDEX})
 # Left out on purpose: torchvision, torchaudio, torchcodec, triton, nvidia-*, cuda-*.
 """
@@ -86,22 +94,25 @@ def locked(report: Path) -> list[str]:
 
 def main() -> int:
     """Resolve the locks that the arguments name, or all, in temporary environments, and replace them."""
-    if sys.version_info[:2] != (3, 11):
-        sys.stderr.write("The locks are for Python 3.11: run `make lock PYTHON=/path/to/python3.11`.\n")
-        return 2
-    names = sys.argv[1:] or list(LOCKS)
+    names = sys.argv[1:] or [name for name in LOCKS if name not in PYTHONS]
     if unknown := set(names) - set(LOCKS):
         sys.stderr.write(f"no lock of this name: {', '.join(sorted(unknown))}; allowed: {', '.join(LOCKS)}\n")
         return 2
     for name in names:
+        version = ".".join(map(str, PYTHONS.get(name, (3, 11))))
+        if version != f"{sys.version_info[0]}.{sys.version_info[1]}":
+            sys.stderr.write(f"{name} is for Python {version}: run `/path/to/python{version} .ci/lock.py {name}`.\n")
+            return 2
         with tempfile.TemporaryDirectory() as folder:
             venv.create(folder, with_pip=True)
             report = Path(folder) / "report.json"
             if not resolve(Path(folder) / "bin" / "python", LOCKS[name], report):
                 return 1
             lines = locked(report)
-        sources = [f"# From source: {argument.partition('=')[2]}\n" for argument in filter(is_source, LOCKS[name])]
-        (ROOT / name).write_text(HEADER.format(name=name) + "".join(sources + lines))
+        notes = [f"# From source: {argument.partition('=')[2]}\n" for argument in filter(is_source, LOCKS[name])]
+        if "--ignore-requires-python" in LOCKS[name]:
+            notes.append("# Requires-Python is ignored.\n")
+        (ROOT / name).write_text(HEADER.format(name=name, version=version) + "".join(notes + lines))
         sys.stdout.write(f"{name}: {len(lines)} packages\n")
     return 0
 
