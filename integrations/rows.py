@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ..schemas.errors import InvalidRequest
 
-TRAINER_DTYPES: Final = ("uint8", "uint16", "int16", "int32", "int64")
+TRAINER_DTYPES: Final = ("uint8", "uint16", "int8", "int16", "int32", "int64")
 """Dtypes of expert ids in trainers."""
 FIELD: Final = "routed_experts"
 
