@@ -36,7 +36,7 @@ def prompts_of(data: Mapping[str, Any], config: Mapping[str, Any]) -> list[Promp
     Args:
         data: `input_ids`, integers [batch, length] padded on the right; `input_lengths`, integers [batch]; and
             optionally `stop_strings`, for each sample a string, a list of strings or None.
-        config: NeMo-RL's generation config. Its `_pad_token_id` is the padding, its `stop_strings` hold for all samples.
+        config: NeMo-RL's generation config. `_pad_token_id` is the padding. `stop_strings` hold for all samples.
 
     Raises:
         InvalidRequest: a field is missing, has another shape, or a position after a prompt is not padding.

@@ -4,6 +4,7 @@ The methods are those of NeMo-RL at commit 7ea279a. NeMo-RL itself is not import
 that the trainer passes.
 """
 
+import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -75,7 +76,8 @@ class RollbusGeneration:
 
     def __repr__(self) -> str:
         """Return one line with the state."""
-        return f"<RollbusGeneration model={self._model} {'not connected' if self._client is None else self._client!r}>"
+        state = "not connected" if self._client is None else repr(self._client)
+        return f"<RollbusGeneration model={self._model} {state}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments only. A copy in another process, such as a Ray actor, has its own connection."""
@@ -106,7 +108,8 @@ class RollbusGeneration:
 
         If the caller leaves the loop, the fleet aborts the samples that are not finished.
         """
-        prompts, requests, capabilities = self._requests(data, greedy)
+        # On a thread, because the first call connects and may wait for a worker.
+        prompts, requests, capabilities = await asyncio.to_thread(self._requests, data, greedy)
         numbers = {request.request_id: number for number, request in enumerate(requests)}
         parts: dict[int, Generation] = {}
         for _ in range(MAX_STOPS):

@@ -45,8 +45,8 @@ def free_port() -> int:
 def forced(checkpoint: Path, environments: list[str]) -> dict[str, Any]:
     """Return parameters that make the tiny model, which writes noise, call the environments' tools.
 
-    A grammar restricts its answers to calls, with arguments that the model chooses. A bias makes it write each mark of a
-    call as one token.
+    A grammar restricts its answers to calls, with arguments that the model chooses. A bias makes it write each mark of
+    a call as one token.
     """
     call = "|".join(CALLS[name] for name in environments)
     bias = {str(token_id(checkpoint, token)): 100.0 for token in (CALL, CALL_END)}
@@ -82,7 +82,7 @@ def turns_of(rollout: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def check_turns(rb: rollbus.Client, rollout: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Assert that a bus client receives the same tokens and log probabilities for the prompt ids of each greedy turn."""
+    """Assert that a bus client which repeats each greedy turn receives the same tokens and log probabilities."""
     before: list[int] = []
     for turn in turns_of(rollout):
         prompt = turn["prompt_token_ids"]

@@ -1,6 +1,6 @@
 """Program for NeMo Gym's Python: its environments, agent and `vllm_model`, unchanged. Prints the rollouts as JSON.
 
-NeMo-RL collects rollouts with the same two classes: `RunHelper` starts the servers, `RolloutCollectionHelper` the rollouts.
+NeMo-RL uses the same two classes: `RunHelper` starts the servers, `RolloutCollectionHelper` the rollouts.
 
 python gym_rollouts.py URL MODEL FOLDER SETTINGS
 """
@@ -30,7 +30,7 @@ SERVERS = {
 
 
 def own_environments(folder, environments):
-    """Return a folder of NeMo Gym's option `uv_venv_dir`, in which each server's environment is that of this program."""
+    """Return a folder for NeMo Gym's option `uv_venv_dir`: each server has the environment of this program."""
     for kind, names in SERVERS.items():
         for name in names or environments:
             (folder / kind / name).mkdir(parents=True)
@@ -74,14 +74,21 @@ def tasks(settings):
     return [{**row, "_ng_task_index": number, "_ng_rollout_index": 0} for number, row in enumerate(found)]
 
 
+def wait_for(path):
+    """Wait until the test creates this file."""
+    while not path.exists():
+        time.sleep(0.1)
+
+
 async def collect(settings):
     """Run the first rollouts, then the last `late` ones when the file `gate` exists."""
     server = BaseServerConfig(host="127.0.0.1", port=settings["port"])
     results, rows = {}, tasks(settings)
     early = len(rows) - settings["late"]
-    for part in (rows[:early], rows[early:]):
-        while part is not rows and part and part[0]["_ng_task_index"] >= early and not Path(settings["gate"]).exists():
-            await asyncio.sleep(0.1)
+    late = rows[early:]
+    for part in (rows[:early], late):
+        if part is late and part:
+            await asyncio.to_thread(wait_for, Path(settings["gate"]))
         for future in RolloutCollectionHelper().run_examples(part, head_server_config=server):
             row, result = await future
             results[row["_ng_task_index"]] = {"task": row, "result": result}
