@@ -6,6 +6,7 @@ its servers share one Python environment by its option `uv_venv_dir`.
 
 import json
 import socket
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import pytest
 
 import rollbus
 from rollbus.frontend.http import Settings
-from tests.http.support import Http, http_before
-from tests.integrations.environments import CALL, CALL_END, token_id
+from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
+from tests.http.support import Http, http_before, http_service
+from tests.integrations.environments import CALL, CALL_END, teach_tool_calls, token_id
 from tests.integrations.support import find_python, needs, run_program
 from tests.support.real_fleet import RealWorkers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.routing, needs("nemo")]
+pytestmark = needs("nemo")
 
 PROGRAM = Path(__file__).parent / "programs" / "gym_rollouts.py"
 COUNTER, SYNONYMS = "example_session_state_mgmt", "example_multi_step"
@@ -105,6 +107,33 @@ async def check_turns(rb: rollbus.Client, rollout: dict[str, Any], sampling: dic
         before = prompt + turn["generation_token_ids"]
 
 
+@pytest.mark.parametrize("inline", [True, False], ids=["in the answer", "from /tokenize"])
+async def test_ids_and_log_probabilities_of_rollouts_are_those_of_the_engine(
+    nats_url: str, tmp_path: Path, inline: bool
+) -> None:
+    """NeMo Gym returns what a bus client receives, whether it takes the prompt's ids from the answer or `/tokenize`."""
+    checkpoint = make_tiny_moe(tmp_path / "caller-0", dtype="float32")
+    teach_tool_calls(checkpoint)
+    settings, fleet = Settings(tool_call_parser="hermes", tokenizer=checkpoint), f"gym-{uuid.uuid4().hex[:8]}"
+    async with http_service(nats_url, fleet, settings, model="caller-0") as http:
+        rollouts = await collect(
+            *(http, checkpoint, tmp_path, {"max_tokens": 20}),
+            environments=[COUNTER, SYNONYMS],
+            tasks=2,
+            parameters={"temperature": 0.0},
+            model={"request_prompt_and_generation_token_ids": inline},
+        )
+        assert len(rollouts) == 4
+        for rollout in rollouts:
+            (turn,) = turns_of(rollout)
+            wanted = await http.rb.complete(turn["prompt_token_ids"], max_tokens=20, temperature=0.0)
+            assert turn["generation_token_ids"] == wanted.token_ids.tolist()
+            assert np.allclose(turn["generation_log_probs"], wanted.logprobs, atol=1e-6)
+            assert rollout["result"]["reward"] == 0.0, "the synthetic engine calls no tool"
+
+
+@pytest.mark.vllm
+@pytest.mark.routing
 async def test_rollouts_with_tools_lose_nothing_if_a_worker_is_killed(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers, tmp_path: Path
 ) -> None:

@@ -6,12 +6,14 @@ python gym_rollouts.py URL MODEL FOLDER SETTINGS
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import ray
 from nemo_gym import PARENT_DIR
 from nemo_gym.cli.env import RunHelper
@@ -110,8 +112,13 @@ def main(url, model, folder, settings):
         rollouts = asyncio.run(collect(settings))
         print(f"collected in {time.monotonic() - begin:.1f} s", flush=True)
     finally:
+        # NeMo Gym stops only the shells in which it started its servers.
+        started = psutil.Process().children(recursive=True)
         helper.shutdown()
         ray.shutdown()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     print("seen " + json.dumps({"rollouts": rollouts}), flush=True)
 
 
