@@ -30,7 +30,7 @@ from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import server_span
 from .service import Handler, RouteTable, Service
-from .trainers import slime, vime
+from .trainers import skyrl, slime, vime
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,17 @@ DATA: RouteTable = {
     **openai.ROUTES,
     **control.ROUTES,
     **live.ROUTES,
+    **skyrl.ROUTES,
     **vime.ROUTES,
 }
 """Routes that require the data token or the admin token."""
-ADMIN: RouteTable = {**control.ADMIN_ROUTES, **reads.TIMELINE_ROUTES, **slime.ADMIN_ROUTES, **vime.ADMIN_ROUTES}
+ADMIN: RouteTable = {
+    **control.ADMIN_ROUTES,
+    **reads.TIMELINE_ROUTES,
+    **skyrl.ADMIN_ROUTES,
+    **slime.ADMIN_ROUTES,
+    **vime.ADMIN_ROUTES,
+}
 """Routes that require the admin token: they change the fleet or show other clients' requests."""
 CLIENT_GONE = 499
 """nginx's status: the client disconnected before it had the answer."""

@@ -70,7 +70,16 @@ class _Generate(AnswerShape):
         yield from list_json([ids.tolist() for ids in block] for block in blocks)
 
 
+class _WithRows(_Generate):
+    nothing: ClassVar[JsonObject] = {
+        **_Generate.nothing,
+        "routed_experts": {"data": "", "shape": [0, 0, 0], "start": 0, "dtype": "uint8"},
+    }
+
+
 GENERATE: Final[AnswerShape] = _Generate()
+WITH_ROWS: Final[AnswerShape] = _WithRows()
+"""The same for clients that reject null for routed experts, even if the request was aborted before its first token."""
 
 
 class GenerateStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -207,11 +216,16 @@ async def generate(service: Service, request: Request) -> Response:
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     num_choices = min(max(body.sampling_params.n or 1, 1), limits.MAX_N)
-    prepare = partial(_prepare, service, request, body)
+    prepare = partial(prepare_generate, service, request, body)
     return await respond(service, request, body, GENERATE, prepare, num_choices=num_choices)
 
 
-async def _prepare(service: Service, request: Request, body: GenerateBody) -> AnswerWriter:
+async def prepare_generate(service: Service, request: Request, body: GenerateBody) -> AnswerWriter:
+    """Return the writer of the answer to a body.
+
+    Raises:
+        HttpError: 400, a field is not valid or not served; or any error of `find_target`.
+    """
     check_supported(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     if body.routed_experts_format is not None and target.capabilities.routed_experts is None:

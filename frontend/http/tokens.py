@@ -402,11 +402,22 @@ def routed_experts_json(rows: Rows, start: int) -> Iterator[bytes]:
         rows: u1|<u2[num_rows, num_layers, top_k].
         start: absolute position of row 0.
     """
+    return _object_json(rows, start, DTYPE_NAMES[dtype_of(rows)])
+
+
+def smallest_rows_json(rows: Rows, start: int) -> Iterator[bytes]:
+    """Yield the same as `routed_experts_json`, in the smallest of uint8, int16 and int32 that holds the largest id."""
+    largest = int(rows.max(initial=0))
+    name = next(each for each in ("uint8", "int16", "int32") if largest <= np.iinfo(each).max)
+    return _object_json(rows.astype(np.dtype(name).newbyteorder("<"), copy=False), start, name)
+
+
+def _object_json(rows: npt.NDArray[Any], start: int, dtype_name: str) -> Iterator[bytes]:
     yield b'{"data":"'
     data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
     for at in range(0, len(data), ENCODED_BYTES):
         yield b2a_base64(data[at : at + ENCODED_BYTES], newline=False)
-    rest = {"shape": rows.shape, "start": start, "dtype": DTYPE_NAMES[dtype_of(rows)]}
+    rest = {"shape": rows.shape, "start": start, "dtype": dtype_name}
     yield b'",' + msgspec.json.encode(rest)[1:]
 
 

@@ -21,6 +21,7 @@ from rollbus.frontend.http.control.bodies import SendBody
 from rollbus.frontend.http.generate import GenerateBody, SamplingBody
 from rollbus.frontend.http.openai.body import ChatBody, CompletionBody, NvExt
 from rollbus.frontend.http.sampling import SamplingFields
+from rollbus.frontend.http.trainers.skyrl import SkyrlBody
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from tests.cli.support import ROOT
@@ -43,6 +44,12 @@ BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
         "/inference/v1/generate",
         {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
         "sampling_params.",
+    ),
+    "SkyRL": (
+        SkyrlBody,
+        "/skyrl/v1/generate",
+        {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
+        "",
     ),
     "Tokenize": (TokenizeBody, "/v1/tokenize", {"prompt": "the"}, ""),
     "Detokenize": (DetokenizeBody, "/v1/detokenize", {"tokens": [5]}, ""),

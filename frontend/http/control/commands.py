@@ -552,7 +552,7 @@ async def list_loras(service: Service, request: Request) -> Response:
 async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
     """Load a LoRA adapter into all workers of a model, or replace the one with that name, as Dynamo's route does."""
     fields = call.fields
-    path, objects = _place(fields.source.uri)
+    path, objects = parse_place(fields.source.uri, "source.uri")
     same = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
     given = bodies.LoadLoraBody(
         name=fields.lora_name, path=path, objects=objects, load_inplace=fields.load_inplace, **same
@@ -563,7 +563,7 @@ async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
     return await load_lora(asked, extra=extra, names=names)
 
 
-def _place(uri: str) -> tuple[str | None, str | None]:
+def parse_place(uri: str, field: str) -> tuple[str | None, str | None]:
     """Return the folder and the place in the object store that a URI names. One of the two is None.
 
     Raises:
@@ -574,7 +574,7 @@ def _place(uri: str) -> tuple[str | None, str | None]:
     path = uri.removeprefix(FILE)
     if path.startswith("/"):
         return path, None
-    raise invalid("source.uri", f"is {uri[:64]!r}", "file:///FOLDER on the workers' machines, or objects:BUCKET/PREFIX")
+    raise invalid(field, f"is {uri[:64]!r}", "file:///FOLDER on the workers' machines, or objects:BUCKET/PREFIX")
 
 
 async def remove_lora(service: Service, request: Request) -> Response:
