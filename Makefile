@@ -54,6 +54,9 @@ test-trainers: setup .venv-trainers/ready
 
 test-trainers-all: test-trainers $(TRAINERS:%=test-%)
 
+# SkyRL asks for Python 3.12. Its files run on 3.11, the only Python for which PyPI's packages have a torch without CUDA.
+.venv-skyrl/ready: export PIP_IGNORE_REQUIRES_PYTHON := 1
+
 $(TRAINERS:%=.venv-%/ready): .venv-%/ready: .ci/requirements-%.lock pyproject.toml src/rollbus/__init__.py .ci/venv .ci/link_packages.py | .venv/ready
 	@.ci/venv .venv-$* .ci/requirements-$*.lock "msgspec, nats" .venv
 

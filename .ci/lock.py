@@ -41,10 +41,20 @@ LOCKS = {
         *("--ignore-requires-python", f"{ROOT}[nemo]", "hatchling", "uv", "--no-binary=antlr4-python3-runtime"),
         *("hydra-core>=1.3", "nemo-gym==0.7.0", "omegaconf>=2.3", "ray==2.60.0"),
     ],
+    # SkyRL asks for Python 3.12, for which PyPI has no torch without CUDA. Its files run on 3.11, but its extras have
+    # packages for CUDA, so what its client, generators and trainer import is listed here. skyrl-gym requires a package
+    # without a wheel that it does not import, so it is added without its dependencies. networkx 3.7 needs Python 3.12.
+    ".ci/requirements-skyrl.lock": [
+        *("--ignore-requires-python", f"{ROOT}", "hatchling", "skyrl==0.4.0", "torch==2.13.0", "ray==2.57.0"),
+        *("omegaconf==2.4.0", "networkx==3.6.1", "accelerate", "aiohttp", "botocore", "httpx", "jaxtyping", "loguru"),
+        *("orjson", "pandas", "pybase64", "requests", "tensorboard", "tensordict", "torchdata", "vllm-router", "wandb"),
+    ],
 }
 """What pip resolves for each lock."""
 PYTHONS = {".ci/requirements-nemo.lock": (3, 13)}
 """The Python of a lock that is not for Python 3.11. This Python must run this program for the lock."""
+WITHOUT_DEPENDENCIES = {".ci/requirements-skyrl.lock": ["skyrl-gym==0.4.0\n"]}
+"""Lines that are added to a lock as they are."""
 OLDEST_PYTHON = "3.11.0"
 """The locks install on each release of Python 3.11. Debian 12 has 3.11.2, and some packages require a later one."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -108,7 +118,7 @@ def main() -> int:
             report = Path(folder) / "report.json"
             if not resolve(Path(folder) / "bin" / "python", LOCKS[name], report):
                 return 1
-            lines = locked(report)
+            lines = sorted([*locked(report), *WITHOUT_DEPENDENCIES.get(name, [])])
         notes = [f"# From source: {argument.partition('=')[2]}\n" for argument in filter(is_source, LOCKS[name])]
         if "--ignore-requires-python" in LOCKS[name]:
             notes.append("# Requires-Python is ignored.\n")
