@@ -34,6 +34,7 @@ LOCKS = {
     ".ci/requirements-verl.lock": [
         *(f"{ROOT}[verl]", "hatchling", "--no-binary=antlr4-python3-runtime"),
         *("ray==2.60.0", "torch==2.13.0", "TransferQueue==0.1.11", "verl==0.9.1"),
+        *("cachetools", "fastapi", "uvicorn"),  # of verl's extra verl-core, which also has torchcodec
     ],
     # The client and NeMo Gym, which asks for Python 3.13.14 and also runs on 3.13.0. Without torch. uv is a command that
     # it runs. `python3.13 .ci/lock.py .ci/requirements-nemo.lock` writes this lock.

@@ -89,13 +89,27 @@ class PolicyPublisher:
             CommandIncomplete: a live worker has not loaded the version.
             NoWorkers: no worker is left.
         """
-        client, publisher = self._connected()
-        stored = publisher.publish_blocking(self._cast(tensors), version=self._next, update=False)
-        self._next += 1
+        stored = self.store(tensors)
+        client, _ = self._connected()
         ledger = update_fleet(client, objects=stored.objects, version=stored.version, model=self._model)
         self.last = replace(stored, ledger=ledger)
         self.version = stored.version
         return self.last
+
+    def store(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishedWeights:
+        """Publish a version, and return at its commit. The fleet loads it at `update_weights` with its `objects`.
+
+        Args:
+            tensors: as in `publish`.
+
+        Raises:
+            InvalidRequest: a tensor differs in kind from the checkpoint. Nothing is published.
+            ControlError: the lease is lost, or the store has no room.
+        """
+        _, publisher = self._connected()
+        stored = publisher.publish_blocking(self._cast(tensors), version=self._next, update=False)
+        self._next += 1
+        return stored
 
     def publish_model(self, model: Any) -> PublishedWeights:
         """Publish a transformers model, whole in this process, under the names of its checkpoint, as `publish` does.

@@ -1,0 +1,149 @@
+"""verl's own server manager, clients, agent loop and checkpoint manager with a fleet; prints JSON results.
+
+python rollouts.py URL FLEET CHECKPOINT [abort|keep] [SAMPLES]
+
+Prints `sampling` when a batch is under way whose worker the test kills.
+"""
+
+import asyncio
+import json
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+from verl import DataProto
+from verl.checkpoint_engine.base import CheckpointEngineManager
+from verl.experimental.agent_loop import AgentLoopManager
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import PROMPTS, Actor, make_config, start_ray
+
+url, fleet, checkpoint = sys.argv[1:4]
+mode = sys.argv[4] if len(sys.argv) > 4 else "abort"
+count = int(sys.argv[5]) if len(sys.argv) > 5 else 96
+seen = {"batches": [], "difference": 0.0, "wrong_rows": 0, "rows": 0, "samples": 0, "errors": []}
+torch.set_num_threads(1)
+
+
+def batch_of(number, validate=False):
+    """Return a batch of prompts as verl's trainer makes it."""
+    raw = np.empty(number, dtype=object)
+    raw[:] = [[{"role": "user", "content": f"{PROMPTS[i % len(PROMPTS)]} {i}"}] for i in range(number)]
+    return DataProto.from_dict(
+        tensors={"dummy": torch.zeros(number, 1)},
+        non_tensors={"raw_prompt": raw, "index": np.arange(number)},
+        meta_info={"validate": validate, "global_steps": 0},
+    )
+
+
+def compare(output, states):
+    """Compare rows and log probabilities of each sample of one version with a forward pass of transformers."""
+    batch, extra = output.batch, output.non_tensor_batch
+    width = batch["prompts"].shape[1]
+    steps = []
+    for i in range(len(output)):
+        mask = batch["attention_mask"][i].bool()
+        ids = batch["input_ids"][i][mask]
+        num_prompt = int(mask[:width].sum())
+        low, high = int(extra["min_global_steps"][i]), int(extra["max_global_steps"][i])
+        steps.append([low, high])
+        rows = batch["routed_experts"][i][mask]
+        assert rows.dtype == torch.int16
+        assert not rows[-1].any(), "verl's own padding: the last token has no row"
+        seen["samples"] += 1
+        if low != high:
+            continue
+        model.load_state_dict(states[low], strict=False)
+        with torch.no_grad():
+            found = model(ids[None], output_router_logits=True)
+        chosen = torch.stack([logits.topk(rows.shape[-1]).indices for logits in found.router_logits], dim=1)
+        own = chosen[:-1].sort(-1).values
+        wrong = (own != rows[:-1].long().sort(-1).values).any(-1)
+        seen["wrong_rows"] += int(wrong.sum())
+        seen["rows"] += wrong.numel()
+        logprobs = found.logits[0].float().log_softmax(-1)[num_prompt - 1 : -1]
+        own = logprobs.gather(1, ids[num_prompt:, None])[:, 0]
+        sampled = batch["rollout_log_probs"][i][: len(own)]
+        seen["difference"] = max(seen["difference"], float((own - sampled).abs().max()))
+    seen["batches"].append({"steps": steps})
+    return steps
+
+
+def keys_of(model_, tensors):
+    """Return tensors under the names of the model in memory: transformers 5 holds all experts of a layer in one."""
+    state = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    number = model_.config.num_experts
+    for layer in range(model_.config.num_hidden_layers):
+        at = f"model.layers.{layer}.mlp.experts"
+        one = [
+            {part: tensors[f"{at}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")} for e in range(number)
+        ]
+        state[f"{at}.gate_up_proj"] = torch.stack([torch.cat([found["gate"], found["up"]]) for found in one])
+        state[f"{at}.down_proj"] = torch.stack([found["down"] for found in one])
+    missing = set(model_.state_dict()) - state.keys()
+    assert not missing, missing
+    return state
+
+
+start_ray()
+try:
+    config = make_config(url, fleet, checkpoint, f"+actor_rollout_ref.rollout.engine_kwargs.rollbus.update={mode}")
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    manager = LLMServerManager.create(config=config)
+    client = manager.get_client(client_cls=FullyAsyncLLMServerClient)
+    loops = AgentLoopManager.create(config=config, llm_client=client)
+    actors = RayWorkerGroup(
+        resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
+        ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor), rollout=rollout, folder=checkpoint),
+        use_gpu=False,
+    )
+    updates = CheckpointEngineManager(
+        config=rollout.checkpoint_engine, actor_wg=actors, replicas=manager.get_replicas()
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    states = {0: keys_of(model, actors.state())}
+    updates.update_weights(0)
+
+    # 1. a batch, in which the test kills a worker
+    threading.Timer(0.5, lambda: print("sampling", flush=True)).start()
+    compare(loops.generate_sequences(batch_of(count)), states)
+
+    # 2. new weights in the middle of a batch
+    actors.change(1.1)
+    states[1] = keys_of(model, actors.state())
+    batch = batch_of(count)
+    running = [worker.generate_sequences.remote(batch) for worker in loops.agent_loop_workers]
+    server = manager.get_replicas()[0].server_handle
+    asyncio.run(asyncio.sleep(1.0))
+    seen["sync"] = updates.update_weights(1)
+    spanned = compare(ray.get(running[0]), states)
+    seen["spanned"] = sum(low != high for low, high in spanned)
+    seen["after"] = sum(low == 1 for low, _ in spanned)
+
+    # 3. validation is greedy: two runs are equal
+    first, second = (loops.generate_sequences(batch_of(8, validate=True)) for _ in range(2))
+    compare(first, states)
+    seen["greedy"] = bool((first.batch["responses"] == second.batch["responses"]).all())
+
+    # 4. a trainer that fails while it sends: the old weights serve on, and the error says why
+    actors.change(1.2, breaks=True)
+    try:
+        updates.update_weights(2)
+    except Exception as error:  # noqa: BLE001 - what Ray makes of it is the point
+        seen["errors"].append(str(error)[-2000:])
+    steps = compare(loops.generate_sequences(batch_of(8)), states)
+    seen["after_failure"] = sorted(set(map(tuple, steps)))
+    actors.change(1.2)
+    states[3] = keys_of(model, actors.state())
+    updates.update_weights(3)
+    seen["after_repair"] = sorted(set(map(tuple, compare(loops.generate_sequences(batch_of(8)), states))))
+    print("seen " + json.dumps(seen), flush=True)
+finally:
+    ray.shutdown()
