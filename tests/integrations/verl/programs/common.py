@@ -89,7 +89,7 @@ class Actor(Worker):
         """Take other weights, or weights that cannot be drawn to the end."""
         self.scale, self.breaks = scale, breaks
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def state(self):
         """Return the present weights."""
         return dict(self.tensors())

@@ -108,7 +108,7 @@ try:
         config=rollout.checkpoint_engine, actor_wg=actors, replicas=manager.get_replicas()
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-    states = {0: keys_of(model, actors.state())}
+    states = {0: keys_of(model, actors.state()[0])}
     updates.update_weights(0)
 
     # 1. a batch, in which the test kills a worker
@@ -117,7 +117,7 @@ try:
 
     # 2. new weights in the middle of a batch
     actors.change(1.1)
-    states[1] = keys_of(model, actors.state())
+    states[1] = keys_of(model, actors.state()[0])
     batch = batch_of(count)
     running = [worker.generate_sequences.remote(batch) for worker in loops.agent_loop_workers]
     server = manager.get_replicas()[0].server_handle
@@ -141,7 +141,7 @@ try:
     steps = compare(loops.generate_sequences(batch_of(8)), states)
     seen["after_failure"] = sorted(set(map(tuple, steps)))
     actors.change(1.2)
-    states[3] = keys_of(model, actors.state())
+    states[3] = keys_of(model, actors.state()[0])
     updates.update_weights(3)
     seen["after_repair"] = sorted(set(map(tuple, compare(loops.generate_sequences(batch_of(8)), states))))
     print("seen " + json.dumps(seen), flush=True)
