@@ -68,7 +68,7 @@ def prompts_of(data: Mapping[str, Any], config: Mapping[str, Any]) -> list[Promp
 
 
 def _stop_strings(number: int, own: Any, common: Any) -> tuple[str, ...]:
-    found: list[str] = []
+    found: list[Any] = []
     for given in (common, own):
         found += [given] if isinstance(given, str) else list(given or ())
     if any(not isinstance(stop, str) or not stop for stop in found):

@@ -350,7 +350,7 @@ class RollbusGeneration:
         workers = [worker for worker in fleet.workers if self._model in (None, worker.model)]
         models = sorted({worker.model for worker in workers})
         if not models:
-            raise NoWorkers("the last worker was lost meanwhile")
+            raise NoWorkers(message="the last worker was lost meanwhile")
         if len(models) > 1:
             raise InvalidRequest(field="model", problem="is not set", allowed=f"one of {', '.join(models)}")
         return workers
@@ -358,7 +358,7 @@ class RollbusGeneration:
     def _capabilities(self) -> Capabilities:
         found = [worker.capabilities for worker in self._workers() if worker.capabilities is not None]
         if not found:
-            raise NoWorkers("no worker has reported its capabilities")
+            raise NoWorkers(message="no worker has reported its capabilities")
         return min(found, key=lambda capabilities: capabilities.max_model_len)
 
     def _needed_checkpoint(self) -> Path:
