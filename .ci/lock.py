@@ -36,8 +36,8 @@ LOCKS = {
         *("ray==2.60.0", "torch==2.13.0", "TransferQueue==0.1.11", "verl==0.9.1"),
         *("cachetools", "fastapi", "uvicorn"),  # of verl's extra verl-core, which also has torchcodec
     ],
-    # The client and NeMo Gym, which asks for Python 3.13.14 and also runs on 3.13.0. Without torch. uv is a command that
-    # it runs. `python3.13 .ci/lock.py .ci/requirements-nemo.lock` writes this lock.
+    # The client and NeMo Gym, which asks for Python 3.13.14 and also runs on 3.13.0. Without torch. uv is a command
+    # that it runs. `python3.13 .ci/lock.py .ci/requirements-nemo.lock` writes this lock.
     ".ci/requirements-nemo.lock": [
         *("--ignore-requires-python", f"{ROOT}[nemo]", "hatchling", "uv", "--no-binary=antlr4-python3-runtime"),
         *("hydra-core>=1.3", "nemo-gym==0.7.0", "omegaconf>=2.3", "ray==2.60.0"),
