@@ -24,8 +24,9 @@ from tests.support.real_fleet import RealWorkers
 pytestmark = [pytest.mark.vllm, pytest.mark.routing, needs("skyrl")]
 
 PROGRAM = Path(__file__).parent / "programs" / "fully_async.py"
-TOLERANCE = 1e-3
-"""Maximum difference of float32 log probabilities that two programs compute."""
+TOLERANCE = 0.02
+"""Maximum difference of the log probabilities that the engine and Hugging Face compute. They were up to 0.005 apart for
+the first token after a prompt; with the other checkpoint, samples are 4 to 6 apart and all their rows differ."""
 STEPS, GROUPS, SAMPLES = 6, 2, 2
 IN_FLIGHT = 8
 """Most trajectories that run at once: four groups of two samples."""
