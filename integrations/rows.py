@@ -56,7 +56,7 @@ def convert_rows(rows: Any, dtype: str, largest_id: int | None) -> npt.NDArray[A
         raise InvalidRequest(field=FIELD, problem=f"are {has}", allowed="integers [num_rows, num_layers, top_k]")
     highest = int(np.iinfo(dtype).max) if largest_id is None else largest_id
     if rows.size:
-        for found in (int(rows.min()), int(rows.max())):
+        for found in (int(rows.max()), int(rows.min())):
             if not 0 <= found <= highest:
                 whose = f"the range of {dtype}" if largest_id is None else "the ids of the model"
                 raise InvalidRequest(field=FIELD, problem=f"have the id {found}", allowed=f"0 to {highest}, {whose}")

@@ -27,7 +27,7 @@ RAW_TASKS = {
     "bus/publish/chain_store.py",
 }
 """Files whose tasks belong to an object or a thread and not to a block, so that no TaskGroup can own them."""
-ELSEWHERE = ("trl", "skyrl", "verifiers", "worker")
+ELSEWHERE = ("nemo", "skyrl", "trl", "verifiers", "verl", "worker")
 """Extras for other environments: trainers and GPUs."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 100

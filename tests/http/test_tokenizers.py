@@ -298,6 +298,12 @@ BASES: dict[str, dict[str, Any]] = {
     "InitTransferBody": {"init_info": {}},
     "AddLoraBody": {"lora_name": "x", "source": {"uri": "file:///x"}},
     "AbortBody": {"request_ids": ["x"]},
+    "SkyrlBody": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
+    "FetchBody": {"target_version": 1},
+    "SkyrlLoraBody": {"lora_name": "x"},
+    "RegisterBody": {"url": "http://x"},
+    "VersionBody": {"new_version": "1"},
+    **{name: {"model_path": "/x"} for name in ("ArealUpdateBody", "DiskBody")},
     **{name: {"workers": ["x"]} for name in ("DrainBody", "LendBody", "ReturnBody")},
 }
 """A valid request by the name of the decoded type. The bodies of other types may be empty."""

@@ -48,7 +48,7 @@ def test_a_dtype_too_small_for_the_model_is_an_error_before_any_row(dtype: str, 
         (np.zeros((1, 1), np.uint8), "int16", 7, r"are uint8 of shape \(1, 1\)"),
         (np.zeros((1, 1, 1), np.float32), "int16", 7, "are float32 of shape"),
         ([[[1]]], "int16", 7, "are list; allowed: integers"),
-        (np.zeros((1, 1, 1), np.uint8), "int8", 7, "have the dtype 'int8'; allowed: one of uint8"),
+        (np.zeros((1, 1, 1), np.uint8), "float16", 7, "have the dtype 'float16'; allowed: one of uint8"),
         (np.zeros((1, 1, 1), np.uint8), "int16", -1, "have the largest id -1"),
     ],
 )

@@ -76,7 +76,10 @@ def command_route(command: Command, body: type[bodies.SendBody], style: Response
     return HttpRoute(handle, body, answer, body)
 
 
-_NO_XCCL: Final = "AReaL's broadcasts need its code inside the engines; set its weight_update_mode to disk"
+_NO_XCCL: Final = (
+    "AReaL's broadcasts need its code inside the engines; set its weight_update_mode to disk, so that it uses"
+    " /areal_update_weights"
+)
 INSTEAD: Final = {
     ("POST", "/init_broadcaster"): (
         "prime-rl's broadcasts over NCCL and NIXL need prime-rl's code inside the engines; use its broadcast through"

@@ -5,6 +5,7 @@ Source: THUDM/slime, commit 624b824a898ab0ec1fcb4d373004c7f3852bf515: `slime/bac
 its cache, loads the checkpoint, and continues.
 """
 
+from dataclasses import replace
 from typing import Final, Literal
 
 from starlette.responses import Response
@@ -42,7 +43,7 @@ async def flush(call: CommandCall[SendBody]) -> Response:
 ADMIN_ROUTES: Final[RouteTable] = {
     ("POST", "/pause_generation"): command_route(pause, PauseBody, VLLM),
     ("POST", "/continue_generation"): command_route(resume, ResumeBody, VLLM),
-    ("GET", "/flush_cache"): command_route(flush, SendBody, VLLM),
+    ("GET", "/flush_cache"): replace(command_route(flush, SendBody, VLLM), body=None),
     ("POST", "/update_weights_from_disk"): command_route(update_from_disk, DiskBody, VLLM),
 }
 """Routes that change the fleet."""
