@@ -24,6 +24,8 @@ MAX_STOPS: Final = 100
 """Times that an operator may stop a request, which then continues. It then fails."""
 ABORT_WAIT_S: Final = 60.0
 """Seconds in which aborted requests end. They end in this process, without the workers."""
+MAX_UPDATES: Final = 16
+"""Updates whose end is remembered, so that repeated calls have no effect. verl makes one at a time."""
 LOOK_S: Final = 0.05
 """Seconds between two looks at the fleet or at open requests."""
 
@@ -52,9 +54,14 @@ class RollbusServer:
         self._is_rejecting = False
         self._open: set[str] = set()
         self._steps = Steps()
-        self._commits: dict[str, asyncio.Future[Commit]] = {}
+        self._ends: dict[str, asyncio.Future[Commit | RolloutFailed]] = {}
         self._max_model_len = 0
         self._largest_id: int | None = None
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the last update that the trainer announced."""
+        return self._steps.latest
 
     async def start(self) -> None:
         """Connect, wait for the first worker, and reject a configuration that this model cannot serve."""
@@ -166,20 +173,20 @@ class RollbusServer:
         self._gate.set()
 
     async def commit_update(self, update: str, version: int, objects: str, step: int | None) -> None:
-        """Announce that the trainer has stored the weights of an update."""
-        # Before the workers load it: with `update=keep`, their tokens arrive before the update ends.
-        self._steps.add(version, step)
-        self._commit_of(update).set_result(Commit(version, objects, step))
+        """Announce that the trainer has stored the weights of an update. A repeated call has no effect."""
+        if self._settle(update, Commit(version, objects, step)):
+            # Before the workers load it: with `update=keep`, their tokens arrive before the update ends.
+            self._steps.add(version, step)
 
     async def fail_update(self, update: str, reason: str) -> None:
         """Announce that the trainer could not store the weights of an update. Generation resumes."""
-        self._commit_of(update).set_exception(RolloutFailed(reason))
-        await self.resume_generation()
+        if self._settle(update, RolloutFailed(reason)):
+            await self.resume_generation()
 
     async def apply_update(self, update: str, leads: bool) -> int:
-        """Wait until the fleet has loaded the weights of an update, and return their version.
+        """Wait until the fleet has loaded the weights of an update, and return their version. Generation resumes.
 
-        On failure, generation resumes with the weights that the workers have.
+        On failure, it resumes with the weights that the workers have.
 
         Args:
             update: id of the update.
@@ -187,17 +194,16 @@ class RollbusServer:
         """
         try:
             async with _as_failure(), asyncio.timeout(self._options.update_timeout_s):
-                commit = await self._commit_of(update)
+                commit = await self._end_of(update)
+                if isinstance(commit, RolloutFailed):
+                    raise commit
                 if leads:
                     await self._load(commit)
                 while len(self._with(commit.version)) < (self._options.min or 1):  # noqa: ASYNC110 - a bounded look
                     await asyncio.sleep(LOOK_S)
                 return commit.version
-        except BaseException:
-            await self.resume_generation()
-            raise
         finally:
-            self._commits.pop(update, None)
+            await self.resume_generation()
 
     async def _load(self, commit: Commit) -> None:
         """Make the workers load a stored version. Workers that die meanwhile are left out."""
@@ -260,12 +266,25 @@ class RollbusServer:
         serving = (worker for worker in self._workers() if worker.state is WorkerState.SERVING)
         return [worker for worker in serving if worker.weight_version >= version]
 
-    def _commit_of(self, update: str) -> asyncio.Future[Commit]:
-        return self._commits.setdefault(update, asyncio.get_running_loop().create_future())
+    def _end_of(self, update: str) -> asyncio.Future[Commit | RolloutFailed]:
+        """Return the future of an update's end. The trainer and the replica may ask for it in any order."""
+        end = self._ends.setdefault(update, asyncio.get_running_loop().create_future())
+        while len(self._ends) > MAX_UPDATES:
+            del self._ends[next(iter(self._ends))]
+        return end
+
+    def _settle(self, update: str, end: Commit | RolloutFailed) -> bool:
+        """End an update, and return True. If it has ended, return False."""
+        known = self._end_of(update)
+        if known.done():
+            return False
+        # A failure is a result too: nobody may wait for it.
+        known.set_result(end)
+        return True
 
     def _extra(self) -> dict[str, Any]:
         names = ("global_steps", "min_global_steps", "max_global_steps")
-        return dict.fromkeys(names, self._steps.latest)
+        return dict.fromkeys(names, self.latest_step)
 
 
 @asynccontextmanager

@@ -148,7 +148,7 @@ def test_options_come_from_the_path_of_the_model() -> None:
         ({"update": "wait"}, "engine_kwargs.rollbus.update is 'wait'; allowed: abort or keep"),
         ({"min": 0}, "engine_kwargs.rollbus.min"),
         ({"url": 4222}, "engine_kwargs.rollbus.url is"),
-        ({"rows": "float16"}, "have the dtype 'float16'"),
+        ({"rows": "int4"}, "have the dtype 'int4'"),
         ({"update_timeout_s": "soon"}, "engine_kwargs.rollbus.update_timeout_s"),
         ("nats://x", "engine_kwargs.rollbus is"),
     ],

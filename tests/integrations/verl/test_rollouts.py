@@ -7,11 +7,12 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.integrations.support import find_python, needs, run_program
-from tests.ray.conftest import LOCK, raylets
+from tests.ray.conftest import LOCK
 from tests.support.processes import becomes_true
 from tests.support.real_fleet import RealWorkers
 
@@ -33,9 +34,20 @@ def one_ray() -> Iterator[None]:
     """Allow one Ray at a time, and fail if a process of it is left."""
     with LOCK.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = raylets()
+        before = ray_processes()
         yield
-        assert becomes_true(lambda: not raylets() - before), "a process of Ray is left"
+        assert becomes_true(lambda: not ray_processes() - before), "a process of Ray is left"
+
+
+def ray_processes() -> set[int]:
+    """Return the processes of Ray nodes, and of actors on them. verl's actors have names of their own."""
+    running = (process for process in psutil.process_iter(["name", "status"]) if process.info["name"])
+    return {
+        process.pid
+        for process in running
+        if process.info["name"].startswith(("raylet", "gcs_server", "ray::"))
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    }
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
@@ -46,19 +58,20 @@ async def test_samples_are_those_of_the_reference_although_a_worker_dies_and_wei
 
     A trainer that fails while it sends leaves the old weights in use, and the next update works.
     """
-    first = next(iter((await workers.have(2)).values()))
+    name, first = next(iter((await workers.have(2)).items()))
 
     def kill(line: str) -> None:
         if line == "sampling":
             first.kill()
 
     seen = await run_program(
-        PROGRAM, nats_url, workers.fleet, tmp_path / "moe", mode, python=find_python("verl"), on_line=kill
+        PROGRAM, nats_url, workers.fleet, tmp_path / "moe", mode, name, python=find_python("verl"), on_line=kill
     )
+    assert seen["killed_with"] > 0
     assert seen["samples"] >= 200
     assert seen["wrong_rows"] == 0, seen["rows"]
     assert seen["difference"] < 1e-3
-    assert seen["after"] + seen["spanned"] > 0, "the update came in the middle"
+    assert seen["spanned"] > 0, "the update came in the middle"
     assert seen["greedy"]
     assert "the trainer ran out of memory" in seen["errors"][0]
     assert seen["after_failure"] == [[1, 1]]

@@ -1,14 +1,15 @@
 """verl's own server manager, clients, agent loop and checkpoint manager with a fleet; prints JSON results.
 
-python rollouts.py URL FLEET CHECKPOINT [abort|keep] [SAMPLES]
+python rollouts.py URL FLEET CHECKPOINT abort|keep WORKER
 
-Prints `sampling` when a batch is under way whose worker the test kills.
+Prints `sampling` when the worker has requests, so that the test kills it.
 """
 
-import asyncio
+import contextlib
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,11 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 sys.path.insert(0, str(Path(__file__).parent))
 from common import PROMPTS, Actor, make_config, start_ray
 
+import rollbus.sync
+
 url, fleet, checkpoint = sys.argv[1:4]
-mode = sys.argv[4] if len(sys.argv) > 4 else "abort"
-count = int(sys.argv[5]) if len(sys.argv) > 5 else 96
+mode, doomed = sys.argv[4:6]
+COUNT = 96
 seen = {"batches": [], "difference": 0.0, "wrong_rows": 0, "rows": 0, "samples": 0, "errors": []}
 torch.set_num_threads(1)
 
@@ -43,8 +46,37 @@ def batch_of(number, validate=False):
     )
 
 
+def in_flight(fleet, name=None):
+    """Wait until this worker, or any worker, has requests. Return their number."""
+    for _ in range(400):
+        found = fleet.requests("running", workers=None if name is None else [name], limit=256)
+        if found.timelines:
+            return len(found.timelines)
+        time.sleep(0.05)
+    raise TimeoutError(f"{name or 'any worker'} has no requests: {found}, {fleet.workers}")
+
+
+def announce():
+    """Tell the test when the worker that it kills has requests."""
+    seen["killed_with"] = in_flight(watch.fleet, doomed)
+    print("sampling", flush=True)
+
+
+def forward(ids, state, top):
+    """Return the experts of each position, sorted, and the log probability of each token after the first."""
+    model.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        found = model(ids[None], output_router_logits=True)
+    chosen = torch.stack([logits.topk(top).indices for logits in found.router_logits], dim=1)
+    logprobs = found.logits[0, :-1].float().log_softmax(-1)
+    return chosen[:-1].sort(-1).values, logprobs.gather(1, ids[1:, None])[:, 0]
+
+
 def compare(output, states):
-    """Compare rows and log probabilities of each sample of one version with a forward pass of transformers."""
+    """Compare rows and log probabilities of each sample with forward passes of transformers.
+
+    In a sample of two versions, positions before some token are of the first version, and all others of the second.
+    """
     batch, extra = output.batch, output.non_tensor_batch
     width = batch["prompts"].shape[1]
     steps = []
@@ -57,22 +89,25 @@ def compare(output, states):
         rows = batch["routed_experts"][i][mask]
         assert rows.dtype == torch.int16
         assert not rows[-1].any(), "verl's own padding: the last token has no row"
+        rows = rows[:-1].long().sort(-1).values
+        sampled = batch["rollout_log_probs"][i][: len(ids) - num_prompt]
+        parts = []
+        for step in sorted({low, high}):
+            own, logprobs = forward(ids, states[step], rows.shape[-1])
+            wrong = (own != rows).any(-1).any(-1)
+            difference = (logprobs[num_prompt - 1 :] - sampled).abs()
+            bad = wrong.clone()
+            bad[num_prompt - 1 :] |= difference > 1e-3
+            parts.append((wrong, difference, bad))
+        ends = range(num_prompt, len(rows)) if low != high else [len(rows)]
+        end = min(ends, key=lambda at: int(parts[0][2][:at].sum() + parts[-1][2][at:].sum()))
+        seen["wrong_rows"] += int(parts[0][0][:end].sum() + parts[-1][0][end:].sum())
+        at = end - num_prompt + 1
+        difference = torch.cat([parts[0][1][:at], parts[-1][1][at:]])
+        seen["difference"] = max(seen["difference"], float(difference.max()))
+        seen["rows"] += len(rows)
         seen["samples"] += 1
-        if low != high:
-            continue
-        model.load_state_dict(states[low], strict=False)
-        with torch.no_grad():
-            found = model(ids[None], output_router_logits=True)
-        chosen = torch.stack([logits.topk(rows.shape[-1]).indices for logits in found.router_logits], dim=1)
-        own = chosen[:-1].sort(-1).values
-        wrong = (own != rows[:-1].long().sort(-1).values).any(-1)
-        seen["wrong_rows"] += int(wrong.sum())
-        seen["rows"] += wrong.numel()
-        logprobs = found.logits[0].float().log_softmax(-1)[num_prompt - 1 : -1]
-        own = logprobs.gather(1, ids[num_prompt:, None])[:, 0]
-        sampled = batch["rollout_log_probs"][i][: len(own)]
-        seen["difference"] = max(seen["difference"], float((own - sampled).abs().max()))
-    seen["batches"].append({"steps": steps})
+    seen["batches"].append({"steps": sorted(map(list, set(map(tuple, steps))))})
     return steps
 
 
@@ -93,7 +128,8 @@ def keys_of(model_, tensors):
 
 
 start_ray()
-try:
+with rollbus.sync.connect(url, fleet=fleet) as watch, contextlib.ExitStack() as stack:
+    stack.callback(ray.shutdown)
     config = make_config(url, fleet, checkpoint, f"+actor_rollout_ref.rollout.engine_kwargs.rollbus.update={mode}")
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     manager = LLMServerManager.create(config=config)
@@ -112,16 +148,16 @@ try:
     updates.update_weights(0)
 
     # 1. a batch, in which the test kills a worker
-    threading.Timer(0.5, lambda: print("sampling", flush=True)).start()
-    compare(loops.generate_sequences(batch_of(count)), states)
+    threading.Thread(target=announce, daemon=True).start()
+    compare(loops.generate_sequences(batch_of(COUNT)), states)
 
     # 2. new weights in the middle of a batch
     actors.change(1.1)
     states[1] = keys_of(model, actors.state()[0])
-    batch = batch_of(count)
+    batch = batch_of(COUNT)
     running = [worker.generate_sequences.remote(batch) for worker in loops.agent_loop_workers]
-    server = manager.get_replicas()[0].server_handle
-    asyncio.run(asyncio.sleep(1.0))
+    in_flight(watch.fleet)
+    time.sleep(0.3)  # some tokens of the old weights
     seen["sync"] = updates.update_weights(1)
     spanned = compare(ray.get(running[0]), states)
     seen["spanned"] = sum(low != high for low, high in spanned)
@@ -140,10 +176,14 @@ try:
         seen["errors"].append(str(error)[-2000:])
     steps = compare(loops.generate_sequences(batch_of(8)), states)
     seen["after_failure"] = sorted(set(map(tuple, steps)))
+
+    # 5. late and repeated announcements of an update have no effect
+    server = manager.get_replicas()[0].server_handle
+    ray.get([server.commit_update.remote("late", 1, "none", 1) for _ in range(2)])
+    ray.get(server.fail_update.remote("late", "the trainer was late"))
+    ray.get(server.fail_update.remote("later", "the trainer was late"))
     actors.change(1.2)
     states[3] = keys_of(model, actors.state()[0])
     updates.update_weights(3)
     seen["after_repair"] = sorted(set(map(tuple, compare(loops.generate_sequences(batch_of(8)), states))))
     print("seen " + json.dumps(seen), flush=True)
-finally:
-    ray.shutdown()
