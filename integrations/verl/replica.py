@@ -29,7 +29,7 @@ class RollbusReplica(RolloutReplica):  # type: ignore[misc]
     async def init_hybrid(self, worker_group: Any) -> None:
         """Raise `InvalidRequest`: the fleet does not share the trainer's GPUs."""
         raise InvalidRequest(
-            "actor_rollout_ref.hybrid_engine", "is set", "False, with a trainer that has servers apart"
+            "actor_rollout_ref.hybrid_engine", "is set", "False, with trainer.v1.trainer_mode=separate_async"
         )
 
     async def init_hybrid_colocated(self, worker_group: Any, resource_pool: Any) -> None:

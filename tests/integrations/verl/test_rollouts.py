@@ -73,6 +73,7 @@ async def test_samples_are_those_of_the_reference_although_a_worker_dies_and_wei
     assert seen["difference"] < 1e-3
     assert seen["spanned"] > 0, "the update came in the middle"
     assert seen["greedy"]
+    assert "actor_rollout_ref.hybrid_engine is set; allowed: False" in seen["hybrid"]
     assert "the trainer ran out of memory" in seen["errors"][0]
     assert seen["after_failure"] == [[1, 1]]
     assert seen["after_repair"] == [[3, 3]]

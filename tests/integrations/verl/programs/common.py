@@ -36,6 +36,7 @@ def make_config(url, fleet, checkpoint, *overrides):
         return compose(
             config_name="ppo_trainer",
             overrides=[
+                "actor_rollout_ref.hybrid_engine=False",
                 "actor_rollout_ref.rollout.name=rollbus",
                 f"+actor_rollout_ref.rollout.engine_kwargs.rollbus.url={url}",
                 f"+actor_rollout_ref.rollout.engine_kwargs.rollbus.fleet={fleet}",

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import PROMPTS, Actor, make_config, start_ray
 
 import rollbus.sync
+from rollbus.schemas.errors import InvalidRequest
 
 url, fleet, checkpoint = sys.argv[1:4]
 mode, doomed = sys.argv[4:6]
@@ -167,6 +168,12 @@ with rollbus.sync.connect(url, fleet=fleet) as watch, contextlib.ExitStack() as 
     first, second = (loops.generate_sequences(batch_of(8, validate=True)) for _ in range(2))
     compare(first, states)
     seen["greedy"] = bool((first.batch["responses"] == second.batch["responses"]).all())
+
+    # a trainer that shares its GPUs with the rollout is rejected
+    try:
+        LLMServerManager.create(config=config, worker_group=actors)
+    except InvalidRequest as error:
+        seen["hybrid"] = str(error)
 
     # 4. a trainer that fails while it sends: the old weights serve on, and the error says why
     actors.change(1.2, breaks=True)
