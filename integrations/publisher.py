@@ -248,9 +248,14 @@ def _check_plain(name: str, layer: Any, adapter: str) -> None:
 
 def _dtypes(checkpoint: Path) -> Iterator[tuple[str, torch.dtype]]:
     """Yield (name, dtype) of the tensors of a checkpoint that may be cast."""
+    for name, tensor in tensor_slices(checkpoint):
+        if tensor.get_dtype() in DTYPES:
+            yield name, DTYPES[tensor.get_dtype()]
+
+
+def tensor_slices(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (name, slice of safetensors, with its shape and dtype) of the tensors of a checkpoint."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
-                dtype = file.get_slice(name).get_dtype()
-                if dtype in DTYPES:
-                    yield name, DTYPES[dtype]
+                yield name, file.get_slice(name)

@@ -1,6 +1,6 @@
 """NeMo-RL's batches: its prompts as requests, and generations as its tensors. Without input and output."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ NOT_SAMPLED: Final = -1
 """Weight version of positions that no worker sampled."""
 ROW_DTYPES: Final = (("int8", 128), ("int16", 32_768))
 """NeMo-RL's dtypes of expert ids, and the most experts that each is for. Models with more experts have int32."""
+MAX_STOPS: Final = 16
+"""Maximum number of interruptions of one answer, for example by `pause --mode abort`."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -98,6 +100,47 @@ def request_of(
         stop_token_ids=config.get("stop_token_ids") or (),
     )
     return GenerateRequest(prompt_token_ids=list(prompt.token_ids), sampling=sampling, model=model)
+
+
+class Unfinished:
+    """Requests of a batch without a complete answer. Answers that an operator interrupted are continued and joined."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self._parts: dict[int, Generation] = {}
+        self._open = list(requests)
+
+    def rounds(self) -> Iterator[list[GenerateRequest]]:
+        """Yield the requests to send, until no answer was interrupted.
+
+        Raises:
+            InvalidRequest: an answer was interrupted too often.
+        """
+        for _ in range(1 + MAX_STOPS):
+            if not self._open:
+                return
+            sent, self._open = self._open, []
+            yield sent
+        if self._open:
+            problem = f"was interrupted more than {MAX_STOPS} times"
+            raise InvalidRequest(field="data", problem=problem, allowed="fewer interruptions")
+
+    def take(self, answer: Generation) -> tuple[int, Generation] | None:
+        """Return the number of the request with its complete answer, or None if it must be continued.
+
+        Raises:
+            RequestError: the request failed.
+        """
+        if answer.error is not None:
+            raise answer.error
+        number = self._numbers[answer.request_id]
+        whole = self._parts[number].joined(answer) if number in self._parts else answer
+        if whole.finish_reason is not FinishReason.ABORT:
+            return number, whole
+        rest = whole.request.continuing(whole, inexact="continue")
+        self._parts[number], self._numbers[rest.request_id] = whole, number
+        self._open.append(rest)
+        return None
 
 
 def row_dtype(num_experts: int) -> str:

@@ -6,29 +6,23 @@ that the trainer passes.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
+
+import torch
 
 from ... import sync
 from ...bus.client.generation import Generation
-from ...schemas.chunk import FinishReason
 from ...schemas.errors import InvalidRequest, NoWorkers
 from ...schemas.presence import Capabilities, WorkerPresence
 from ...schemas.request import GenerateRequest
-from .batches import Prompt, batch_of, prompts_of, request_of
+from ..publisher import WORKERS_WAIT_S, PolicyPublisher, tensor_slices, update_fleet
+from .batches import Prompt, Unfinished, batch_of, prompts_of, request_of
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..publisher import PolicyPublisher
-
-WORKERS_WAIT_S: Final = 600.0
-"""Seconds to wait for the first worker, because engines load for minutes."""
-MAX_STOPS: Final = 16
-"""Maximum number of interruptions of one answer, for example by `pause --mode abort`."""
-Weights = Callable[[], "Iterable[tuple[str, torch.Tensor]] | Path"]
+Weights = Iterable[tuple[str, torch.Tensor]] | Path
+"""All tensors of the policy as (name, tensor), named as in the checkpoint; or the folder of a whole checkpoint."""
 
 
 class RollbusGeneration:
@@ -101,7 +95,14 @@ class RollbusGeneration:
             NoWorkers: no worker served the model within ten minutes.
         """
         prompts, requests, capabilities = self._requests(data, greedy)
-        return self._batch(data, prompts, self._reported(lambda: self._whole(requests)), capabilities)
+        whole = Unfinished(requests)
+        found: dict[int, Generation] = {}
+        with self._reported():
+            for sent in whole.rounds():
+                # Close the iterator here, so that a failed step leaves no request open.
+                with closing(self._connected().complete_many(sent, max_in_flight=len(sent))) as answers:
+                    found |= dict(filter(None, map(whole.take, answers)))
+        return self._batch(data, prompts, [found[number] for number in range(len(requests))], capabilities)
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncGenerator[tuple[int, Any], None]:
         """Yield (index, batch of one sample) as samples finish. Errors are those of `generate`.
@@ -110,28 +111,14 @@ class RollbusGeneration:
         """
         # On a thread, because the first call connects and may wait for a worker.
         prompts, requests, capabilities = await asyncio.to_thread(self._requests, data, greedy)
-        numbers = {request.request_id: number for number, request in enumerate(requests)}
-        parts: dict[int, Generation] = {}
-        for _ in range(MAX_STOPS):
-            if not requests:
-                return
-            stopped: list[GenerateRequest] = []
-            answers = self._connected().with_asyncio.complete_many(requests, max_in_flight=len(requests))
-            try:
-                async for generation in answers:
-                    number = numbers[generation.request_id]
-                    whole = self._joined(parts.get(number), generation)
-                    if whole.finish_reason is FinishReason.ABORT:
-                        parts[number] = whole
-                        rest = whole.request.continuing(whole, inexact="continue")
-                        numbers[rest.request_id] = number
-                        stopped.append(rest)
-                        continue
-                    yield number, self._batch(data, [prompts[number]], [whole], capabilities)
-            finally:
-                await answers.aclose()
-            requests = stopped
-        raise InvalidRequest(field="data", problem=f"was interrupted {MAX_STOPS} times", allowed="fewer interruptions")
+        whole = Unfinished(requests)
+        with self._reported():
+            for sent in whole.rounds():
+                answers = self._connected().with_asyncio.complete_many(sent, max_in_flight=len(sent))
+                async with aclosing(answers):
+                    async for answer in answers:
+                        if ended := whole.take(answer):
+                            yield ended[0], self._batch(data, [prompts[ended[0]]], [ended[1]], capabilities)
 
     def _requests(self, data: Any, greedy: bool) -> tuple[list[Prompt], list[GenerateRequest], Capabilities]:
         prompts, capabilities = prompts_of(data, self.cfg), self._capabilities()
@@ -147,33 +134,6 @@ class RollbusGeneration:
         decode = None if self._tokenizer is None else self._tokenizer.decode
         pad = self.cfg["_pad_token_id"]
         return type(data)(batch_of(data, prompts, generations, pad=pad, capabilities=capabilities, decode=decode))
-
-    def _whole(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Return complete answers in the order of the requests. Answers that an operator interrupted are continued."""
-        answers = self._answers(requests)
-        for _ in range(MAX_STOPS):
-            stopped = [number for number, answer in enumerate(answers) if answer.finish_reason is FinishReason.ABORT]
-            if not stopped:
-                return answers
-            rests = [answers[number].request.continuing(answers[number], inexact="continue") for number in stopped]
-            for number, rest in zip(stopped, self._answers(rests), strict=True):
-                answers[number] = self._joined(answers[number], rest)
-        raise InvalidRequest(field="data", problem=f"was interrupted {MAX_STOPS} times", allowed="fewer interruptions")
-
-    def _answers(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        if not requests:
-            return []
-        found: dict[str, Generation] = {}
-        # Close the iterator here, so that a failed step leaves no request open.
-        with closing(self._connected().complete_many(requests, max_in_flight=len(requests))) as generations:
-            for generation in generations:
-                found[generation.request_id] = self._joined(None, generation)
-        return [found[request.request_id] for request in requests]
-
-    def _joined(self, first: Generation | None, rest: Generation) -> Generation:
-        if rest.error is not None:
-            raise rest.error
-        return rest if first is None else first.joined(rest)
 
     # Life.
 
@@ -219,13 +179,8 @@ class RollbusGeneration:
         Raises:
             InvalidRequest: there is no checkpoint, or a name or shape differs from it.
         """
-        from safetensors import safe_open
-
         checkpoint = self._needed_checkpoint()
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in sorted(checkpoint.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensor_slices(checkpoint)}
         given = {name: tuple(info[0]) for name, info in state_dict_info.items()}
         for name in sorted(given.keys() | shapes.keys()):
             if given.get(name) != shapes.get(name):
@@ -234,28 +189,21 @@ class RollbusGeneration:
                     field="state_dict_info", problem=problem, allowed=f"{shapes.get(name)}, as on disk"
                 )
 
-    def refit(self, weights: "Iterable[tuple[str, torch.Tensor]] | Path") -> int:
+    def refit(self, weights: Weights) -> int:
         """Give the fleet new weights and return their version. Every live worker has then loaded and verified them.
 
         Args:
-            weights: all tensors as (name, tensor), named as in the checkpoint. Only changes are transferred. Or the
-                folder of a whole checkpoint below a weight root of the workers.
+            weights: all tensors, of which only changes are transferred, or a folder below a weight root of the workers.
 
         Raises:
-            InvalidRequest, ControlError, CommandIncomplete, NoWorkers: as `PolicyPublisher.publish` and
-                `Fleet.update_weights`.
+            InvalidRequest, ControlError, CommandIncomplete, NoWorkers: as `PolicyPublisher.publish`.
         """
         if isinstance(weights, Path):
-            client, workers = self._connected(), self._workers()
-            model, version = workers[0].model, 1 + max(worker.weight_version for worker in workers)
-            client.fleet.update_weights(weights, version=version, model=model)
+            workers = self._workers()
+            version = 1 + max(worker.weight_version for worker in workers)
+            update_fleet(self._connected(), path=weights, version=version, model=workers[0].model)
         else:
-            published = self._needed_publisher().publish(weights)
-            version = published.version
-        behind = sorted(worker.worker for worker in self._workers() if worker.weight_version < version)
-        if behind:
-            problem = f"is not on {', '.join(behind)} after the refit"
-            raise InvalidRequest(field=f"version {version}", problem=problem, allowed="on each worker that serves")
+            version = self._needed_publisher().publish(weights).version
         if self._monitor is not None:
             self._monitor.report_refit(0, weight_version=version)
         return version
@@ -326,16 +274,16 @@ class RollbusGeneration:
 
     # Inside.
 
-    def _reported(self, generate: Callable[[], list[Generation]]) -> list[Generation]:
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
         try:
-            generations = generate()
+            yield
         except Exception as error:
             if self._monitor is not None and not isinstance(error, InvalidRequest):
                 self._monitor.report_failure(0, error)
             raise
         if self._monitor is not None:
             self._monitor.report_success(0)
-        return generations
 
     def _connected(self) -> sync.BlockingClient:
         with self._lock:
@@ -367,9 +315,7 @@ class RollbusGeneration:
             raise InvalidRequest(field="checkpoint", problem="is not set", allowed=allowed)
         return Path(self._checkpoint)
 
-    def _needed_publisher(self) -> "PolicyPublisher":
-        from ..publisher import PolicyPublisher
-
+    def _needed_publisher(self) -> PolicyPublisher:
         if self._publisher is None:
             model, checkpoint = self._workers()[0].model, self._needed_checkpoint()
             self._publisher = PolicyPublisher(self._url, model=model, checkpoint=checkpoint, **self._options)
@@ -387,7 +333,7 @@ class RollbusWeights:
         version: version of the last refit. None before the first one.
     """
 
-    def __init__(self, generation: RollbusGeneration, weights: Weights) -> None:
+    def __init__(self, generation: RollbusGeneration, weights: Callable[[], Weights]) -> None:
         self._generation = generation
         self._weights = weights
         self.version: int | None = None

@@ -47,6 +47,14 @@ def caller_workers(
     workers.stop()
 
 
+@pytest.fixture
+def updated_workers(nats_url: str, callers: tuple[Path, Path], tmp_path: Path) -> Iterator[RealWorkers]:
+    """VLLM workers with the first of `callers` that only one test uses, which may publish any version."""
+    workers = RealWorkers(nats_url, callers[0], version=0, cache=tmp_path / "cache")
+    yield workers
+    workers.stop()
+
+
 @pytest.fixture(scope="session")
 def tool_environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of environments with tools in the source release of verifiers on PyPI."""

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import rollbus
+from rollbus.bus.client.generation import Generation
 from rollbus.integrations.nemo import RollbusGeneration, RollbusWeights
-from rollbus.integrations.nemo.batches import length_before_stop, prompts_of, row_dtype
+from rollbus.integrations.nemo.batches import Unfinished, length_before_stop, prompts_of, row_dtype
 from rollbus.schemas.errors import InvalidRequest
 from tests.support.fleet import synthetic_worker
 
@@ -66,6 +67,9 @@ CONFIG = {
 }
 
 
+SAMPLING = rollbus.SamplingParams(max_tokens=32)
+
+
 class Batch(UserDict[str, Any]):
     """A batch as NeMo-RL's `BatchedDataDict`: a UserDict that is made of a dict."""
 
@@ -93,6 +97,22 @@ def batch(*prompts: list[int], **fields: Any) -> Batch:
     rows = [prompt + [0] * (length - len(prompt)) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     return Batch({"input_ids": torch.tensor(rows), "input_lengths": lengths, **fields})
+
+
+def answered(request: rollbus.GenerateRequest, finish: str) -> Generation:
+    """Return an answer of one token."""
+    return Generation(
+        request=request,
+        request_id=request.request_id,
+        child=0,
+        prompt_len=request.prompt_len,
+        token_ids=np.array([7], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        weight_versions=np.zeros(1, np.int32),
+        routed_experts=None,
+        start=request.routed_experts_prompt_start,
+        finish_reason=rollbus.FinishReason(finish),
+    )
 
 
 def parameters(member: Any) -> list[str] | None:
@@ -158,6 +178,25 @@ def test_stop_strings_of_batch_and_config_hold_together() -> None:
 def test_a_generation_ends_with_the_token_that_completes_a_stop_string(stops: tuple[str, ...], count: int) -> None:
     """The first stop string counts, also if it spans tokens."""
     assert length_before_stop([0, 1, 2, 3, 4, 5], stops, lambda ids: "".join("abcdef"[i] for i in ids)) == count
+
+
+def test_interrupted_answers_are_continued_until_they_are_whole() -> None:
+    """The parts are joined under the number of the request. An answer that never ends is an error."""
+    requests = [rollbus.GenerateRequest(prompt_token_ids=[token], sampling=SAMPLING) for token in (5, 6)]
+    unfinished = Unfinished(requests)
+    found: dict[int, Generation] = {}
+    for number, sent in enumerate(unfinished.rounds()):
+        for request in sent:
+            stopped = number < 2 and 6 in request.prompt_token_ids
+            found |= dict(filter(None, [unfinished.take(answered(request, "abort" if stopped else "length"))]))
+    assert {number: answer.token_ids.tolist() for number, answer in found.items()} == {0: [7], 1: [7, 7, 7]}
+    assert [found[number].request for number in (0, 1)] == requests
+    unfinished = Unfinished(requests[:1])
+    rounds = unfinished.rounds()
+    for _ in range(17):
+        assert unfinished.take(answered(next(rounds)[0], "abort")) is None
+    with pytest.raises(InvalidRequest, match="was interrupted more than 16 times"):
+        next(rounds)
 
 
 def test_rows_have_the_smallest_signed_dtype_of_nemo_rl() -> None:
