@@ -42,13 +42,13 @@ def check_with_transformers(checkpoint: Path, output: Batch, prompts: list[list[
 
 
 async def test_batches_and_refits_are_those_of_hugging_face_despite_a_killed_worker(
-    nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers
+    nats_url: str, callers: tuple[Path, Path], updated_workers: RealWorkers
 ) -> None:
     """A killed worker loses no sample; after a refit all tokens have the new version and the new weights' values."""
-    workers = await caller_workers.have(2)
+    workers = await updated_workers.have(2)
     monitor = Monitor()
     generation = RollbusGeneration(
-        {**CONFIG, "max_new_tokens": 300}, nats_url, fleet=caller_workers.fleet, checkpoint=callers[0]
+        {**CONFIG, "max_new_tokens": 300}, nats_url, fleet=updated_workers.fleet, checkpoint=callers[0]
     )
     tensors = load_file(callers[1] / "model.safetensors")
     generation.weight_synchronizer = RollbusWeights(generation, lambda: iter(tensors.items()))
