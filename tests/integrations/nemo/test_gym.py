@@ -4,7 +4,9 @@ Its metadata asks for Python 3.13.14. Here it runs on 3.13, installed with pip's
 its servers share one Python environment by its option `uv_venv_dir`.
 """
 
+import asyncio
 import json
+import re
 import socket
 import uuid
 from collections.abc import Callable
@@ -83,12 +85,16 @@ def turns_of(rollout: dict[str, Any]) -> list[dict[str, Any]]:
     return [item for item in output if item.get("generation_token_ids")]
 
 
-async def check_turns(rb: rollbus.Client, rollout: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Assert that a bus client which repeats each greedy turn receives the same tokens and log probabilities."""
-    before: list[int] = []
+def is_first(line: str) -> bool:
+    """Return True for the line that reports the first rollout. NeMo Gym's progress bar may stand before it."""
+    return line.endswith("rollouts 1")
+
+
+async def equal_turns(rb: rollbus.Client, rollout: dict[str, Any], sampling: dict[str, Any]) -> list[bool]:
+    """Return for each greedy turn whether a bus client that repeats it receives its tokens and log probabilities."""
+    found: list[bool] = []
     for turn in turns_of(rollout):
-        prompt = turn["prompt_token_ids"]
-        assert prompt[: len(before)] == before, "NeMo-RL requires that turns form one conversation"
+        prompt, tokens = turn["prompt_token_ids"], turn["generation_token_ids"]
         repeated = await rb.complete(
             rollbus.GenerateRequest(
                 prompt_token_ids=prompt,
@@ -101,10 +107,20 @@ async def check_turns(rb: rollbus.Client, rollout: dict[str, Any], sampling: dic
                 ),
             )
         )
-        assert repeated.token_ids.tolist() == turn["generation_token_ids"]
-        assert repeated.logprobs is not None
-        assert np.abs(repeated.logprobs - np.array(turn["generation_log_probs"])).max() < TOLERANCE
-        before = prompt + turn["generation_token_ids"]
+        found.append(
+            repeated.token_ids.tolist() == tokens
+            and np.allclose(repeated.logprobs, turn["generation_log_probs"], rtol=0, atol=TOLERANCE)
+        )
+    return found
+
+
+def check_calls(rollouts: list[dict[str, Any]], count: int) -> None:
+    """Assert that there are so many rollouts, and that each one called a tool in each turn."""
+    assert len(rollouts) == count
+    for rollout in rollouts:
+        kinds = [item["type"] for item in rollout["result"]["response"]["output"]]
+        assert kinds == ["function_call", "function_call_output"] * TURNS
+        assert len(turns_of(rollout)) == TURNS
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["in the answer", "from /tokenize"])
@@ -137,13 +153,13 @@ async def test_ids_and_log_probabilities_of_rollouts_are_those_of_the_engine(
 async def test_rollouts_with_tools_lose_nothing_if_a_worker_is_killed(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers, tmp_path: Path
 ) -> None:
-    """Tools run, all turns form one conversation, and ids and log probabilities are those that the engine sampled."""
+    """Tools run, and the ids and log probabilities of each turn are those that the engine sampled."""
     checkpoint, environments = callers[0], [COUNTER, SYNONYMS]
     extra = forced(checkpoint, environments)
     first = next(iter((await caller_workers.have(2)).values()))
 
     def kill(line: str) -> None:
-        if line == "rollouts 1":
+        if is_first(line):
             first.kill()
 
     async with http_before(nats_url, caller_workers.fleet, Settings(tool_call_parser="hermes")) as http:
@@ -155,9 +171,52 @@ async def test_rollouts_with_tools_lose_nothing_if_a_worker_is_killed(
             repeats=2,
             parameters={"temperature": 0.0},
         )
-        assert len(rollouts) == 12
+        assert first.poll() is not None, "it was killed"
+        check_calls(rollouts, 12)
         for rollout in rollouts:
-            output = rollout["result"]["response"]["output"]
-            assert [item["type"] for item in output] == ["function_call", "function_call_output"] * TURNS
-            assert len(turns_of(rollout)) == TURNS
-            await check_turns(http.rb, rollout, extra)
+            assert await equal_turns(http.rb, rollout, extra) == [True] * TURNS
+
+
+@pytest.mark.vllm
+@pytest.mark.routing
+async def test_new_weights_in_the_middle_of_rollouts(
+    nats_url: str, callers: tuple[Path, Path], updated_workers: RealWorkers, tmp_path: Path
+) -> None:
+    """No rollout is lost. Turns before the update are those of the old weights, turns after it those of the new."""
+    environments, gate, late = [COUNTER, SYNONYMS], tmp_path / "gate", 4
+    extra = forced(callers[0], environments)
+    await updated_workers.have(2)
+    async with http_before(nats_url, updated_workers.fleet, Settings(tool_call_parser="hermes")) as http:
+        await http.own.fleet.wait_for_workers(2)
+
+        async def update() -> None:
+            await http.rb.fleet.update_weights(callers[1], version=1)
+            gate.touch()
+
+        async with asyncio.TaskGroup() as group:
+
+            def begin(line: str) -> None:
+                if is_first(line):
+                    group.create_task(update())
+
+            rollouts = await collect(
+                *(http, callers[0], tmp_path, extra, begin),
+                environments=environments,
+                tasks=3,
+                first=1,
+                repeats=2,
+                late=late,
+                gate=str(gate),
+                parameters={"temperature": 0.0},
+            )
+        check_calls(rollouts, 12)
+        new = [await equal_turns(http.rb, rollout, extra) for rollout in rollouts]
+        await http.rb.fleet.update_weights(callers[0], version=2)
+        old = [await equal_turns(http.rb, rollout, extra) for rollout in rollouts]
+    assert new[-late:] == [[True] * TURNS] * late
+    assert old[-late:] == [[False] * TURNS] * late
+    assert [True] * TURNS in old[:-late], "the first rollout ended before the update"
+    for of_old, of_new in zip(old[:-late], new[:-late], strict=True):
+        # Only the turn in which the weights changed has tokens of both.
+        order = "".join("o" if a else "n" if b else "?" for a, b in zip(of_old, of_new, strict=True))
+        assert re.fullmatch("o*[?]?n*", order), order
