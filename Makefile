@@ -5,8 +5,8 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-# Published trainers whose pins exclude each other's: an environment, a lock and a directory of tests for each.
-TRAINERS := verl skyrl nemo gateways
+# Published trainers and agents whose pins exclude each other's: an environment, a lock and a directory of tests for each.
+TRAINERS := verl skyrl nemo gateways agents
 .PHONY: help setup demo test test-trainers test-trainers-all $(TRAINERS:%=test-%) test-deploy test-vllm-next vllm-contract soak elastic check quick docs format lock clean
 
 help:

@@ -50,6 +50,17 @@ LOCKS = {
         *("omegaconf==2.4.0", "networkx==3.6.1", "accelerate", "aiohttp", "botocore", "httpx", "jaxtyping", "loguru"),
         *("orjson", "pandas", "pybase64", "requests", "tensorboard", "tensordict", "torchdata", "vllm-router", "wandb"),
     ],
+    # The client and published agents, as tests/integrations/agents runs them.
+    ".ci/requirements-agents.lock": [
+        *(str(ROOT), "hatchling", "anthropic==2.11.0", "openai==3.52.0"),
+        *(
+            "litellm==1.110.2",
+            "mini-swe-agent==2.4.6",
+            "openai-agents==0.24.0",
+            "pydantic-ai-slim[anthropic,openai]==2.68.0",
+        ),
+        "smolagents[openai]==1.26.0",
+    ],
 }
 """What pip resolves for each lock."""
 PYTHONS = {".ci/requirements-nemo.lock": (3, 13)}

@@ -16,6 +16,9 @@ from starlette.requests import Request
 
 from .errors import HttpError
 
+API_KEY: Final = "x-api-key"
+"""Header in which Anthropic's clients send the token."""
+
 
 def check_access(request: Request, *tokens: str | None) -> None:
     """Check that a request has one of `tokens`. If the first token is None, accept every request.
@@ -25,10 +28,10 @@ def check_access(request: Request, *tokens: str | None) -> None:
     """
     if has_access(request, *tokens):
         return
-    problem = "is wrong" if "authorization" in request.headers else "is missing"
+    problem = "is wrong" if {"authorization", API_KEY} & set(request.headers) else "is missing"
     raise HttpError(
         401,
-        f"the bearer token {problem}; allowed: Authorization: Bearer TOKEN",
+        f"the bearer token {problem}; allowed: Authorization: Bearer TOKEN, or {API_KEY}: TOKEN",
         code="unauthorized",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -45,10 +48,10 @@ def user_of(request: Request, *tokens: str | None) -> str:
 
 
 def _place_of_token(request: Request, *tokens: str | None) -> int | None:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        for place, token in enumerate(tokens):
-            if token is not None and hmac.compare_digest(given.strip().encode(), token.encode()):
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    for given in (bearer if scheme.lower() == "bearer" else None, request.headers.get(API_KEY)):
+        for place, token in enumerate(tokens if given is not None else ()):
+            if token is not None and hmac.compare_digest(str(given).strip().encode(), token.encode()):
                 return place
     return None
 

@@ -21,6 +21,7 @@ from ...schemas.decoding import nearest
 from ...schemas.errors import RollbusError
 from . import Settings, chat, control, docs, generate, page, status
 from .access import check_access, check_media_type, check_origin
+from .agents import routes as agents
 from .calls import Admission
 from .control import reads
 from .edge import new_id
@@ -29,7 +30,7 @@ from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import server_span
-from .service import Handler, RouteTable, Service
+from .service import HttpRoute, RouteTable, Service
 from .trainers import skyrl, slime, vime
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ DATA: RouteTable = {
     **generate.ROUTES,
     **chat.ROUTES,
     **openai.ROUTES,
+    **agents.ROUTES,
     **control.ROUTES,
     **live.ROUTES,
     **skyrl.ROUTES,
@@ -88,7 +90,7 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
 
 
 def _endpoints(service: Service, table: RouteTable, *tokens: str | None) -> dict[tuple[str, str], ASGIApp]:
-    return {each: _Endpoint(service, each[1], route.handler, tokens) for each, route in table.items()}
+    return {each: _Endpoint(service, each[1], route, tokens) for each, route in table.items()}
 
 
 class _App(Starlette):
@@ -133,10 +135,10 @@ class _OriginCheck:
 class _Endpoint:
     """Wraps a handler for Starlette: counts requests, checks access, and converts errors to answers."""
 
-    def __init__(self, service: Service, path: str, handler: Handler, tokens: tuple[str | None, ...]) -> None:
+    def __init__(self, service: Service, path: str, route: HttpRoute, tokens: tuple[str | None, ...]) -> None:
         self._service = service
         self._path = path
-        self._handler = handler
+        self._route = route
         self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,11 +165,11 @@ class _Endpoint:
             check_access(request, *self._tokens)
             if request.method == "POST":
                 check_media_type(request.headers)
-            return await self._handler(self._service, request)
+            return await self._route.handler(self._service, request)
         except HttpError as error:
-            return error_response(error)
+            return self._route.errors(error)
         except RollbusError as error:
-            return error_response(http_error(error))
+            return self._route.errors(http_error(error))
 
 
 async def _no_route(request: Request, exc: Exception) -> Response:

@@ -109,15 +109,19 @@ class EventStream(Response):
         first: the first events, already received. An error before them still has an HTTP status of its own.
         events: the other events as they are sent, several at a time or `PING`. An error among them becomes the last
             event.
+        end: what follows the events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], end: bytes = END
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", **headers})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -126,7 +130,7 @@ class EventStream(Response):
             with while_connected(scope):
                 delivery.begin(self.status_code, self.raw_headers)
                 await delivery.write(self._first)
-                self._first, last = b"", END
+                self._first, last = b"", self._end
                 try:
                     async for events in self._events:
                         await delivery.write(events)

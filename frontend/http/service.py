@@ -33,9 +33,9 @@ from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
-from .calls import Admission, ChunksAt, EventStream
+from .calls import END, Admission, ChunksAt, EventStream
 from .edge import given_request_id, while_connected
-from .errors import HttpError
+from .errors import HttpError, error_response
 from .live.fleet import LiveFleet
 from .metrics import Metrics
 from .openai.parsers import Parsers
@@ -456,7 +456,11 @@ class Service:
         return found | {each.wire_id: each.request_id for each in meant.values()}
 
     async def stream(
-        self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]
+        self,
+        request: Request,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        end: bytes = END,
     ) -> EventStream:
         """Start a stream after its first event, because an error before that event sets the HTTP status."""
         try:
@@ -465,7 +469,7 @@ class Service:
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(first, events, headers)
+        return EventStream(first, events, headers, end)
 
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -486,6 +490,8 @@ class HttpRoute:
     """
     query: type | None = None
     """Struct of the query parameters."""
+    errors: Callable[[HttpError], Response] = error_response
+    """Returns the answer for an error, in the format of the route's API."""
 
 
 RouteTable = dict[tuple[str, str], HttpRoute]

@@ -59,7 +59,7 @@ class AnswerWriter:
             HttpError: the request failed.
         """
         with named_errors(self.names, self.requests[0]):
-            choices = self._choices(keep=True)
+            choices = self.choices(keep=True)
             await collect_answers(service, http_request, self.requests, choices, may_stop=bool(self.options.stops))
             return JsonPieces(await self.answer_json(choices), id_headers(self.requests[0].request_id))
 
@@ -72,7 +72,7 @@ class AnswerWriter:
         events = self._events(service, http_request)
         return await service.stream(http_request, events, id_headers(self.requests[0].request_id))
 
-    def _choices(self, *, keep: bool) -> list[AnswerChoice]:
+    def choices(self, *, keep: bool) -> list[AnswerChoice]:
         """Return the empty answers, ordered by prompt and then by child request."""
         return [
             AnswerChoice(at * request.sampling.n + child, request, self._text(request), keep=keep)
@@ -96,7 +96,8 @@ class AnswerWriter:
         at = choice.index // self.requests[0].sampling.n
         return update if self.echo is None else self.echo.update(at, update, is_first=is_first)
 
-    def _readers(self, choices: Sequence[AnswerChoice]) -> list[AnswerReader | None]:
+    def readers(self, choices: Sequence[AnswerChoice]) -> list[AnswerReader | None]:
+        """Return the reader of each answer; None: the whole text is content."""
         reading = self.reading if self.options.text else None
         return [None if reading is None else reading.reader(choice.request) for choice in choices]
 
@@ -128,7 +129,7 @@ class AnswerWriter:
             HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
         """
         whole = [self._echo(choice, choice.pop_update()) for choice in choices]
-        readers = self._readers(choices)
+        readers = self.readers(choices)
         parts = [
             None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
             for reader, update in zip(readers, whole, strict=True)
@@ -147,7 +148,7 @@ class AnswerWriter:
         nvext = self._nvext(whole[0].tokens) if self.options.extra else None
         head = {
             **self._head(is_event=False),
-            "usage": self._usage(choices),
+            "usage": self.usage(choices),
             **self._prompt_ids(self.requests[0], of_answer=True),
         }
 
@@ -206,8 +207,8 @@ class AnswerWriter:
 
     async def _events(self, service: Service, http_request: Request) -> AsyncGenerator[bytes, None]:
         with named_errors(self.names, self.requests[0]):
-            choices = self._choices(keep=bool(self.options.extra))
-            readers = self._readers(choices)
+            choices = self.choices(keep=bool(self.options.extra))
+            readers = self.readers(choices)
             silent_since: float | None = None
             events = bytearray()
             async with aclosing(updates(service, http_request, self.requests, choices)) as found:
@@ -295,7 +296,7 @@ class AnswerWriter:
             is_due = shown is None or self.options.continuous_usage
             has_text = self.shape.has_text
             counted = choices if choice is None or has_text else [choice]
-            event["usage"] = self._usage(counted, with_cached=has_text) if is_due else None
+            event["usage"] = self.usage(counted, with_cached=has_text) if is_due else None
         if prompt:
             event |= self._prompt_ids(self.requests[0], of_answer=True)
         if nvext:
@@ -315,7 +316,8 @@ class AnswerWriter:
         request_id, created = self.requests[0].request_id, self.created
         return self.shape.head(request_id, self.target.name, self.target.lora, created, is_event=is_event)
 
-    def _usage(self, choices: Sequence[AnswerChoice], *, with_cached: bool = True) -> Usage:
+    def usage(self, choices: Sequence[AnswerChoice], *, with_cached: bool = True) -> Usage:
+        """Return the token counts of the answers so far."""
         # If a prompt has several answers, count the cached tokens of the first answer. The other answers may have found
         # the prompt that the first answer computed.
         firsts = choices[:: self.requests[0].sampling.n]

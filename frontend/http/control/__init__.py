@@ -101,8 +101,6 @@ INSTEAD: Final = {
         "POST",
         "/v1/embeddings",
     ): "no model of the fleet embeds, classifies or ranks; /v1/models lists the models that generate",
-    ("POST", "/v1/messages"): "use /v1/chat/completions",
-    ("POST", "/v1/responses"): "use /v1/chat/completions",
     ("POST", "/reset_mm_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
     ("POST", "/reset_encoder_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
     ("POST", "/areal_init_weights_update_group"): _NO_XCCL,

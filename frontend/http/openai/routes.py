@@ -64,7 +64,7 @@ async def render_completions(service: Service, request: Request) -> Response:
 async def _render(service: Service, request: Request, kind: type[AnyBody]) -> list[JsonObject]:
     service.admit(request)
     body: AnyBody = decode_body(await read_body(request, service.settings), kind)
-    job = await _prepare(service, request, body, RequestClock())
+    job = await prepare(service, request, body, RequestClock())
     return [_rendered(body, job, each) for each in job.requests]
 
 
@@ -106,13 +106,18 @@ async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Re
     clock = RequestClock()
     service.admit(request)
     body: AnyBody = decode_body(await read_body(request, service.settings), kind)
-    prepare = partial(_prepare, service, request, body, clock)
+    prepared = partial(prepare, service, request, body, clock)
     shape, num_prompts = (CHAT, 1) if isinstance(body, ChatBody) else (COMPLETION, count_prompts(body))
     num_choices = num_prompts * min(max(body.n or 1, 1), MAX_N)
-    return await respond(service, request, body, shape, prepare, num_choices=num_choices)
+    return await respond(service, request, body, shape, prepared, num_choices=num_choices)
 
 
-async def _prepare(service: Service, request: Request, body: AnyBody, clock: RequestClock) -> AnswerWriter:
+async def prepare(service: Service, request: Request, body: AnyBody, clock: RequestClock) -> AnswerWriter:
+    """Check a body, and return the writer of its answers with the token requests.
+
+    Raises:
+        HttpError: the body is not valid, or its model is not served.
+    """
     check_served(body)
     target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
