@@ -210,6 +210,8 @@ async def test_stop_sequences_choices_and_prefixes_of_answers(
             counted = await claude.messages.count_tokens(model="synthetic", messages=begun, tools=[])
             whole = await told(claude, stream=stream, messages=begun, tools=[])
             assert whole["usage"]["input_tokens"] == counted.input_tokens
+            full = await told(claude, stream=stream, max_tokens=10_000)
+            assert full["stop_reason"] == "tool_use"
             hidden = await told(claude, stream=stream, thinking={"type": "adaptive", "display": "omitted"})
             assert "thinking" not in {block["type"] for block in hidden["content"]}
 

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.frontend.http import Settings
+from rollbus.frontend.http.agents.messages import MessagesBody
+from rollbus.frontend.http.agents.responses import ResponsesBody
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN
 from rollbus.frontend.http.chat import DetokenizeBody, TokenizeBody
 from rollbus.frontend.http.control.bodies import SendBody
@@ -32,6 +34,8 @@ USER = {"role": "user", "content": "the"}
 BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
     "Chat": (ChatBody, "/v1/chat/completions", {"messages": [USER], "max_tokens": 2}, ""),
     "Completions": (CompletionBody, "/v1/completions", {"prompt": "the", "max_tokens": 2}, ""),
+    "Responses": (ResponsesBody, "/v1/responses", {"input": "the", "max_output_tokens": 2}, ""),
+    "Messages": (MessagesBody, "/v1/messages", {"messages": [USER], "max_tokens": 2}, ""),
     "nvext": (NvExt, "/v1/chat/completions", {"messages": [USER], "max_tokens": 2}, "nvext."),
     "Generate": (
         GenerateBody,
@@ -58,6 +62,8 @@ BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
 VLLM_PROTOCOLS = {
     "Chat": ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
     "Completions": ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
+    "Responses": ("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest"),
+    "Messages": ("vllm.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
     "Generate": ("vllm.entrypoints.scale_out.token_in_token_out.protocol", "GenerateRequest"),
     "sampling_params": ("vllm.sampling_params", "SamplingParams"),
 }
@@ -69,7 +75,13 @@ VLLM_PROTOCOLS = {
 PAGE = ROOT / "docs/http-compatibility.md"
 HEADINGS = {"yes": "Served routes", "501": "Routes with 501", "404": "Unknown routes"}
 """By `RouteRow.served`: the heading of the table."""
-SHARED = {"Chat": ("Sampling", "OpenAI"), "Completions": ("Sampling", "OpenAI"), "sampling_params": ("Sampling",)}
+SHARED = {
+    "Chat": ("Sampling", "OpenAI"),
+    "Completions": ("Sampling", "OpenAI"),
+    "sampling_params": ("Sampling",),
+    "Responses": ("Agents",),
+    "Messages": ("Agents",),
+}
 """By heading of a body: the headings of the tables that it shares with other bodies."""
 
 
@@ -237,7 +249,8 @@ def _with(base: dict[str, Any], prefix: str, row: FieldRow) -> dict[str, Any]:
     if owner:
         return {**base, owner: {**base.get(owner, {}), row.name: row.example}}
     left = {name: value for name, value in base.items() if (name, row.name) not in EXCLUSIVE}
-    return {**left, row.name: row.example, **WITH.get(row.name, {})}
+    more = {} if "input" in base and row.name == "top_logprobs" else WITH.get(row.name, {})
+    return {**left, row.name: row.example, **more}
 
 
 EXCLUSIVE = {("prompt", "messages"), ("max_tokens", "max_completion_tokens")}

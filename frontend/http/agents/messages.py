@@ -27,6 +27,7 @@ BILLING: Final = "x-anthropic-billing-header:"
 REFUSED: Final = {
     "container": ("the service runs no tools", (), "null"),
     "mcp_servers": ("the service calls no servers; the client offers its own tools", ([],), "null"),
+    "thread": ("messages are not stored; send the whole history as messages", (), "null"),
     "speed": ("all requests have one speed; use priority", ("standard",), "standard"),
 }
 """By unsupported field: the reason, harmless values and the allowed values, for `refuse_fields`."""
@@ -64,8 +65,6 @@ class CountTokensBody(AgentFields, kw_only=True, frozen=True):
     """`enabled` and `disabled` set the variable `enable_thinking` of the chat template. A budget has no effect: use
     `thinking_token_budget`."""
     output_config: OutputConfig | None = None
-    output_format: JsonObject | None = None
-    """Older name of `output_config.format`."""
     context_management: JsonObject | None = None
     """Only edits that keep all."""
 
@@ -81,12 +80,14 @@ class CountTokensBody(AgentFields, kw_only=True, frozen=True):
     container: str | JsonObject | None = None
     mcp_servers: list[JsonObject] | None = None
     speed: str | None = None
+    thread: JsonObject | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True, frozen=True):
     """The body of a message."""
 
     max_tokens: int
+    """Above the rest of the context, it is the rest: clients send more than a small model has."""
     stop_sequences: StopStrings = None
     metadata: JsonObject | None = None
     """`user_id` is the chat route's `user`."""
@@ -127,7 +128,7 @@ def translate_message(body: CountTokensBody) -> ChatBody:
         parallel_tool_calls=parallel,
         max_completion_tokens=None if answer is None else answer.max_tokens,
         stop=None if answer is None else answer.stop_sequences,
-        response_format=_response_format(config.format or body.output_format),
+        response_format=_response_format(config.format),
         reasoning_effort=config.effort,
         user=metadata["user_id"] if isinstance(metadata.get("user_id"), str) else None,
     )

@@ -46,6 +46,8 @@ class AgentApi:
     """Creates the writer of an answer from the body, the answer's id and the name of the model."""
     names: Sequence[tuple[str, str]]
     """Names of fields, for `renamed_errors`."""
+    fits_limit: bool = False
+    """True: a limit of tokens above the rest of the context is reduced to it."""
 
 
 RESPONSES: Final = AgentApi(
@@ -59,6 +61,7 @@ MESSAGES: Final = AgentApi(
     translate=messages.translate_message,
     writer=lambda _, answer_id, model: MessageWriter(answer_id, model),
     names=messages.NAMES,
+    fits_limit=True,
 )
 
 
@@ -160,7 +163,7 @@ async def _answer(service: Service, request: Request, api: AgentApi) -> Response
     with renamed_errors(api.names):
         try:
             async with service.preparing(request, body.request_id):
-                prepared = await prepare(service, request, chat, clock)
+                prepared = await _prepare(service, request, chat, clock, api)
         except RequestAborted:
             raise aborted() from None
         turn, request_id = ChatTurn(service, request, prepared), prepared.requests[0].request_id
@@ -170,6 +173,19 @@ async def _answer(service: Service, request: Request, api: AgentApi) -> Response
             return await service.stream(request, write_events(turn, writer, api), headers, end=b"")
         answer = msgspec.json.encode(whole_answer(writer, *await turn.whole()))
         return Response(answer, headers=headers, media_type="application/json")
+
+
+async def _prepare(
+    service: Service, request: Request, chat: ChatBody, clock: RequestClock, api: AgentApi
+) -> AnswerWriter:
+    try:
+        return await prepare(service, request, chat, clock)
+    except HttpError as error:
+        limit = chat.max_completion_tokens
+        if not api.fits_limit or error.param != "max_completion_tokens" or limit is None or limit < 1:
+            raise
+        # The limit is above the rest of the context.
+        return await prepare(service, request, msgspec.structs.replace(chat, max_completion_tokens=None), clock)
 
 
 async def write_events(turn: ChatTurn, writer: BlockWriter, api: AgentApi) -> AsyncGenerator[bytes, None]:
