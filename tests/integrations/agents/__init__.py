@@ -1,0 +1,1 @@
+"""Published agents, unchanged, on the ordinary routes of the HTTP service."""
