@@ -64,7 +64,7 @@ async def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     adds = chat.add_generation_prompt
     text = tokenizer.apply_chat_template(
-        [_message(f"messages[{index}]", message) for index, message in enumerate(chat.messages)],
+        [template_message(f"messages[{index}]", message) for index, message in enumerate(chat.messages)],
         add_generation_prompt=not chat.continue_final_message if adds is None else adds,
         continue_final_message=chat.continue_final_message,
         tools=chat.tools,
@@ -73,7 +73,7 @@ def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
 
 
-def _message(field: str, given: Mapping[str, Any]) -> JsonObject:
+def template_message(field: str, given: Mapping[str, Any]) -> JsonObject:
     """Return a message in the form that templates expect.
 
     Fields unknown to vLLM, such as `annotations`, are omitted, as in vLLM.

@@ -1,0 +1,255 @@
+"""The prompt of a turn: the ids that the session holds, and the new messages as the chat template renders them.
+
+Only the new messages are rendered, after an answer with a marker. So the cost of a turn is that of its new messages.
+At turns 1, 2, 4, 8 and so on, all messages are rendered too, and their text is compared with the decoded ids.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from ...schemas.decoding import JsonObject
+from ..tokenization import Tokenizer
+from .errors import SessionError
+from .messages import replace_strings, strings_in, without_reasoning
+
+MARK: Final = f"rbmark{os.urandom(8).hex()}"
+"""Stands for text in a rendering, and is in no message."""
+TEXT_MARK: Final = f"rbtext{os.urandom(8).hex()}"
+"""Stands for content with the text of a special token."""
+TEXT_MARKS: Final = re.compile(rf"{TEXT_MARK}x(\d+)x")
+PROBE: Final = {"role": "user", "content": "a"}
+Form = Callable[[Mapping[str, Any]], JsonObject]
+"""Converts a message into the form that templates expect."""
+
+
+class CannotJoin(Exception):
+    """The template does not show where an answer ends. The prompt is then rendered as a whole."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a model, with the tools and variables of one request."""
+
+    tokenizer: Tokenizer
+    tools: Sequence[Mapping[str, Any]] | None
+    variables: Mapping[str, Any]
+    form: Form
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = True) -> str:
+        """Return the text of messages.
+
+        Args:
+            opens: True: the text ends with the beginning of an answer.
+        """
+        return self.tokenizer.apply_chat_template(
+            [self.form(message) for message in messages],
+            add_generation_prompt=opens,
+            tools=self.tools,
+            chat_template_kwargs=self.variables,
+        )
+
+    def whole(self, messages: Sequence[JsonObject]) -> list[int]:
+        """Return the ids of all messages.
+
+        Raises:
+            SessionError: `special_token_in_content`.
+            InvalidRequest: the template does not accept these messages.
+        """
+        return self._encode(self.render, messages)
+
+    def tail(self, answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]) -> list[int]:
+        """Return the ids after a sampled answer: the end of the turn if it was not sampled, and the new messages.
+
+        Args:
+            answer: the answer, as it was served.
+            ended_by: text of the special token with which the sampled ids end; empty: they end otherwise.
+
+        Raises:
+            CannotJoin: the template does not show where the answer ends.
+            SessionError: `special_token_in_content`.
+            InvalidRequest: the template does not accept these messages.
+        """
+        before = [PROBE, _marked(answer)]
+
+        def text(new: Sequence[JsonObject]) -> str:
+            after = _after_mark(self.render([*before, *new]))
+            alone = _after_mark(self.render(before, opens=False))
+            return after[self._end_of_turn(alone, after, ended_by, has_calls=bool(answer.get("tool_calls"))) :]
+
+        return self._encode(text, messages)
+
+    def _end_of_turn(self, alone: str, after: str, ended_by: str, *, has_calls: bool) -> int:
+        """Return how much of the text after the answer's mark the sampled ids have already.
+
+        Args:
+            alone: the text after the mark if no message follows.
+            after: the text after the mark if messages follow.
+        """
+        common = _common_start(alone, after)
+        if ended_by:
+            at = common.rfind(ended_by)
+            if at >= 0:
+                return at + len(ended_by)
+            # Some templates end a turn with the first token of the next one.
+            rest = after[len(common) :]
+            if rest.lstrip().startswith(ended_by):
+                return after.index(ended_by, len(common)) + len(ended_by)
+        if not has_calls:
+            # Another special token that ended the turn stands in the place of the template's.
+            first = self._special_at_start(after) if ended_by and alone.strip() else ""
+            return after.index(first) + len(first) if first else 0
+        end = self._special_at_start(self._end_without_calls)
+        at = common.rfind(end) if end else -1
+        if at < 0:
+            raise CannotJoin
+        return at + (len(end) if ended_by else 0)
+
+    @cached_property
+    def _end_without_calls(self) -> str:
+        return _after_mark(self.render([PROBE, _marked({"role": "assistant"})], opens=False))
+
+    def _special_at_start(self, text: str) -> str:
+        text = text.lstrip()
+        return max((token for token in self.special_texts if text.startswith(token)), key=len, default="")
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that the tokenizer converts to one token wherever they are, special tokens and others."""
+        return tuple(str(token) for token in self.tokenizer.wrapped.added_tokens_decoder.values() if str(token).strip())
+
+    # Special tokens in content.
+
+    def _encode(self, text_of: Callable[[Sequence[JsonObject]], str], messages: Sequence[JsonObject]) -> list[int]:
+        messages = [self.form(message) for message in messages]
+        text = text_of(messages)
+        own = [each for each in dict.fromkeys(strings_in(_contents(messages))) if self._has_special(each)]
+        if not own:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        marks = {each: f"{TEXT_MARK}x{number}x" for number, each in enumerate(own)}
+        pieces = TEXT_MARKS.split(text_of([_with_contents(message, marks) for message in messages]))
+        if "".join(own[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)) != text:
+            raise _altered()
+        ids: list[int] = []
+        for at, piece in enumerate(pieces):
+            ids += self._plain(own[int(piece)]) if at % 2 else self.tokenizer.encode(piece, add_special_tokens=False)
+        if self.tokenizer.decode(ids, skip_special_tokens=False) != text:
+            raise _altered()
+        return ids
+
+    def _has_special(self, text: str) -> bool:
+        return any(token in text for token in self.special_texts)
+
+    def _plain(self, text: str) -> list[int]:
+        """Return ids of a text without any special token: it is cut within the text of each."""
+        ids: list[int] = []
+        while text:
+            cuts = [text.find(token) + 1 for token in self.special_texts if token in text]
+            # A special token of one character cannot be cut. The caller compares the decoded text.
+            cut = min(cuts, default=len(text))
+            found = self.tokenizer.encode(text[:cut], add_special_tokens=False)
+            if not self.tokenizer.special_ids.isdisjoint(found):
+                raise _altered()
+            ids, text = ids + found, text[cut:]
+        return ids
+
+    # The check of the join.
+
+    def check(
+        self, pieces: Sequence[Sequence[int]], messages: Sequence[JsonObject], kept: Sequence[str] = ()
+    ) -> bool | None:
+        """Return True if the pieces between the sampled answers are what the template makes of all messages.
+
+        Compared is decoded text. What the template makes of the answers themselves does not count: the sampled ids
+        stand for them.
+
+        Args:
+            pieces: ids of the prompt before each answer, in order; the last one ends the prompt.
+            messages: all messages, with the answers as they were served.
+            kept: texts that the template must not drop from the answers, one for each piece but the last.
+
+        Returns:
+            None: the tokenizer changes text, so the comparison shows nothing.
+        """
+        text = self.render(messages)
+        found = self._contains(text, pieces, kept)
+        if found:
+            return True
+        return None if self.tokenizer.decode(self._ids(text), skip_special_tokens=False) != text else False
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _contains(self, text: str, pieces: Sequence[Sequence[int]], kept: Sequence[str]) -> bool:
+        decoded = [self.tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces]
+        opening, lasting = self._openings
+        at = 0
+        for place, piece in enumerate(decoded[:-1]):
+            fixed = piece.removesuffix(opening) + lasting if piece.endswith(opening) else piece
+            begin = text.find(fixed, at)
+            if begin < 0 or (not place and begin):
+                return False
+            if place and kept and kept[place - 1].strip() not in text[at:begin]:
+                return False
+            at = begin + len(fixed)
+        end = len(text) - len(decoded[-1])
+        if end < at or not text.endswith(decoded[-1]) or (len(decoded) == 1 and end):
+            return False
+        return not (len(decoded) > 1 and kept) or kept[len(decoded) - 2].strip() in text[at:end]
+
+    @cached_property
+    def _openings(self) -> tuple[str, str]:
+        """Return the text that opens an answer, and the part of it that the template keeps before an earlier answer."""
+        closed = self.render([PROBE], opens=False)
+        opened = self.render([PROBE])
+        past = self.render([PROBE, _marked({"role": "assistant"}), PROBE], opens=False)
+        if not opened.startswith(closed) or not past.startswith(closed) or MARK not in past:
+            return "", ""
+        opening = opened[len(closed) :]
+        return opening, _common_start(opening, past[len(closed) : past.index(MARK)])
+
+
+def _common_start(one: str, other: str) -> str:
+    size = min(len(one), len(other))
+    return one[: next((at for at in range(size) if one[at] != other[at]), size)]
+
+
+def _altered() -> SessionError:
+    return SessionError(
+        "special_token_in_content",
+        "messages have the text of a special token, and the chat template or the tokenizer changes it; allowed: content"
+        " without such text",
+    )
+
+
+def _marked(answer: JsonObject) -> JsonObject:
+    """Return an answer whose text ends with the mark."""
+    calls = answer.get("tool_calls")
+    plain = without_reasoning(answer)
+    if not calls:
+        return {**plain, "content": MARK}
+    last = calls[-1]
+    marked = {**last, "function": {**last["function"], "arguments": {"a": MARK}}}
+    return {**plain, "tool_calls": [*calls[:-1], marked]}
+
+
+def _after_mark(text: str) -> str:
+    at = text.rfind(MARK)
+    if at < 0:
+        raise CannotJoin
+    return text[at + len(MARK) :]
+
+
+CONTENTS: Final = ("content", "reasoning", "reasoning_content", "tool_calls")
+"""Fields of messages whose text is of the client, the model or a tool."""
+
+
+def _contents(messages: Sequence[JsonObject]) -> list[Any]:
+    return [message[name] for message in messages for name in CONTENTS if name in message]
+
+
+def _with_contents(message: JsonObject, texts: Mapping[str, str]) -> JsonObject:
+    return {name: replace_strings(each, texts) if name in CONTENTS else each for name, each in message.items()}

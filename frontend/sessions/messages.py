@@ -1,0 +1,115 @@
+"""Comparison of the messages of an incoming history with the messages that a session has served."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from ...schemas.decoding import JsonObject
+
+NUMBER: Final = "\0number "
+"""Prefix of a number in decoded arguments. Numbers are compared as they are written: 1 and 1.0 differ."""
+
+
+class MessageKey(NamedTuple):
+    """The parts of a message that decide whether two messages are the same."""
+
+    role: str
+    content: str
+    """Text of the content. For an assistant, without blanks at its ends: clients strip them."""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """Name and canonical arguments of each call."""
+    name: str = ""
+    tool_call_id: str = ""
+    reasoning: str = ""
+    """Reasoning without blanks at its ends. Many clients drop it, so an empty one equals any."""
+
+    def difference(self, served: "MessageKey") -> str | None:
+        """Return the first field in which this message of a client differs from a served one; None: they are equal."""
+        for field in ("role", "content", "tool_calls", "name", "tool_call_id"):
+            if getattr(self, field) != getattr(served, field):
+                return field
+        return "reasoning" if self.reasoning and self.reasoning != served.reasoning else None
+
+
+def key_of(message: Mapping[str, Any]) -> MessageKey:
+    """Return the key of a message. Unicode is not normalized."""
+    role, content = str(message.get("role")), text_of(message.get("content"))
+    if role != "assistant":
+        return MessageKey(
+            role, content, name=_text(message.get("name")), tool_call_id=_text(message.get("tool_call_id"))
+        )
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        function = function if isinstance(function, Mapping) else {}
+        calls.append((_text(function.get("name")), canonical_arguments(function.get("arguments"))))
+    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    return MessageKey(role, content.strip(), tuple(calls), reasoning=_text(reasoning).strip())
+
+
+def call_ids(message: Mapping[str, Any]) -> set[str]:
+    """Return the ids by which a client shows which answer it means: those of the tool calls, and the message's own."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    return {each for each in (message.get("id"), *(call.get("id") for call in calls)) if isinstance(each, str) and each}
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content, with its text parts joined as in the prompt."""
+    if isinstance(content, list):
+        return "\n".join(_text(part.get("text")) if isinstance(part, Mapping) else _text(part) for part in content)
+    return _text(content)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def canonical_arguments(arguments: object) -> str:
+    """Return the arguments of a call so that the order of names and blanks do not count.
+
+    Text that is not JSON is returned without blanks at its ends.
+    """
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+        found = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+        return json.dumps(found, sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
+        return arguments.strip() if isinstance(arguments, str) else repr(arguments)
+
+
+def _number(written: str) -> str:
+    return NUMBER + written
+
+
+def frame_of(model: str, tools: object, variables: object) -> str:
+    """Return a digest of what the template shows besides messages: the tools and its variables, and of the model."""
+    text = json.dumps([model, tools or None, variables or None], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """Yield all strings in a JSON value, without the names of objects' fields."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+
+
+def replace_strings(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a JSON value with some of its strings replaced."""
+    if isinstance(value, str):
+        return texts.get(value, value)
+    if isinstance(value, Mapping):
+        return {name: replace_strings(each, texts) for name, each in value.items()}
+    return [replace_strings(each, texts) for each in value] if isinstance(value, list) else value
+
+
+def without_reasoning(message: Mapping[str, Any]) -> JsonObject:
+    """Return a message without its reasoning."""
+    return {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}

@@ -1,0 +1,218 @@
+"""The turns of a session as a tree: which served turn a request continues, and where it forks.
+
+A turn is one answer with the messages before it that no earlier turn has. Its parent is the turn whose history it
+continues. Turns are only added, so a sample of a leaf never changes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ...schemas.decoding import JsonObject
+from ...schemas.rows import Float32s, Int32s
+from .messages import MessageKey, call_ids, key_of
+
+WHOLE: Final = "whole"
+"""Join: the prompt is one rendering of all messages."""
+CHECKED: Final = "checked"
+"""Join: the text of the whole prompt equals what the template makes of the same messages."""
+TAIL: Final = "tail"
+"""Join: only the new messages were rendered in this turn."""
+UNCHECKED: Final = "unchecked"
+"""Join: the tokenizer changes text, so that decoded text shows nothing."""
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a turn does not continue the newest turn."""
+
+    message: int
+    """Index in the history of the first message that differs from every served branch."""
+    field: str
+    """Field of that message; `tools`: the tools, the model or a variable of the template; `sibling`: nothing differs;
+    `template`: the join did not equal the template; `reasoning_dropped`: the template drops reasoning."""
+
+
+class Turn(msgspec.Struct, kw_only=True, frozen=True):
+    """One served answer and the messages before it that its parent does not have."""
+
+    id: str
+    """Id of the turn, which is also the id of the answer."""
+    parent: str | None
+    messages: list[JsonObject]
+    """The messages after the parent's answer, as the client sent them."""
+    answer: JsonObject
+    """The assistant's message, as it was served."""
+    frame: str
+    prompt_ids: bytes
+    """<i4: ids of the prompt after the parent's ids."""
+    token_ids: bytes
+    """<i4[G]: sampled ids."""
+    logprobs: bytes
+    """<f4[G]."""
+    weight_versions: bytes
+    """<i4[G]."""
+    finish_reason: str
+    """Finish reason of the engine, or `length` at a limit of the session."""
+    ended_by: str = ""
+    """Text of the special token that ended the turn; empty: something else ended it."""
+    is_complete: bool = True
+    """False: the client left, or the session ended, before the answer was complete."""
+    fork: Fork | None = None
+    join: str = WHOLE
+    attempts: int = 1
+    num_rows: int = 0
+    """Rows of routed experts, which are stored beside the turn."""
+    rows_start: int = 0
+    served_at: float = 0.0
+    retry_key: str = ""
+    body_digest: str = ""
+    is_stream: bool = False
+
+    @property
+    def num_messages(self) -> int:
+        """Number of messages that the turn adds to a history, with its answer."""
+        return len(self.messages) + 1
+
+    @property
+    def num_prompt(self) -> int:
+        """Number of prompt tokens after the parent's tokens."""
+        return len(self.prompt_ids) // 4
+
+    @property
+    def num_sampled(self) -> int:
+        """G, the number of sampled tokens."""
+        return len(self.token_ids) // 4
+
+
+def int32(data: bytes) -> Int32s:
+    """Return the integers of a stored array."""
+    return np.frombuffer(data, "<i4")
+
+
+def float32(data: bytes) -> Float32s:
+    """Return the numbers of a stored array."""
+    return np.frombuffer(data, "<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The served turn that a history continues."""
+
+    parent: Turn | None
+    """None: the history continues no turn."""
+    index: int
+    """Number of messages of the history that the parent and its ancestors have."""
+    fork: Fork | None
+
+
+@dataclass(slots=True)
+class SessionTree:
+    """All turns of a session, in the order in which they were closed."""
+
+    turns: dict[str, Turn] = field(default_factory=dict)
+    _children: dict[str | None, list[Turn]] = field(default_factory=dict)
+    _keys: dict[str, list[MessageKey]] = field(default_factory=dict)
+    """By turn: the keys of its messages, and of its answer."""
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn, whose parent is in the tree."""
+        if turn.parent is not None and turn.parent not in self.turns:
+            raise KeyError(f"turn {turn.id} has the unknown parent {turn.parent}")
+        self.turns[turn.id] = turn
+        self._children.setdefault(turn.parent, []).append(turn)
+        self._keys[turn.id] = [key_of(each) for each in (*turn.messages, turn.answer)]
+
+    def path(self, turn: Turn | None) -> list[Turn]:
+        """Return the turns from the root to `turn`."""
+        found = []
+        while turn is not None:
+            found.append(turn)
+            turn = None if turn.parent is None else self.turns[turn.parent]
+        return found[::-1]
+
+    def token_ids(self, turn: Turn | None) -> Int32s:
+        """Return all ids up to the end of a turn, i4[S]."""
+        parts = [int32(part) for each in self.path(turn) for part in (each.prompt_ids, each.token_ids)]
+        return np.concatenate(parts) if parts else np.empty(0, "<i4")
+
+    def messages(self, turn: Turn | None) -> list[JsonObject]:
+        """Return the messages up to a turn, with the answers as they were served."""
+        return [message for each in self.path(turn) for message in (*each.messages, each.answer)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of stored tokens: those of a shared prefix count once."""
+        return sum(turn.num_prompt + turn.num_sampled for turn in self.turns.values())
+
+    def leaves(self, *, interrupted: bool = False) -> list[Turn]:
+        """Return the turns without a child. An interrupted turn is no leaf by default, but its parent may be one.
+
+        Args:
+            interrupted: True: interrupted turns are leaves too.
+        """
+        found = [turn for turn in self.turns.values() if turn.is_complete or interrupted]
+        inner: set[str] = set()
+        for turn in found:
+            above = turn.parent
+            while above is not None and above not in inner:
+                inner.add(above)
+                above = self.turns[above].parent
+        return [turn for turn in found if turn.id not in inner]
+
+    def find(self, history: Sequence[Mapping[str, Any]], frame: str) -> Match:
+        """Return the deepest turn that a history continues.
+
+        Of several, the turn whose ids come back; then the last one that was served completely.
+        """
+        keys, ids = [key_of(message) for message in history], [call_ids(message) for message in history]
+        order = {each: place for place, each in enumerate(self.turns)}
+        best: tuple[int, int, bool, int] = (0, 0, False, -1)
+        parent: Turn | None = None
+        waiting: list[tuple[Turn | None, int, int]] = [(None, 0, 0)]
+        has_other_frame = False
+        while waiting:
+            node, index, hits = waiting.pop()
+            for child in self._children.get(None if node is None else node.id, ()):
+                end = index + child.num_messages
+                # The history must have a message after the answer, or it asks nothing new of this turn.
+                if end > len(keys) or self._first_difference(child, keys, index) is not None:
+                    continue
+                if child.frame != frame:
+                    has_other_frame = True
+                    continue
+                found = hits + bool(call_ids(child.answer) & ids[end - 1])
+                waiting.append((child, end, found))
+                rank = (end, found, child.is_complete, order[child.id])
+                if rank > best:
+                    best, parent = rank, child
+        fork = self._fork(parent, keys, best[0])
+        if has_other_frame and parent is None:
+            fork = Fork(message=0, field="tools")
+        return Match(parent, best[0], fork)
+
+    def _first_difference(self, child: Turn, keys: Sequence[MessageKey], index: int) -> tuple[int, str] | None:
+        """Return place and field of the first message in which a history from `index` on differs from a turn.
+
+        The field is empty if the history ends there.
+        """
+        for place, served in enumerate(self._keys[child.id]):
+            if index + place >= len(keys):
+                return place, ""
+            if (differing := keys[index + place].difference(served)) is not None:
+                return place, differing
+        return None
+
+    def _fork(self, parent: Turn | None, keys: Sequence[MessageKey], index: int) -> Fork | None:
+        """Return where a history leaves all turns after `parent`; None: there is no turn after it."""
+        found = [
+            difference
+            for child in self._children.get(None if parent is None else parent.id, ())
+            if (difference := self._first_difference(child, keys, index)) is not None
+        ]
+        if not found:
+            return None
+        place, differing = max(found)
+        return Fork(message=index + place, field=differing or "sibling")
