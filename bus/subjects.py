@@ -73,6 +73,11 @@ def upload_bucket(fleet: str) -> str:
     return f"{BUCKET}-{fleet}"
 
 
+def session_bucket(fleet: str) -> str:
+    """Return the name of the KV bucket for the sessions of agents."""
+    return f"{BUCKET}-sessions-{fleet}"
+
+
 def published_bucket(fleet: str, model: str) -> str:
     """Return the name of the bucket for uploads of publishers of `model`.
 

@@ -43,6 +43,7 @@ OWN_READERS: Final = frozenset({Role.TRAINER, Role.PUBLISHER, Role.VIEWER})
 """Roles that read only their own requests, and counts of experts."""
 _WORKERS: Final = frozenset({Role.WORKER})
 _ADMINS: Final = frozenset({Role.ADMIN})
+_FRONTENDS: Final = frozenset({Role.FRONTEND})
 _READERS: Final = _WORKERS | _PUBLISHERS | _ADMINS
 _EVERYBODY: Final = frozenset(Role)
 _OWN_NAME: Final = {Role.WORKER: frozenset({"<worker>"})} | dict.fromkeys(
@@ -59,6 +60,7 @@ INBOX: Final = "<inbox>."
 _API: Final = "$JS.API"
 _KV: Final = f"KV_{BUCKET}"
 _OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
+_SESSIONS: Final = f"{BUCKET}-sessions-<fleet>"
 _WILDCARD: Final = re.compile(r"<\w+>|[*>]")
 _STREAMED: Final = (".CONSUMER.MSG.NEXT.", ".DIRECT.GET.")
 """Services of JetStream that answer with several messages."""
@@ -132,6 +134,10 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS | _PUBLISHERS, why="fetch published weights"),
     Rule(f"{_API}.STREAM.PURGE.OBJ_{_UPLOADS}", publish=_PUBLISHERS | _ADMINS, why="delete old published weights"),
     Rule(f"$O.{_UPLOADS}.>", publish=_PUBLISHERS | _ADMINS, why="upload weights of its models"),
+    Rule(f"{_API}.STREAM.CREATE.KV_{_SESSIONS}", publish=_FRONTENDS, why="create the bucket of sessions"),
+    Rule(f"{_API}.STREAM.MSG.GET.KV_{_SESSIONS}", publish=_FRONTENDS, why="read sessions"),
+    Rule(f"{_API}.STREAM.PURGE.KV_{_SESSIONS}", publish=_FRONTENDS, why="delete old sessions"),
+    Rule(f"$KV.{_SESSIONS}.>", publish=_FRONTENDS, why="store sessions"),
     Rule(f"{INBOX}>", subscribe=_EVERYBODY, why="receive answers"),
 )
 """The subjects of NATS's own services that rollbus uses."""

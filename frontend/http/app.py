@@ -31,12 +31,15 @@ from .openai import routes as openai
 from .openai.parsers import Parsers
 from .requests import server_span
 from .service import HttpRoute, RouteTable, Service
+from .sessions import routes as sessions
+from .sessions.manager import Sessions
 from .trainers import skyrl, slime, vime
 
 logger = logging.getLogger(__name__)
 
-OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **page.ROUTES}
-"""Routes without a token: health, the served models, the API description, and the page without its data."""
+OPEN: RouteTable = {**status.OPEN_ROUTES, **docs.ROUTES, **page.ROUTES, **sessions.KEY_ROUTES}
+"""Routes without a token: health, the served models, the API description, the page without its data, and the routes of
+agents, which check the key of their session."""
 DATA: RouteTable = {
     **status.ROUTES,
     **generate.ROUTES,
@@ -47,6 +50,7 @@ DATA: RouteTable = {
     **live.ROUTES,
     **skyrl.ROUTES,
     **vime.ROUTES,
+    **sessions.ROUTES,
 }
 """Routes that require the data token or the admin token."""
 ADMIN: RouteTable = {
@@ -68,6 +72,7 @@ NO_ROUTE = "none"
 def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None) -> Starlette:
     """Create the application for a connected client, which must stay connected while the application serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
+    service.sessions, service.join_session = Sessions(rb), sessions.join_session
     endpoints = {
         **_endpoints(service, OPEN, None),
         **_endpoints(service, DATA, settings.token, settings.admin_token),

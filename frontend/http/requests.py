@@ -68,6 +68,8 @@ def given_trace(headers: Headers, *, is_trusted: bool) -> GivenTrace | None:
 
 GROUP_ID_HEADER = "X-Group-ID"
 SESSION_ID_HEADER = "X-Session-ID"
+SESSION_ID = re.compile(r"ses-[0-9a-f]{32}")
+"""The ids of agents' sessions. Other names of sessions are hints for placement, and are not looked up."""
 TIMEOUT_HEADER = "X-Request-Timeout"
 FIRST_NAME = re.compile(r"[.\[]")
 """The end of the first name in a field such as `sampling.top_p`."""

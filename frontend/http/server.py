@@ -77,7 +77,7 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     )
     signalled: asyncio.CancelledError | None = None
     with closing(on):
-        async with asyncio.TaskGroup() as tasks:
+        async with app.state.service.sessions.serving(), asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve([on]))
             watching = tasks.create_task(app.state.service.live.run())
             try:

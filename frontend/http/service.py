@@ -15,7 +15,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -40,6 +40,9 @@ from .live.fleet import LiveFleet
 from .metrics import Metrics
 from .openai.parsers import Parsers
 from .text import TokenizerLoads
+
+if TYPE_CHECKING:
+    from .sessions.manager import Sessions
 
 
 class RequestAborted(Exception):
@@ -264,6 +267,11 @@ class Service:
     live: LiveFleet = field(init=False)
     """The live view of the fleet."""
 
+    sessions: "Sessions" = field(init=False)
+    """The sessions of agents. `make_app` sets them, because they need this class."""
+    join_session: "JoinSession | None" = None
+    """Answers a chat that names a session."""
+
     def __post_init__(self) -> None:
         """Create the metrics, the turns and the live view."""
         self.tracer = runtime_of(self.rb).tracer
@@ -472,6 +480,8 @@ class Service:
         return EventStream(first, events, headers, end)
 
 
+JoinSession = Callable[[Service, Request, str, Any, bytes], Awaitable[Response | None]]
+"""Answers the chat of a decoded body, and its bytes, as a turn of a session; None: there is no session of that name."""
 Handler = Callable[[Service, Request], Awaitable[Response]]
 """Answers one request. It may raise `HttpError` and errors of the bus."""
 

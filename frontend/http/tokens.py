@@ -152,6 +152,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """The one of `stop_token_ids` that ended the answer."""
     cached_tokens: int | None = None
     """Number of prompt tokens that the engine found in its prefix cache, if known."""
+    attempt: int = 0
+    """Number of the attempt that sampled the last token, from 0."""
     first_worker: str | None = None
     """The worker that generated the first token, if known."""
     worker: str | None = None
@@ -184,6 +186,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
             finish_reason=generation.finish_reason,
             stop_token=generation.stop_reason,
             cached_tokens=generation.cached_tokens,
+            attempt=generation.attempts - 1,
             first_worker=generation.worker_ids[0] if generation.worker_ids else None,
             worker=generation.worker_ids[-1] if generation.worker_ids else None,
         )
@@ -212,6 +215,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
             finish_reason=chunk.finish_reason,
             stop_token=None if end is None else end.stop_reason,
             cached_tokens=None if end is None else end.cached_tokens,
+            attempt=chunk.attempt,
             first_worker=chunk.worker_id,
             worker=chunk.worker_id,
         )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
 from .calls import PING, EventStream, JsonPieces, encode_event
 from .edge import SEND_BYTES
 from .errors import HttpError
-from .openai.parsers import AnswerParts, AnswerReader
+from .openai.parsers import AnswerParts, AnswerReader, CallPart
 from .openai.requests import Echo, EchoedScores, Options
 from .openai.shapes import AnswerShape, Namer, Reading, RequestClock, nvext_json, parts_json
 from .requests import RequestTarget, id_headers, named_errors
@@ -30,6 +30,46 @@ from .tokens import Scores, Tokens, Usage, prompt_logprobs_json, prompt_scores, 
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds without an event, while text is held back, after which a stream has a comment."""
+
+
+class ServedAnswers:
+    """The answers to one HTTP request as its client gets them, for a caller that keeps them."""
+
+    def __init__(self) -> None:
+        self.choices: Sequence[AnswerChoice] = ()
+        self._updates: dict[int, list[Update]] = {}
+        self._parts: dict[int, list[AnswerParts]] = {}
+
+    def add(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> None:
+        """Record the next part of an answer. Without parsed parts, its text is content."""
+        self._updates.setdefault(choice.index, []).append(update)
+        self._parts.setdefault(choice.index, []).append(AnswerParts(content=update.text) if parts is None else parts)
+
+    def tokens(self, choice: AnswerChoice) -> Tokens | None:
+        """Return the tokens of an answer so far; None: it has none."""
+        updates = self._updates.get(choice.index) or [choice.pop_update()] if choice.num_tokens else []
+        return Tokens.joined([update.tokens for update in updates]) if updates else None
+
+    def message(self, choice: AnswerChoice) -> JsonObject:
+        """Return the assistant's message that the client has when it has read the answer."""
+        parts = self._parts.get(choice.index, [])
+        calls: dict[int, CallPart] = {}
+        for call in (call for part in parts for call in part.calls):
+            before = calls.get(call.index)
+            more = call if before is None else replace(before, arguments=before.arguments + call.arguments)
+            calls[call.index] = more
+        content = "".join(part.content or "" for part in parts)
+        reasoning = "".join(part.reasoning or "" for part in parts)
+        whole = AnswerParts(content, reasoning, tuple(calls.values()))
+        message: JsonObject = parts_json(whole, delta=False)["message"]
+        return {name: value for name, value in message.items() if name != "refusal"}
+
+
+AnswerSource = Callable[
+    [Service, Request, Sequence[bus.GenerateRequest], Sequence[AnswerChoice]],
+    AsyncGenerator[Iterator[tuple[AnswerChoice, Update]], None],
+]
+"""Yields the updates that chunks add to answers, as `updates` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +91,9 @@ class AnswerWriter:
     echo: Echo | None = None
     """The prompts before the answers; None: no `echo`."""
     created: int = field(default_factory=lambda: int(time.time()))
+    served: ServedAnswers | None = None
+    """Records the answers; None: nobody keeps them."""
+    source: AnswerSource = updates
 
     async def answer(self, service: Service, http_request: Request) -> Response:
         """Return one response with all answers.
@@ -59,7 +102,7 @@ class AnswerWriter:
             HttpError: the request failed.
         """
         with named_errors(self.names, self.requests[0]):
-            choices = self.choices(keep=True)
+            choices = self.make_choices(keep=True)
             await collect_answers(service, http_request, self.requests, choices, may_stop=bool(self.options.stops))
             return JsonPieces(await self.answer_json(choices), id_headers(self.requests[0].request_id))
 
@@ -69,16 +112,19 @@ class AnswerWriter:
         Raises:
             HttpError: the request failed before the first event.
         """
-        events = self._events(service, http_request)
+        events = self.events(service, http_request)
         return await service.stream(http_request, events, id_headers(self.requests[0].request_id))
 
-    def choices(self, *, keep: bool) -> list[AnswerChoice]:
+    def make_choices(self, *, keep: bool) -> list[AnswerChoice]:
         """Return the empty answers, ordered by prompt and then by child request."""
-        return [
+        choices = [
             AnswerChoice(at * request.sampling.n + child, request, self._text(request), keep=keep)
             for at, request in enumerate(self.requests)
             for child in range(request.sampling.n)
         ]
+        if self.served is not None:
+            self.served.choices = choices
+        return choices
 
     def _text(self, request: bus.GenerateRequest) -> AnswerText | None:
         """Return the empty text of a new answer; None if the request needs no text."""
@@ -134,6 +180,9 @@ class AnswerWriter:
             None if reader is None else await reader.whole(update.text, update.tokens.ids.tolist())
             for reader, update in zip(readers, whole, strict=True)
         ]
+        if self.served is not None:
+            for each in zip(choices, whole, parts, strict=True):
+                self.served.add(*each)
         shown = [self._write_parts(*each) for each in zip(choices, whole, readers, parts, strict=True)]
         n = self.requests[0].sampling.n
         # If a prompt has several answers, the first answer has the logprobs of the prompt.
@@ -205,13 +254,14 @@ class AnswerWriter:
     def _nvext(self, tokens: Tokens) -> Iterator[bytes]:
         return nvext_json(self.options.extra, self.requests[0], self.target, tokens, self.clock)
 
-    async def _events(self, service: Service, http_request: Request) -> AsyncGenerator[bytes, None]:
+    async def events(self, service: Service, http_request: Request) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream. The last ones, with the finish reasons, come when all answers have ended."""
         with named_errors(self.names, self.requests[0]):
-            choices = self.choices(keep=bool(self.options.extra))
+            choices = self.make_choices(keep=bool(self.options.extra))
             readers = self.readers(choices)
             silent_since: float | None = None
             events = bytearray()
-            async with aclosing(updates(service, http_request, self.requests, choices)) as found:
+            async with aclosing(self.source(service, http_request, self.requests, choices)) as found:
                 async for added in found:
                     try:
                         for choice, part in added:
@@ -260,6 +310,8 @@ class AnswerWriter:
         if reader is not None:
             ids, final = update.tokens.ids.tolist(), choice.finish_reason is not None
             parts = await reader.add(update.text, ids, final=final)
+        if self.served is not None:
+            self.served.add(choice, part, parts)
         if not self._is_news(choice, update, parts):
             return
         more = self._prompt_ids(choice.request, of_answer=False) if is_first else {}

@@ -39,7 +39,9 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     """One served answer and the messages before it that its parent does not have."""
 
     id: str
-    """Id of the turn, which is also the id of the answer."""
+    """Id of the turn."""
+    request_id: str = ""
+    """Id of the request. The id of the answer ends with it."""
     parent: str | None
     messages: list[JsonObject]
     """The messages after the parent's answer, as the client sent them."""

@@ -305,13 +305,13 @@ async def test_templates_receive_the_same_tools_as_in_vllm() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     from rollbus.frontend.http.openai.body import ChatBody
-    from rollbus.frontend.http.openai.requests import _chat_tools
+    from rollbus.frontend.http.openai.requests import chat_tools
 
     bare = {"type": "function", "function": {"name": "f"}}
     strict = {"function": {**TOOL["function"], "strict": True}, "type": "function", "more": 1}
     tools: list[dict[str, Any]] = [TOOL, bare, strict]
     expected = [ChatCompletionToolsParam(**tool).model_dump() for tool in tools]
-    assert json.dumps(_chat_tools(ChatBody(tools=tools))) == json.dumps(expected)
+    assert json.dumps(chat_tools(ChatBody(tools=tools))) == json.dumps(expected)
 
 
 # Malformed and cut tool calls: a stream has the same parts as a whole answer, and that is the answer of vLLM's

@@ -20,7 +20,7 @@ from ..errors import HttpError
 from ..openai.body import ChatBody
 from ..openai.parsers import AnswerParts, AnswerReader
 from ..openai.requests import chat_prompt, read_question
-from ..openai.routes import prepare
+from ..openai.routes import prepare_answer
 from ..openai.shapes import RequestClock
 from ..requests import find_target, id_headers, named_errors
 from ..service import HttpRoute, RequestAborted, RouteTable, Service
@@ -82,7 +82,7 @@ class ChatTurn:
         """
         writer = self._writer
         with named_errors(writer.names, writer.requests[0]):
-            (choice,) = choices = writer.choices(keep=True)
+            (choice,) = choices = writer.make_choices(keep=True)
             may_stop = bool(writer.options.stops)
             await collect_answers(self._service, self._request, writer.requests, choices, may_stop=may_stop)
             (reader,), update = writer.readers(choices), choice.pop_update()
@@ -100,7 +100,7 @@ class ChatTurn:
         """
         writer = self._writer
         with named_errors(writer.names, writer.requests[0]):
-            (choice,) = choices = writer.choices(keep=False)
+            (choice,) = choices = writer.make_choices(keep=False)
             (reader,) = writer.readers(choices)
             async with aclosing(updates(self._service, self._request, writer.requests, choices)) as found:
                 async for added in found:
@@ -179,13 +179,13 @@ async def _prepare(
     service: Service, request: Request, chat: ChatBody, clock: RequestClock, api: AgentApi
 ) -> AnswerWriter:
     try:
-        return await prepare(service, request, chat, clock)
+        return await prepare_answer(service, request, chat, clock)
     except HttpError as error:
         limit = chat.max_completion_tokens
         if not api.fits_limit or error.param != "max_completion_tokens" or limit is None or limit < 1:
             raise
         # The limit is above the rest of the context.
-        return await prepare(service, request, msgspec.structs.replace(chat, max_completion_tokens=None), clock)
+        return await prepare_answer(service, request, msgspec.structs.replace(chat, max_completion_tokens=None), clock)
 
 
 async def write_events(turn: ChatTurn, writer: BlockWriter, api: AgentApi) -> AsyncGenerator[bytes, None]:

@@ -118,7 +118,7 @@ async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
-        tools=_chat_tools(body),
+        tools=chat_tools(body),
         chat_template_kwargs=template_variables(body),
     )
     return BodyPrompt(await encode_chat(await load(), chat), "messages")
@@ -168,7 +168,7 @@ def count_prompts(body: CompletionBody) -> int:
     return 1 if any(isinstance(item, int) for item in body.prompt) else min(len(body.prompt), MAX_PROMPTS)
 
 
-def _chat_tools(body: ChatBody) -> list[JsonObject] | None:
+def chat_tools(body: ChatBody) -> list[JsonObject] | None:
     """Return the tools in the format in which vLLM passes them to chat templates."""
     if not body.tools:
         return None

@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
@@ -13,15 +14,25 @@ from .... import bus
 from ....schemas.decoding import JsonObject
 from ....schemas.limits import MAX_GIVEN_ID_CHARS, MAX_N
 from ....schemas.request_fields import check_sampling
+from ...tokenization import Tokenizer
 from ..body import decode_body, read_body
 from ..calls import json_response
 from ..errors import invalid
-from ..requests import build_request, check_length, find_target, named_errors
+from ..requests import (
+    SESSION_ID,
+    SESSION_ID_HEADER,
+    RequestTarget,
+    build_request,
+    check_length,
+    find_target,
+    named_errors,
+)
 from ..sampling import SamplingFields
 from ..service import HttpRoute, RouteTable, Service
 from ..writer import AnswerWriter, respond
 from .body import ChatBody, CompletionBody, check_served
 from .requests import (
+    BodyPrompt,
     bus_fields,
     bus_names,
     chat_prompt,
@@ -36,6 +47,8 @@ from .requests import (
 from .shapes import CHAT, COMPLETION, Reading, RequestClock
 
 AnyBody = ChatBody | CompletionBody
+SessionPrompt = Callable[[Tokenizer, RequestTarget], Awaitable[BodyPrompt]]
+"""Returns the prompt of a turn for the tokenizer and the model of its request."""
 AS_GIVEN: Final = ("timeout_s", "return_token_ids", "routed_experts_format")
 """Fields with the same names and meanings in a rendered body, which has them only if they are given."""
 
@@ -64,7 +77,7 @@ async def render_completions(service: Service, request: Request) -> Response:
 async def _render(service: Service, request: Request, kind: type[AnyBody]) -> list[JsonObject]:
     service.admit(request)
     body: AnyBody = decode_body(await read_body(request, service.settings), kind)
-    job = await prepare(service, request, body, RequestClock())
+    job = await prepare_answer(service, request, body, RequestClock())
     return [_rendered(body, job, each) for each in job.requests]
 
 
@@ -105,18 +118,33 @@ def _rendered(body: AnyBody, job: AnswerWriter, request: bus.GenerateRequest) ->
 async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Response:
     clock = RequestClock()
     service.admit(request)
-    body: AnyBody = decode_body(await read_body(request, service.settings), kind)
-    prepared = partial(prepare, service, request, body, clock)
+    data = await read_body(request, service.settings)
+    body: AnyBody = decode_body(data, kind)
+    name = _session_name(request, body) if isinstance(body, ChatBody) else None
+    if name is not None and service.join_session is not None:
+        joined = await service.join_session(service, request, name, body, data)
+        if joined is not None:
+            return joined
+    prepared = partial(prepare_answer, service, request, body, clock)
     shape, num_prompts = (CHAT, 1) if isinstance(body, ChatBody) else (COMPLETION, count_prompts(body))
     num_choices = num_prompts * min(max(body.n or 1, 1), MAX_N)
     return await respond(service, request, body, shape, prepared, num_choices=num_choices)
 
 
-async def prepare(service: Service, request: Request, body: AnyBody, clock: RequestClock) -> AnswerWriter:
-    """Check a body, and return the writer of its answers with the token requests.
+def _session_name(request: Request, body: ChatBody) -> str | None:
+    """Return the id of a session that a chat names; None: its names, if any, are only hints for placement."""
+    control = None if body.nvext is None else body.nvext.session_control
+    names = (request.headers.get(SESSION_ID_HEADER), body.user, body.session_id, control and control.session_id)
+    return next((name for name in names if name and SESSION_ID.fullmatch(name)), None)
 
-    Raises:
-        HttpError: the body is not valid, or its model is not served.
+
+async def prepare_answer(
+    service: Service, request: Request, body: AnyBody, clock: RequestClock, session_prompt: SessionPrompt | None = None
+) -> AnswerWriter:
+    """Check a body and return the writer of its answers, with the token requests.
+
+    Args:
+        session_prompt: returns the prompt of a chat that is a turn of a session; None: the prompt is that of the body.
     """
     check_served(body)
     target = await find_target(service, request, body.model, body.timeout_s)
@@ -132,7 +160,7 @@ async def prepare(service: Service, request: Request, body: AnyBody, clock: Requ
     tokenizer = await load() if options.text or body.bad_words else None
     plan = None if question is None else await make_plan(question, service.parsers, tokenizer, target)
     if isinstance(body, ChatBody):
-        prompts = [await chat_prompt(body, load)]
+        prompts = [await (chat_prompt(body, load) if session_prompt is None else session_prompt(await load(), target))]
     else:
         prompts = await completion_prompts(body, load)
         service.admit(request, len(prompts) - 1)

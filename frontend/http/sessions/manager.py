@@ -1,0 +1,269 @@
+"""The sessions that this service answers: read from the bucket, kept for a while, and their running turns."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from .... import bus
+from ....schemas.checks import describe
+from ....schemas.rows import DTYPES, Rows, dtype_of
+from ...sessions.errors import SessionError
+from ...sessions.tree import SessionTree, Turn
+from ..errors import NO_RETRY, HttpError
+from ..requests import SESSION_ID
+from .running import RunningTurn
+from .store import MAX_SESSIONS, SessionHead, SessionLimits, SessionStore, TurnRecord, ended, unknown_session
+
+logger = logging.getLogger(__name__)
+
+MAX_CACHED_TOKENS: Final = 8_000_000
+"""Stored tokens of the sessions that stay in memory, with their texts about 200 MB. Rows are not kept."""
+SWEEP_S: Final = 60.0
+STATUS: Final = {
+    "unknown_session": 404,
+    "session_ended": 410,
+    "session_limit": 400,
+    "rows_missing": 409,
+    "special_token_in_content": 400,
+}
+
+
+@dataclass(eq=False)
+class Session:
+    """One session as this service knows it."""
+
+    head: SessionHead
+    tree: SessionTree = field(default_factory=SessionTree)
+    running: list[RunningTurn] = field(default_factory=list)
+    """Turns that run in this service."""
+    retries: dict[str, RunningTurn] = field(default_factory=dict)
+    """These turns by the key that their client chose."""
+    reserved_tokens: int = 0
+    """Tokens that the running turns may still add."""
+
+
+class Sessions:
+    """The sessions of one service. Enter `running` before any turn begins."""
+
+    def __init__(self, rb: bus.Client) -> None:
+        self.store = SessionStore(rb)
+        self._cached: OrderedDict[str, Session] = OrderedDict()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._swept_at = -SWEEP_S
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Own the tasks of running turns. At the end, stop the turns and store their tokens."""
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                yield
+            finally:
+                for session in self._cached.values():
+                    for turn in session.running:
+                        turn.stop()
+
+    def start(self, turn: Coroutine[Any, Any, None]) -> None:
+        """Run a turn. It outlives the request that began it."""
+        if self._tasks is None:
+            turn.close()
+            raise HttpError(503, "the service is starting", code="starting")
+        self._tasks.create_task(turn)
+
+    async def open(self, head: SessionHead) -> None:
+        """Store a new session, and delete old ones from time to time.
+
+        Raises:
+            SessionError: `session_limit`: the fleet has too many sessions, or its bucket is full.
+        """
+        if time.monotonic() > self._swept_at + SWEEP_S:
+            left = await self.store.sweep()
+            if left >= MAX_SESSIONS:
+                raise SessionError("session_limit", f"the fleet has {left} sessions; allowed: {MAX_SESSIONS}")
+            self._swept_at = time.monotonic()
+        await self.store.create(head)
+
+    async def load(self, name: str) -> Session:
+        """Return a session with all closed turns, also those of other services.
+
+        Raises:
+            SessionError: `unknown_session`.
+        """
+        async with self._lock(name):
+            found = await self.store.read(name) if SESSION_ID.fullmatch(name) else None
+            if found is None:
+                self._cached.pop(name, None)
+                raise unknown_session(describe(name))
+            return await self._catch_up(found[0])
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    async def _catch_up(self, head: SessionHead, own: Sequence[Turn] = ()) -> Session:
+        """Return the session of a head, with the turns that this service does not have yet."""
+        session = self._cached.pop(head.id, None) or Session(head)
+        self._cached[head.id] = session
+        known = {turn.id: turn for turn in own}
+        for record in head.turns:
+            if record.id not in session.tree.turns:
+                turn = known.get(record.id)
+                if turn is None:
+                    data = await self.store.get(head.id, f"turn.{record.id}", record.parts)
+                    turn = msgspec.msgpack.decode(data, type=Turn)
+                session.tree.add(turn)
+        session.head = head
+        total = sum(each.tree.num_tokens for each in self._cached.values())
+        for name in [each for each, kept in self._cached.items() if not kept.running and each != head.id]:
+            if total <= MAX_CACHED_TOKENS:
+                break
+            total -= self._cached.pop(name).tree.num_tokens
+        return session
+
+    async def close_turn(self, session: Session, turn: Turn, rows: Rows | None, answer: bytes) -> None:
+        """Store a turn with its rows, and add it to the session.
+
+        Raises:
+            SessionError: `session_limit`: the bucket is full; `unknown_session`: the session was deleted meanwhile.
+        """
+        name = session.head.id
+        record = TurnRecord(id=turn.id, parts=0)
+        if rows is not None and len(rows):
+            data, shape = rows.tobytes(), (rows.shape[1], rows.shape[2])
+            parts = await self.store.put(name, f"rows.{turn.id}", data)
+            record = replace(record, row_parts=parts, row_bytes=len(data), row_dtype=dtype_of(rows), row_shape=shape)
+        answer_parts = await self.store.put(name, f"answer.{turn.id}", answer)
+        parts = await self.store.put(name, f"turn.{turn.id}", msgspec.msgpack.encode(turn))
+        record = replace(record, parts=parts, answer_parts=answer_parts)
+
+        def added(head: SessionHead) -> SessionHead:
+            if any(each.id == turn.id for each in head.turns):
+                return head
+            return replace(head, turns=(*head.turns, record), used_at=max(head.used_at, time.time()))
+
+        async with self._lock(name):
+            head, _ = await self.store.change(name, added)
+            await self._catch_up(head, (turn,))
+
+    async def change(self, session: Session, **fields: Any) -> SessionHead:
+        """Change fields of a session's head."""
+        name = session.head.id
+        async with self._lock(name):
+            head, _ = await self.store.change(name, lambda before: replace(before, **fields))
+            return (await self._catch_up(head)).head
+
+    async def set_reward(self, session: Session, turn: str | None, reward: float) -> None:
+        """Set the reward of a turn, or of the session if `turn` is None."""
+        name = session.head.id
+
+        def rewarded(head: SessionHead) -> SessionHead:
+            if turn is None:
+                return replace(head, reward=reward)
+            return replace(head, rewards={**head.rewards, turn: reward})
+
+        async with self._lock(name):
+            await self._catch_up((await self.store.change(name, rewarded))[0])
+
+    async def rows(self, session: Session, turns: Sequence[Turn]) -> dict[str, Rows]:
+        """Return the rows of turns, by the turn's id."""
+        wanted, found = {turn.id for turn in turns}, {}
+        for record in session.head.turns:
+            if record.id in wanted and record.row_parts:
+                data = await self.store.get(session.head.id, f"rows.{record.id}", record.row_parts)
+                rows: Rows = decode_rows(data, record)
+                found[record.id] = rows
+        return found
+
+    async def answer(self, session: Session, turn: Turn) -> bytes:
+        """Return the bytes of an answer, as its client got them."""
+        (record,) = (each for each in session.head.turns if each.id == turn.id)
+        return await self.store.get(session.head.id, f"answer.{turn.id}", record.answer_parts)
+
+    async def end(self, session: Session) -> SessionHead:
+        """End a session: no turn begins any more, and running ones stop and keep their tokens."""
+        name = session.head.id
+        async with self._lock(name):
+            head, _ = await self.store.change(name, lambda before: ended(before, time.time()))
+            for turn in session.running:
+                turn.stop()
+            return (await self._catch_up(head)).head
+
+    async def renew(self, session: Session) -> None:
+        """Renew the lease, and check that the session has not ended.
+
+        Raises:
+            SessionError: `session_ended`.
+        """
+        now, head = time.time(), session.head
+        if head.is_over(now) and not session.running:
+            if head.ended_at is None:
+                await self.change(session, ended_at=head.used_at + head.limits.lease_s)
+            raise SessionError("session_ended", f"the session {head.id} has ended; open another one")
+        if head.ended_at is not None:
+            raise SessionError("session_ended", f"the session {head.id} has ended; open another one")
+        # A write for each turn would cost more than the turn's own.
+        if now > head.used_at + head.limits.lease_s / 4:
+            await self.change(session, used_at=now)
+
+
+def decode_rows(data: bytes, record: TurnRecord) -> Rows:
+    """Return the rows of a turn from their bytes."""
+    return np.frombuffer(data, DTYPES[record.row_dtype]).reshape(-1, *record.row_shape)
+
+
+def check_room(session: Session, *, turns: int, prompt: int, row_bytes: int) -> int:
+    """Return how many tokens each new turn may sample. The running turns include the one that asks.
+
+    Args:
+        turns: number of new turns.
+        prompt: prompt tokens that the turns add.
+        row_bytes: bytes of the rows of one token; 0: rows are not kept.
+
+    Raises:
+        SessionError: `session_limit`.
+    """
+    limits: SessionLimits = session.head.limits
+    num_turns = len(session.head.turns) + len(session.running) - 1
+    if num_turns + turns > limits.max_turns:
+        raise SessionError("session_limit", f"the session has {num_turns} turns; allowed: {limits.max_turns}")
+    used = session.tree.num_tokens + session.reserved_tokens
+    room = (limits.max_tokens - used) // turns - prompt
+    if room < 1:
+        raise SessionError(
+            "session_limit", f"the session has {used} tokens, and this turn adds more; allowed: {limits.max_tokens}"
+        )
+    if row_bytes:
+        of_rows = (limits.max_row_bytes - session.head.row_bytes) // row_bytes - session.reserved_tokens
+        room = min(room, of_rows // turns - prompt)
+        if room < 1:
+            have = session.head.row_bytes
+            raise SessionError(
+                "session_limit", f"the session has {have} bytes of rows; allowed: {limits.max_row_bytes}"
+            )
+    return room
+
+
+def http_error_of(error: SessionError) -> HttpError:
+    """Return the answer for an error of a session. No client repeats the request."""
+    return HttpError(STATUS[error.code], str(error), code=error.code, headers=NO_RETRY)
+
+
+def digest_of(key: str) -> str:
+    """Return the digest of a session's key, which is what the bucket has."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def has_key(head: SessionHead, given: str) -> bool:
+    """Return True if a key is that of the session, in constant time."""
+    return hmac.compare_digest(digest_of(given), head.key_digest)

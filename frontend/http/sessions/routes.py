@@ -1,0 +1,276 @@
+"""The routes of sessions. The owner opens, reads, rewards and ends them; the agent sends turns with a key."""
+
+import math
+import secrets
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....schemas.checks import describe
+from ....schemas.decoding import JsonObject
+from ...sessions.errors import SessionError
+from ...sessions.samples import Shape, join_rows, leaf_sample, turn_traces
+from .. import status
+from ..body import decode_body, read_body
+from ..calls import JsonPieces, json_response
+from ..control.bodies import read_query
+from ..errors import HttpError, invalid
+from ..openai.body import ChatBody
+from ..service import HttpRoute, RouteTable, Service
+from ..tokens import routed_experts_json
+from .manager import Session, digest_of, has_key, http_error_of
+from .store import MAX_AGE_S, Policy, SessionHead, SessionLimits
+from .turns import serve_turn
+
+Seconds = Annotated[float, Meta(gt=0, le=MAX_AGE_S / 4)]
+
+
+class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new session. All fields have defaults."""
+
+    reasoning: Policy = "keep"
+    """`keep`: sampled reasoning stays in the context. `template`: fork where the chat template drops it."""
+    routed_experts: bool = False
+    """True: keep the routed experts of all tokens, for router replay."""
+    max_turns: Annotated[int, Meta(ge=1, le=4096)] = 1000
+    max_tokens: Annotated[int, Meta(ge=1, le=8_000_000)] = 1_000_000
+    """Tokens of all branches. A shared prefix counts once."""
+    max_seconds: Seconds = 24 * 3600.0
+    max_row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 256 << 20
+    lease_s: Seconds = 1800.0
+    """Seconds without a turn or a read of the session, after which it ends."""
+    retention_s: Seconds = 3600.0
+    """Seconds after its end in which samples can be read and rewards set."""
+
+
+class SessionAnswer(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """One session."""
+
+    id: str
+    is_open: bool
+    num_turns: int
+    num_tokens: int
+    row_bytes: int
+    turns: list[JsonObject]
+    """For each turn: its id, parent, finish reason, sampled tokens, and why it forked."""
+    base_url: str = ""
+    """URL for clients of OpenAI. Only in the answer to the opening."""
+    api_key: str = ""
+    """Key of the session. Only in the answer to the opening."""
+
+
+class RewardBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reward of the session, or of one turn, which may be a leaf."""
+
+    reward: float
+    turn: str | None = None
+
+
+class SamplesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which samples are read, and how."""
+
+    leaf: str | None = None
+    """Id of a leaf. None: all leaves."""
+    rows: bool = True
+    """False: leave out the routed experts."""
+    interrupted: bool = False
+    """True: turns that their client left count as leaves."""
+    shape: Shape = "rollbus"
+
+
+async def open_session(service: Service, request: Request) -> Response:
+    """Open a session for an agent. The answer has its base URL and key, which are shown only here."""
+    body = decode_body(await read_body(request, service.settings), OpenBody)
+    key, now = f"sk-{secrets.token_urlsafe(32)}", time.time()
+    limits = {name: getattr(body, name) for name in SessionLimits.__struct_fields__}
+    head = SessionHead(
+        id=f"ses-{secrets.token_hex(16)}",
+        key_digest=digest_of(key),
+        opened_at=now,
+        used_at=now,
+        limits=SessionLimits(**limits),
+        reasoning=body.reasoning,
+        routed_experts=body.routed_experts,
+    )
+    try:
+        await service.sessions.open(head)
+    except SessionError as error:
+        # The fleet has no room now. Another session may end.
+        raise HttpError(429, str(error), code=error.code) from error
+    base_url = f"{str(request.base_url).rstrip('/')}/sessions/{head.id}/v1"
+    return json_response(_answer(Session(head), base_url=base_url, api_key=key))
+
+
+def _answer(session: Session, **more: str) -> SessionAnswer:
+    head, tree = session.head, session.tree
+    return SessionAnswer(
+        id=head.id,
+        is_open=not head.is_over(time.time()),
+        num_turns=len(head.turns),
+        num_tokens=tree.num_tokens,
+        row_bytes=head.row_bytes,
+        turns=[
+            {
+                "id": turn.id,
+                "request_id": turn.request_id,
+                "parent": turn.parent,
+                "finish_reason": turn.finish_reason,
+                "num_sampled": turn.num_sampled,
+                "is_complete": turn.is_complete,
+                "join": turn.join,
+                "fork": turn.fork,
+            }
+            for turn in tree.turns.values()
+        ],
+        **more,
+    )
+
+
+async def _load(service: Service, request: Request) -> Session:
+    try:
+        return await service.sessions.load(request.path_params["session"])
+    except SessionError as error:
+        raise http_error_of(error) from error
+
+
+async def get_session(service: Service, request: Request) -> Response:
+    """Return a session and its turns. This renews its lease."""
+    session = await _load(service, request)
+    if not session.head.is_over(time.time()):
+        await service.sessions.renew(session)
+    return json_response(_answer(session))
+
+
+async def end_session(service: Service, request: Request) -> Response:
+    """End a session. Running turns stop and keep their tokens; later turns are answered 410."""
+    session = await _load(service, request)
+    await service.sessions.end(session)
+    return json_response(_answer(session))
+
+
+async def set_reward(service: Service, request: Request) -> Response:
+    """Set the reward of a session or a turn. This is possible until its retention has ended."""
+    body = decode_body(await read_body(request, service.settings), RewardBody)
+    if not math.isfinite(body.reward):
+        raise invalid("reward", f"is {body.reward}", "finite numbers")
+    session = await _load(service, request)
+    if body.turn is None:
+        await service.sessions.set_reward(session, None, body.reward)
+    elif body.turn in session.tree.turns:
+        await service.sessions.set_reward(session, body.turn, body.reward)
+    else:
+        raise invalid("turn", f"is {describe(body.turn)}, which is unknown", "the id of a turn of this session")
+    return json_response(_answer(session))
+
+
+async def read_samples(service: Service, request: Request) -> Response:
+    """Return a sample for each leaf: its tokens, which of them were sampled, by which weights, and their experts.
+
+    With `shape`, return the turns as rllm's gateway and verifiers have them. With `leaf`, return one sample, so that an
+    answer is bounded.
+    """
+    query = read_query(request, SamplesQuery)
+    session = await _load(service, request)
+    leaves = session.tree.leaves(interrupted=query.interrupted)
+    if query.leaf is not None:
+        leaves = [turn for turn in leaves if turn.id == query.leaf]
+        if not leaves:
+            raise invalid("leaf", f"is {describe(query.leaf)}", "the id of a leaf of this session")
+    head, tree = session.head, session.tree
+    if query.shape != "rollbus":
+        traces = [each for leaf in leaves for each in turn_traces(tree, leaf, query.shape, head.id)]
+        # A turn of several leaves is one trace of rllm.
+        return json_response(list({each.get("trace_id", at): each for at, each in enumerate(traces)}.values()))
+    with_rows = head.routed_experts and query.rows
+    pieces: list[Iterator[bytes]] = []
+    for leaf in leaves:
+        sample = leaf_sample(tree, leaf, head.rewards, head.reward)
+        try:
+            path = tree.path(leaf)
+            rows = join_rows(path, await service.sessions.rows(session, path)) if with_rows else None
+        except SessionError as error:
+            raise http_error_of(error) from error
+        own = msgspec.json.encode(sample)[:-1] + b',"routed_experts":'
+        of_rows: Iterator[bytes] = iter((b"null",)) if rows is None else routed_experts_json(rows, 0)
+        pieces.append(chain((b"," if pieces else b"", own), of_rows, (b"}",)))
+    return JsonPieces(chain((b'{"samples":[',), chain.from_iterable(pieces), (b"]}",)), {})
+
+
+async def session_chat(service: Service, request: Request) -> Response:
+    """Answer a turn of a session, as in OpenAI's API. The bearer token is the session's key."""
+    session = await _with_key(service, request)
+    data = await read_body(request, service.settings)
+    return await _turn(service, request, session, decode_body(data, ChatBody), data)
+
+
+async def session_models(service: Service, request: Request) -> Response:
+    """Return the served models to an agent of a session."""
+    await _with_key(service, request)
+    return await status.models(service, request)
+
+
+async def _with_key(service: Service, request: Request) -> Session:
+    """Return the session of a request.
+
+    Raises:
+        HttpError: 401, the key is not that of the session, or there is no such session: both look the same.
+    """
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    try:
+        session = await service.sessions.load(request.path_params["session"])
+    except SessionError as error:
+        if error.code != "unknown_session":
+            raise http_error_of(error) from error
+        session = None
+    if session is None or scheme.lower() != "bearer" or not has_key(session.head, given.strip()):
+        raise HttpError(
+            401,
+            "the session is unknown, or the bearer token is not its key; allowed: Authorization: Bearer KEY",
+            code="unauthorized",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return session
+
+
+async def _turn(service: Service, request: Request, session: Session, body: ChatBody, data: bytes) -> Response:
+    try:
+        return await serve_turn(service, request, session, body, data)
+    except SessionError as error:
+        raise http_error_of(error) from error
+
+
+async def join_session(service: Service, request: Request, name: str, body: ChatBody, data: bytes) -> Response | None:
+    """Answer a chat of an ordinary route that names a session; None: no such session is open, so the name is a hint.
+
+    Raises:
+        HttpError: the turn failed before its first piece; 410, the session has ended.
+    """
+    try:
+        session = await service.sessions.load(name)
+    except SessionError as error:
+        if error.code == "unknown_session":
+            return None
+        raise http_error_of(error) from error
+    return await _turn(service, request, session, body, data)
+
+
+PATH: Final = "/v1/rl/sessions/{session}"
+ROUTES: RouteTable = {
+    ("POST", "/v1/rl/sessions"): HttpRoute(open_session, OpenBody, SessionAnswer),
+    ("GET", PATH): HttpRoute(get_session, answer=SessionAnswer),
+    ("DELETE", PATH): HttpRoute(end_session, answer=SessionAnswer),
+    ("GET", f"{PATH}/samples"): HttpRoute(read_samples, query=SamplesQuery),
+    ("POST", f"{PATH}/rewards"): HttpRoute(set_reward, RewardBody, SessionAnswer),
+}
+"""Routes of the owner."""
+KEY_ROUTES: RouteTable = {
+    ("POST", "/sessions/{session}/v1/chat/completions"): HttpRoute(session_chat, ChatBody),
+    ("GET", "/sessions/{session}/v1/models"): HttpRoute(session_models, answer=status.ModelList),
+}
+"""Routes of the agent, which need the session's key."""

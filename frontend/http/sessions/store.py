@@ -1,0 +1,279 @@
+"""The bucket of sessions: one head for each session, written with compare-and-set, and the objects of its turns.
+
+The parts of a turn are stored before the head names them, so a reader sees a whole turn or none. Any service of the
+fleet can therefore answer any session, and a restart loses no closed turn.
+"""
+
+import base64
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from .... import bus
+from ....bus.client.client import runtime_of
+from ....bus.nats.jetstream import (
+    NO_MESSAGE,
+    NO_STREAM,
+    TRY_S,
+    WRONG_LAST_SEQUENCE,
+    ApiError,
+    Retries,
+    Unanswered,
+    ask,
+    create_stream,
+    find,
+    nanoseconds,
+    put,
+)
+from ....bus.subjects import session_bucket
+from ....schemas.errors import BusBroken
+from ....schemas.rows import RowDtype
+from ...sessions.errors import SessionError
+
+logger = logging.getLogger(__name__)
+
+FLEET_BYTES: Final = 1 << 30
+"""Size of the bucket, for all sessions of a fleet: twenty samples of 100,000 tokens with the rows of a large model."""
+MAX_AGE_S: Final = 7 * 24 * 3600.0
+"""Seconds after which the server deletes what no service has deleted: a day of a session, and days to read it."""
+PART_BYTES: Final = 512 << 10
+HEADROOM_BYTES: Final = 8192
+MAX_TRIES: Final = 1000
+"""Tries of one write of a head. A try fails only if another turn of the session was closed meanwhile."""
+MAX_SESSIONS: Final = 4096
+"""Sessions of a fleet that are kept at a time. The sweep reads the head of each."""
+STORAGE_FULL: Final = frozenset({10047, 10077, 10122})
+"""JetStream's codes for a stream or server without room."""
+
+Policy = Literal["keep", "template"]
+"""`keep`: sampled reasoning stays in the context. `template`: a turn whose template drops reasoning forks."""
+
+
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of one session. All branches count."""
+
+    max_turns: int = 1000
+    max_tokens: int = 1_000_000
+    """Stored tokens: prompts and answers, a shared prefix once."""
+    max_seconds: float = 24 * 3600.0
+    """Seconds from the opening, after which no turn begins, and a running one ends with `length`."""
+    max_row_bytes: int = 256 << 20
+    """Bytes of routed experts. 100,000 tokens of a model with 61 layers and 8 experts each have 49 MB."""
+    lease_s: float = 1800.0
+    """Seconds without a turn or a read by the owner, after which the session ends: longer than the longest turn."""
+    retention_s: float = 3600.0
+    """Seconds after the end for which samples can be read and rewards set."""
+
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One closed turn in the head."""
+
+    id: str
+    parts: int
+    row_parts: int = 0
+    row_bytes: int = 0
+    row_dtype: RowDtype = "u1"
+    row_shape: tuple[int, int] = (0, 0)
+    """Layers and top-k."""
+    answer_parts: int = 0
+
+
+class SessionHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes of a session."""
+
+    id: str
+    key_digest: str
+    opened_at: float
+    used_at: float
+    limits: SessionLimits
+    reasoning: Policy = "keep"
+    routed_experts: bool = False
+    ended_at: float | None = None
+    turns: tuple[TurnRecord, ...] = ()
+    rewards: dict[str, float] = {}
+    """Rewards by the id of a turn."""
+    reward: float | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the routed experts of all turns."""
+        return sum(turn.row_bytes for turn in self.turns)
+
+    def is_over(self, now: float) -> bool:
+        """Return True if the session has ended, or if its lease has."""
+        return self.ended_at is not None or now > self.used_at + self.limits.lease_s
+
+    def frees_at(self) -> float:
+        """Return the time at which the session may be deleted, if nobody uses it until then."""
+        ended = self.used_at + self.limits.lease_s if self.ended_at is None else self.ended_at
+        return ended + self.limits.retention_s
+
+
+class SessionStore:
+    """Reads and writes the bucket. All methods raise `BusBroken` if JetStream does not answer."""
+
+    def __init__(self, rb: bus.Client) -> None:
+        runtime = runtime_of(rb)
+        self._thread = runtime.thread
+        self._nats = runtime.nats
+        bucket = session_bucket(runtime.config.subjects.fleet)
+        self._stream, self._subjects = f"KV_{bucket}", f"$KV.{bucket}"
+
+    async def read(self, session: str) -> tuple[SessionHead, int] | None:
+        """Return the head of a session with its sequence number; None: there is no such session."""
+        found = await self._thread.run(self._get(f"{session}.head"))
+        return None if found is None else (msgspec.json.decode(found[0], type=SessionHead), found[1])
+
+    async def create(self, head: SessionHead) -> None:
+        """Store the first head of a session. Create the bucket if it is missing.
+
+        Raises:
+            SessionError: `session_limit`: the bucket is full.
+        """
+        await self._thread.run(self._create(head))
+
+    async def _create(self, head: SessionHead) -> None:
+        if await find(self._nats, f"STREAM.INFO.{self._stream}", absent={NO_STREAM}) is None:
+            config = {
+                "name": self._stream,
+                "subjects": [f"{self._subjects}.>"],
+                "description": "rollbus: sessions of agents",
+                "retention": "limits",
+                "storage": "file",
+                "discard": "new",
+                "max_msgs_per_subject": 1,
+                "max_bytes": FLEET_BYTES,
+                "max_age": nanoseconds(MAX_AGE_S),
+                "allow_rollup_hdrs": True,
+            }
+            try:
+                await create_stream(self._nats, config)
+            except ApiError as error:
+                raise BusBroken(f"the bucket of sessions cannot be created: {error}") from error
+        await self._put(f"{head.id}.head", msgspec.json.encode(head), 0)
+
+    async def change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> tuple[SessionHead, int]:
+        """Write the head that `change` returns, and return it. `change` is called again if another write was first.
+
+        Raises:
+            SessionError: `unknown_session`; `session_limit`: the bucket is full.
+        """
+        return await self._thread.run(self._change(session, change))
+
+    async def _change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> tuple[SessionHead, int]:
+        retries = Retries()
+        for _ in range(MAX_TRIES):
+            try:
+                found = await self._get(f"{session}.head")
+                if found is None:
+                    raise unknown_session(session)
+                before = msgspec.json.decode(found[0], type=SessionHead)
+                after = change(before)
+                if after is before:
+                    return before, found[1]
+                stored = await self._put(f"{session}.head", msgspec.json.encode(after), found[1])
+                if stored is not None:
+                    return after, stored
+                await retries.note_refusal(found[1])
+            except Unanswered as error:
+                await retries.wait(error)
+        raise BusBroken(f"the session {session} was not written: other writers were first in {MAX_TRIES} tries")
+
+    async def put(self, session: str, name: str, data: bytes) -> int:
+        """Store an object. Return the number of its parts.
+
+        Raises:
+            SessionError: `session_limit`: the bucket is full.
+        """
+        return await self._thread.run(self._put_parts(session, name, data))
+
+    async def _put_parts(self, session: str, name: str, data: bytes) -> int:
+        size = min(PART_BYTES, self._nats.max_payload - HEADROOM_BYTES)
+        starts = range(0, len(data), size)
+        for number, start in enumerate(starts):
+            await self._put(f"{session}.{name}.{number}", data[start : start + size], None)
+        return len(starts)
+
+    async def get(self, session: str, name: str, parts: int) -> bytes:
+        """Return an object.
+
+        Raises:
+            SessionError: `unknown_session`: a part is missing, because the session was deleted.
+        """
+        return await self._thread.run(self._get_parts(session, name, parts))
+
+    async def _get_parts(self, session: str, name: str, parts: int) -> bytes:
+        found = []
+        for number in range(parts):
+            part = await self._get(f"{session}.{name}.{number}")
+            if part is None:
+                raise unknown_session(session)
+            found.append(part[0])
+        return b"".join(found)
+
+    async def sweep(self) -> int:
+        """Delete the sessions whose retention has ended. Return the number of sessions that are left."""
+        return await self._thread.run(self._sweep())
+
+    async def _sweep(self) -> int:
+        body = {"subjects_filter": f"{self._subjects}.*.head"}
+        info = await find(self._nats, f"STREAM.INFO.{self._stream}", body, absent={NO_STREAM})
+        left = 0
+        for subject in (info or {"state": {}})["state"].get("subjects") or {}:
+            session = subject.split(".")[-2]
+            found = await self._get(f"{session}.head")
+            if found is None:
+                continue
+            if time.time() <= msgspec.json.decode(found[0], type=SessionHead).frees_at():
+                left += 1
+                continue
+            await ask(self._nats, f"STREAM.PURGE.{self._stream}", {"filter": f"{self._subjects}.{session}.>"})
+            logger.info("session.deleted session=%s", session)
+        return left
+
+    async def _get(self, key: str) -> tuple[bytes, int] | None:
+        question: dict[str, Any] = {"last_by_subj": f"{self._subjects}.{key}"}
+        answer = await find(
+            self._nats,
+            f"STREAM.MSG.GET.{self._stream}",
+            question,
+            absent={NO_STREAM, NO_MESSAGE},
+            failing="the session cannot be read",
+            timeout_s=TRY_S,
+        )
+        if answer is None:
+            return None
+        return base64.b64decode(answer["message"].get("data", "")), answer["message"]["seq"]
+
+    async def _put(self, key: str, data: bytes, sequence: int | None) -> int | None:
+        """Store a message. Return its sequence number; None: another write of this key was first.
+
+        Args:
+            sequence: number of the message that it replaces, 0: none; None: whatever there is.
+        """
+        headers = {"Nats-Expected-Stream": self._stream}
+        if sequence is not None:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(sequence)
+        try:
+            return await put(self._nats, f"{self._subjects}.{key}", data, headers)
+        except ApiError as error:
+            if error.code in WRONG_LAST_SEQUENCE:
+                return None
+            if error.code in STORAGE_FULL:
+                message = f"the bucket of sessions is full; allowed: {FLEET_BYTES} bytes for the fleet"
+                raise SessionError("session_limit", message) from error
+            raise BusBroken(f"the session cannot be written: {error}") from error
+
+
+def unknown_session(session: str) -> SessionError:
+    """Return the error for a session that does not exist, or not any more."""
+    return SessionError("unknown_session", f"the session {session} is unknown, or its retention has ended")
+
+
+def ended(head: SessionHead, at: float) -> SessionHead:
+    """Return the head of an ended session."""
+    return head if head.ended_at is not None else replace(head, ended_at=at)

@@ -1,0 +1,353 @@
+"""One turn of a session over the chat API: its prompt from the session's ids, its answer, and its place in the tree.
+
+The core takes one shape: a chat's body (messages, tools, parameters). Other APIs translate theirs into it.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .... import bus
+from ....schemas.decoding import JsonObject
+from ....schemas.errors import RollbusError
+from ....schemas.limits import MAX_N
+from ...sessions.errors import SessionError
+from ...sessions.joining import CannotJoin, ChatTemplate
+from ...sessions.messages import frame_of
+from ...sessions.samples import ids_bytes
+from ...sessions.tree import CHECKED, TAIL, UNCHECKED, WHOLE, Fork, Match, Turn
+from ...tokenization import Tokenizer
+from ..answers import AnswerChoice
+from ..calls import END, encode_event
+from ..chat import template_message
+from ..edge import given_request_id
+from ..errors import HttpError, error_body, http_error, invalid
+from ..openai.body import ChatBody
+from ..openai.requests import BodyPrompt, chat_tools, template_variables
+from ..openai.routes import prepare_answer
+from ..openai.shapes import RequestClock
+from ..requests import RequestTarget, id_headers
+from ..service import RequestAborted, Service
+from ..writer import AnswerWriter, ServedAnswers
+from .manager import Session, check_room, http_error_of
+from .running import RunningTurn, detached
+
+logger = logging.getLogger(__name__)
+
+NOT_IN_SESSIONS: Final = {
+    "tokens": "the session makes the prompt",
+    "continue_final_message": "an answer of a session is sampled as a whole",
+    "add_special_tokens": "the session makes the prompt",
+    "prompt_logprobs": "the session sends only new messages",
+    "routed_experts_prompt_start": "the session sets it",
+}
+"""Fields that a turn may not have, with the reason."""
+
+
+def check_turn(body: ChatBody) -> None:
+    """Reject fields that would replace the prompt that the session makes.
+
+    Raises:
+        HttpError: 400, naming the field.
+    """
+    if not body.messages:
+        raise invalid("messages", "is missing", "at least one message")
+    for name, reason in NOT_IN_SESSIONS.items():
+        if getattr(body, name, None) not in (None, False):
+            raise invalid(name, f"is given in a session: {reason}", "null")
+    for name in ("token_data", "routed_experts_prompt_start", "extra_fields"):
+        if body.nvext is not None and getattr(body.nvext, name) is not None:
+            raise invalid(f"nvext.{name}", "is given in a session", "null: read the session's samples")
+    for name in ("add_generation_prompt", "detokenize"):
+        if getattr(body, name) is False:
+            raise invalid(name, "is false in a session", "true")
+
+
+async def serve_turn(service: Service, request: Request, session: Session, body: ChatBody, data: bytes) -> Response:
+    """Answer a turn, or attach to a running turn or repeat a closed one if this is a retry of it.
+
+    Raises:
+        HttpError: the turn failed before its first piece.
+        SessionError: the session has ended or has no room.
+    """
+    check_turn(body)
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    key = _retry_key(request, body)
+    running, turn = _find_retry(session, request, key, digest)
+    if running is None and turn is not None:
+        answer = await service.sessions.answer(session, turn)
+        kind = "text/event-stream" if turn.is_stream else "application/json"
+        return Response(answer, headers=id_headers(turn.request_id), media_type=kind)
+    if running is None:
+        await service.sessions.renew(session)
+        running = RunningTurn(digest, is_stream=bool(body.stream))
+        job = _Job(service, request, session, body, running, key)
+        service.sessions.start(job.run())
+    return await running.response(request)
+
+
+def _retry_key(request: Request, body: ChatBody) -> str:
+    given = request.headers.get("Idempotency-Key") or given_request_id(request.headers) or body.request_id or ""
+    return given[:512]
+
+
+def _find_retry(session: Session, request: Request, key: str, digest: str) -> tuple[RunningTurn | None, Turn | None]:
+    """Return the running or the closed turn that a request repeats.
+
+    Raises:
+        HttpError: 400, the key belongs to another body.
+    """
+    running, turn = session.retries.get(key) if key else None, None
+    turns = reversed(session.tree.turns.values())
+    if key and running is None:
+        turn = next((each for each in turns if each.retry_key == key), None)
+    elif not key and request.headers.get("X-Stainless-Retry-Count", "0") not in ("", "0"):
+        running = next((each for each in reversed(session.running) if each.body_digest == digest), None)
+        turn = next((each for each in turns if each.body_digest == digest and each.is_complete), None)
+    found = running or turn
+    if found is not None and found.body_digest != digest:
+        raise invalid("Idempotency-Key", "belongs to a turn with another body", "a new key for another body")
+    return running, turn if turn is not None and turn.is_complete else None
+
+
+@dataclass
+class _Job:
+    """Runs one turn."""
+
+    service: Service
+    request: Request
+    session: Session
+    body: ChatBody
+    running: RunningTurn
+    key: str
+    served: ServedAnswers = field(default_factory=ServedAnswers)
+    pieces: list[bytes] = field(default_factory=list)
+    """The answer, as it is stored."""
+    match: Match | None = None
+    prompt: Sequence[int] = ()
+    """Ids of the prompt after those of the parent."""
+    join: str = WHOLE
+    tokenizer: Tokenizer | None = None
+    reserved: int = 0
+    frame: str = ""
+
+    async def run(self) -> None:
+        """Answer the turn and store it. All errors end the answer."""
+        session, running = self.session, self.running
+        session.running.append(running)
+        if self.key:
+            session.retries[self.key] = running
+        error: HttpError | None = None
+        limit = session.head.opened_at + session.head.limits.max_seconds - time.time()
+        timer = asyncio.get_running_loop().call_later(max(limit, 0.0), running.stop, bus.FinishReason.LENGTH)
+        try:
+            if limit <= 0:
+                raise SessionError("session_limit", "the session's time is over; allowed: max_seconds from its opening")
+            await self._run()
+        except SessionError as failure:
+            error = http_error_of(failure)
+        except HttpError as failure:
+            error = failure
+        except RollbusError as failure:
+            error = http_error(failure)
+        except RequestAborted:
+            error = HttpError(409, "the request was aborted before it began", code="aborted")
+        except asyncio.CancelledError:
+            running.end(HttpError(503, "the service is stopping", code="stopping"))
+            raise
+        except Exception as failure:
+            # Boundary of one turn: an error here must not end the other turns.
+            logger.exception("session.turn_failed session=%s", session.head.id, exc_info=failure)
+            error = HttpError(500, "the service has failed", code="internal_error")
+        finally:
+            timer.cancel()
+            session.running.remove(running)
+            session.reserved_tokens -= self.reserved
+            if self.key:
+                del session.retries[self.key]
+        if error is not None and running.is_stream and self.pieces:
+            running.write(encode_event(error_body(error)))
+        running.end(error)
+
+    async def _run(self) -> None:
+        with ExitStack() as until_closed:
+            request = detached(self.request, until_closed)
+            self.service.admit(request, min(max(self.body.n or 1, 1), MAX_N))
+            async with self.service.preparing(request, self.body.request_id):
+                writer = await self._prepare(request)
+            self.running.headers = id_headers(writer.requests[0].request_id)
+            try:
+                if self.running.is_stream:
+                    await self._stream(writer, request)
+                else:
+                    await self._answer(writer, request)
+            except RollbusError:
+                # The client gets the error. The tokens so far stay, as an interrupted turn.
+                await self._store(writer, is_complete=False)
+                raise
+
+    async def _stream(self, writer: AnswerWriter, request: Request) -> None:
+        last = b""
+        async with aclosing(writer.events(self.service, request)) as events:
+            async for event in events:
+                if last:
+                    self._write(last)
+                last = event
+        # The turn is stored before its last event is sent.
+        self.pieces += [last, END]
+        await self._store(writer, is_complete=not self.running.was_aborted)
+        self.running.write(last + END)
+
+    async def _answer(self, writer: AnswerWriter, request: Request) -> None:
+        choices = writer.make_choices(keep=True)
+        async with aclosing(writer.source(self.service, request, writer.requests, choices)) as found:
+            async for added in found:
+                for _ in added:
+                    pass
+        answer = b"".join(await writer.answer_json(choices))
+        self.pieces.append(answer)
+        await self._store(writer, is_complete=not self.running.was_aborted)
+        self.running.write(answer)
+
+    def _write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+        self.running.write(piece)
+
+    # The prompt.
+
+    async def _prepare(self, request: Request) -> AnswerWriter:
+        writer = await prepare_answer(self.service, request, self.body, RequestClock(), self._make_prompt)
+        head, tree = self.session.head, self.session.tree
+        first = writer.requests[0]
+        routing = writer.target.capabilities.routed_experts if head.routed_experts else None
+        if head.routed_experts and routing is None:
+            raise invalid("routed_experts", "is true for this session", "false: this model returns no routed experts")
+        n = first.sampling.n
+        row_bytes = 0 if routing is None else routing.num_layers * routing.top_k * (1 if routing.dtype == "u1" else 2)
+        room = check_room(self.session, turns=n, prompt=len(self.prompt), row_bytes=row_bytes)
+        wanted = (
+            writer.target.room(first.prompt_len) if first.sampling.max_tokens is None else first.sampling.max_tokens
+        )
+        most = min(wanted, room)
+        self.reserved = n * (len(self.prompt) + most)
+        self.session.reserved_tokens += self.reserved
+        parent = None if self.match is None else self.match.parent
+        logprobs = 0 if first.sampling.logprobs is None else first.sampling.logprobs
+        sampling = replace(
+            first.sampling, max_tokens=most, logprobs=logprobs, min_tokens=min(first.sampling.min_tokens, most)
+        )
+        made = replace(
+            first,
+            sampling=sampling,
+            session_id=head.id,
+            return_routed_experts=None if routing is not None else first.return_routed_experts,
+            routed_experts_prompt_start=0 if routing is None else max(len(tree.token_ids(parent)) - 1, 0),
+        )
+        return dataclasses.replace(writer, requests=[made], served=self.served, source=self.running.source)
+
+    async def _make_prompt(self, tokenizer: Tokenizer, target: RequestTarget) -> BodyPrompt:
+        self.tokenizer = tokenizer
+        tools, variables = chat_tools(self.body), template_variables(self.body)
+        template = ChatTemplate(tokenizer, tools, variables, partial(template_message, "messages"))
+        frame = frame_of(target.name, tools, variables)
+        history = self.body.messages or []
+        for index, message in enumerate(history):
+            template_message(f"messages[{index}]", message)
+        self.match = self.session.tree.find(history, frame)
+        ids = await asyncio.to_thread(self._join, template, history)
+        self.frame = frame
+        return BodyPrompt(ids, "messages")
+
+    def _join(self, template: ChatTemplate, history: Sequence[JsonObject]) -> list[int]:
+        """Return the ids of the prompt: those of the parent and the new messages, or a rendering of all."""
+        tree, match = self.session.tree, self.match
+        if match is not None and match.parent is not None:
+            parent, new = match.parent, list(history[match.index :])
+            try:
+                tail = template.tail(parent.answer, parent.ended_by, new)
+            except CannotJoin:
+                tail = None
+            problem = "template" if tail is None else self._check(template, parent, tail, new)
+            if tail is not None and problem is None:
+                self.prompt = tail
+                return [*tree.token_ids(parent).tolist(), *tail]
+            self.match = Match(None, 0, Fork(message=match.index, field=problem or "template"))
+        self.join = WHOLE
+        self.prompt = template.whole(history)
+        return list(self.prompt)
+
+    def _check(self, template: ChatTemplate, parent: Turn, tail: list[int], new: list[JsonObject]) -> str | None:
+        """Return why the prompt is not what the template makes of the messages; None: it is, or was not compared."""
+        tree, path = self.session.tree, self.session.tree.path(parent)
+        is_strict = self.session.head.reasoning == "template"
+        depth = len(path) + 1
+        self.join = TAIL
+        if depth & (depth - 1) and not is_strict:
+            return None
+        pieces = [*(np.frombuffer(turn.prompt_ids, "<i4").tolist() for turn in path), tail]
+        messages = [*tree.messages(parent), *new]
+        equal = template.check(pieces, messages)
+        if equal and is_strict:
+            kept = [turn.answer.get("reasoning") or "" for turn in path]
+            if template.check(pieces, messages, kept) is False:
+                return "reasoning_dropped"
+        self.join = UNCHECKED if equal is None else CHECKED
+        return "template" if equal is False else None
+
+    # The closed turn.
+
+    async def _store(self, writer: AnswerWriter, *, is_complete: bool) -> None:
+        """Store the answers that have tokens."""
+        request = writer.requests[0]
+        for choice in self.served.choices:
+            # A request's id is its client's choice, and may be used again.
+            tokens = self.served.tokens(choice)
+            if tokens is None or not len(tokens.ids) or self.match is None or self.tokenizer is None:
+                continue
+            rows = tokens.rows if self.session.head.routed_experts else None
+            parent = self.match.parent
+            turn = Turn(
+                id=uuid.uuid4().hex,
+                request_id=request.request_id,
+                parent=None if parent is None else parent.id,
+                messages=list((self.body.messages or [])[self.match.index :]),
+                answer=self.served.message(choice),
+                frame=self.frame,
+                prompt_ids=ids_bytes(list(self.prompt)),
+                token_ids=ids_bytes(tokens.ids),
+                logprobs=np.asarray(tokens.scores.logprobs, "<f4").tobytes(),
+                weight_versions=ids_bytes(tokens.weight_versions),
+                finish_reason=str(choice.finish_reason or "error"),
+                ended_by=self._ended_by(choice, int(tokens.ids[-1])),
+                is_complete=is_complete,
+                fork=self.match.fork,
+                join=self.join,
+                attempts=tokens.attempt + 1,
+                num_rows=0 if rows is None else len(rows),
+                rows_start=request.routed_experts_prompt_start,
+                served_at=time.time(),
+                retry_key=self.key,
+                body_digest=self.running.body_digest,
+                is_stream=self.running.is_stream,
+            )
+            await self.service.sessions.close_turn(self.session, turn, rows, b"".join(self.pieces))
+
+    def _ended_by(self, choice: AnswerChoice, last: int) -> str:
+        """Return the text of the special token that ended an answer."""
+        if choice.finish_reason != bus.FinishReason.STOP or isinstance(choice.stop_reason, str) or not self.tokenizer:
+            return ""
+        is_added = last in self.tokenizer.wrapped.added_tokens_decoder
+        return self.tokenizer.decode([last], skip_special_tokens=False) if is_added else ""
