@@ -134,7 +134,6 @@ JETSTREAM_RULES: Final = (
     Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS | _PUBLISHERS, why="fetch published weights"),
     Rule(f"{_API}.STREAM.PURGE.OBJ_{_UPLOADS}", publish=_PUBLISHERS | _ADMINS, why="delete old published weights"),
     Rule(f"$O.{_UPLOADS}.>", publish=_PUBLISHERS | _ADMINS, why="upload weights of its models"),
-    Rule(f"{_API}.STREAM.CREATE.KV_{_SESSIONS}", publish=_FRONTENDS, why="create the bucket of sessions"),
     Rule(f"{_API}.STREAM.MSG.GET.KV_{_SESSIONS}", publish=_FRONTENDS, why="read sessions"),
     Rule(f"{_API}.STREAM.PURGE.KV_{_SESSIONS}", publish=_FRONTENDS, why="delete old sessions"),
     Rule(f"$KV.{_SESSIONS}.>", publish=_FRONTENDS, why="store sessions"),

@@ -40,6 +40,7 @@ from ..protocol.fleet.leases import check_any_can_finish
 from ..queue.streams import ensure_queue, set_limits
 from ..subjects import Subjects, published_bucket
 from .controller import CommandOutcome, Controller, OnAck, Revise, check_command
+from .session_bucket import ensure_session_bucket
 from .store import DesiredStore
 
 logger = logging.getLogger(__name__)
@@ -420,6 +421,7 @@ async def provision(
     async with connected(server, name=f"rollbus provision {fleet}") as nats:
         store = DesiredStore(nats, subjects)
         await store.ensure_bucket()
+        await ensure_session_bucket(nats, subjects.fleet)
         for model in models:
             await ensure_queue(nats, subjects, model)
             if limits:

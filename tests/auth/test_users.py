@@ -278,7 +278,7 @@ def test_invalid_options_of_auth_init_are_a_usage_error(options: tuple[str, ...]
 # The table of permissions: every subject has a rule, and no user may use another user's name.
 
 
-OF_BUCKETS = r"\.(KV_rollbus|OBJ_rollbus-F(-[0-9a-f]{16})?)$"
+OF_BUCKETS = r"\.(KV_rollbus(-sessions-F)?|OBJ_rollbus-F(-[0-9a-f]{16})?)$"
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 CLIENTS = [role for role in Role if role is not Role.WORKER]
 
@@ -325,7 +325,7 @@ def test_only_observers_of_acks_have_a_wildcard_in_place_of_a_client(role: Role)
 def test_only_an_admin_may_change_a_stream(role: Role) -> None:
     """Only an admin may change a stream, because a stream's configuration could copy every subject into it.
 
-    A publisher may purge its own bucket.
+    A publisher may purge its own bucket, and a frontend the bucket of sessions.
     """
     changes = [
         subject
@@ -336,6 +336,8 @@ def test_only_an_admin_may_change_a_stream(role: Role) -> None:
 
     if role is Role.PUBLISHER:
         assert changes == [f"$JS.API.STREAM.PURGE.OBJ_{published_bucket('F', 'm')}"]
+    elif role is Role.FRONTEND:
+        assert changes == ["$JS.API.STREAM.PURGE.KV_rollbus-sessions-F"]
     else:
         assert bool(changes) == (role is Role.ADMIN)
 

@@ -53,7 +53,7 @@ async def _delete_queues(url: str, fleet: str) -> None:
     async with opened(url) as connection:
         # Some tests have a second fleet, with this one's name and an ending.
         for stream in (await ask(connection, "STREAM.NAMES"))["streams"] or ():
-            if stream.startswith((f"rb~{fleet}", f"OBJ_rollbus-{fleet}")):
+            if stream.startswith((f"rb~{fleet}", f"OBJ_rollbus-{fleet}", f"KV_rollbus-sessions-{fleet}")):
                 await ask(connection, f"STREAM.DELETE.{stream}")
         with contextlib.suppress(ApiError):  # no test has created the bucket
             await ask(connection, "STREAM.PURGE.KV_rollbus", {"filter": f"$KV.rollbus.{fleet}.>"})

@@ -12,6 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....bus.control.session_bucket import MAX_AGE_S
 from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject
 from ...sessions.errors import SessionError
@@ -25,7 +26,7 @@ from ..openai.body import ChatBody
 from ..service import HttpRoute, RouteTable, Service
 from ..tokens import routed_experts_json
 from .manager import Session, digest_of, has_key, http_error_of
-from .store import MAX_AGE_S, Policy, SessionHead, SessionLimits
+from .store import Policy, SessionHead, SessionLimits
 from .turns import serve_turn
 
 Seconds = Annotated[float, Meta(gt=0, le=MAX_AGE_S / 4)]

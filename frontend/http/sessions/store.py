@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from .... import bus
 from ....bus.client.client import runtime_of
+from ....bus.control.session_bucket import SESSIONS_BYTES, ensure_session_bucket
 from ....bus.nats.jetstream import (
     NO_MESSAGE,
     NO_STREAM,
@@ -24,9 +25,7 @@ from ....bus.nats.jetstream import (
     Retries,
     Unanswered,
     ask,
-    create_stream,
     find,
-    nanoseconds,
     put,
 )
 from ....bus.subjects import session_bucket
@@ -36,10 +35,6 @@ from ...sessions.errors import SessionError
 
 logger = logging.getLogger(__name__)
 
-FLEET_BYTES: Final = 1 << 30
-"""Size of the bucket, for all sessions of a fleet: twenty samples of 100,000 tokens with the rows of a large model."""
-MAX_AGE_S: Final = 7 * 24 * 3600.0
-"""Seconds after which the server deletes what no service has deleted: a day of a session, and days to read it."""
 PART_BYTES: Final = 512 << 10
 HEADROOM_BYTES: Final = 8192
 MAX_TRIES: Final = 1000
@@ -120,7 +115,8 @@ class SessionStore:
         runtime = runtime_of(rb)
         self._thread = runtime.thread
         self._nats = runtime.nats
-        bucket = session_bucket(runtime.config.subjects.fleet)
+        self._fleet = runtime.config.subjects.fleet
+        bucket = session_bucket(self._fleet)
         self._stream, self._subjects = f"KV_{bucket}", f"$KV.{bucket}"
 
     async def read(self, session: str) -> tuple[SessionHead, int] | None:
@@ -137,23 +133,10 @@ class SessionStore:
         await self._thread.run(self._create(head))
 
     async def _create(self, head: SessionHead) -> None:
-        if await find(self._nats, f"STREAM.INFO.{self._stream}", absent={NO_STREAM}) is None:
-            config = {
-                "name": self._stream,
-                "subjects": [f"{self._subjects}.>"],
-                "description": "rollbus: sessions of agents",
-                "retention": "limits",
-                "storage": "file",
-                "discard": "new",
-                "max_msgs_per_subject": 1,
-                "max_bytes": FLEET_BYTES,
-                "max_age": nanoseconds(MAX_AGE_S),
-                "allow_rollup_hdrs": True,
-            }
-            try:
-                await create_stream(self._nats, config)
-            except ApiError as error:
-                raise BusBroken(f"the bucket of sessions cannot be created: {error}") from error
+        try:
+            await ensure_session_bucket(self._nats, self._fleet)
+        except ApiError as error:
+            raise BusBroken(f"the bucket of sessions cannot be created: {error}") from error
         await self._put(f"{head.id}.head", msgspec.json.encode(head), 0)
 
     async def change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> tuple[SessionHead, int]:
@@ -264,7 +247,7 @@ class SessionStore:
             if error.code in WRONG_LAST_SEQUENCE:
                 return None
             if error.code in STORAGE_FULL:
-                message = f"the bucket of sessions is full; allowed: {FLEET_BYTES} bytes for the fleet"
+                message = f"the bucket of sessions is full; allowed: {SESSIONS_BYTES} bytes for the fleet"
                 raise SessionError("session_limit", message) from error
             raise BusBroken(f"the session cannot be written: {error}") from error
 
