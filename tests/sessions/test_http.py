@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.sessions import running
+from rollbus.integrations.sessions import SessionFailed, open_session
+from rollbus.trainer import Sample
 from tests.http.support import client_of, http_before, rows_of
 from tests.sessions.families import tokenizer_of
 from tests.sessions.support import CONFIG, EOS, TOOL, Owner, agent_of, serving, write_call, writes
@@ -289,3 +291,24 @@ async def test_reasoning_that_the_template_drops_stays_or_forks(
             turns = (await owner.read(session))["turns"]
             assert [each["fork"] and each["fork"]["field"] for each in turns] == forks, policy
             assert len(await owner.samples(session)) == (1 if policy == "keep" else 2)
+
+
+async def test_the_client_of_trainers_returns_samples(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """`open_session` gives a URL and a key, samples of the trainer's type, and typed errors."""
+    writes += [write_call(1, 2), "It is 3."]
+    async with serving(nats_url, fleet, tmp_path) as (http, _):
+        async with open_session(http.url, routed_experts=True, max_turns=5) as session:
+            async with openai.AsyncOpenAI(base_url=session.url, api_key=session.api_key) as agent:
+                await run_agent(agent, [USER], stream=True)
+            await session.set_reward(0.25)
+            (found,) = await session.samples()
+            with pytest.raises(SessionFailed, match="turn"):
+                await session.set_reward(1.0, "x")
+        assert isinstance(found.sample, Sample)
+        assert found.reward == 0.25
+        assert len(found.sample.routed_experts) == len(found.sample) - 1
+        with pytest.raises(SessionFailed, match="max_turns"):
+            async with open_session(http.url, max_turns=0):
+                pass
