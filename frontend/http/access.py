@@ -48,12 +48,18 @@ def user_of(request: Request, *tokens: str | None) -> str:
 
 
 def _place_of_token(request: Request, *tokens: str | None) -> int | None:
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    for given in (bearer if scheme.lower() == "bearer" else None, request.headers.get(API_KEY)):
-        for place, token in enumerate(tokens if given is not None else ()):
-            if token is not None and hmac.compare_digest(str(given).strip().encode(), token.encode()):
+    for given in given_tokens(request):
+        for place, token in enumerate(tokens):
+            if token is not None and hmac.compare_digest(given.encode(), token.encode()):
                 return place
     return None
+
+
+def given_tokens(request: Request) -> list[str]:
+    """Return the tokens of a request: OpenAI's clients send a bearer token, Anthropic's the header `x-api-key`."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    found = (bearer if scheme.lower() == "bearer" else None, request.headers.get(API_KEY))
+    return [given.strip() for given in found if given is not None]
 
 
 JSON: Final = "application/json"

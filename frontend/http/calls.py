@@ -102,6 +102,17 @@ class JsonPieces(Response):
             await delivery.write(bytes(gathered), is_last=True)
 
 
+class StreamEnd:
+    """How a stream ends: as those of OpenAI's chat API. Other APIs override it."""
+
+    done: bytes = END
+    """What follows the events."""
+
+    def fail(self, error: HttpError) -> bytes:
+        """Return the last event of a stream with an error."""
+        return encode_event(error_body(error))
+
+
 class EventStream(Response):
     """Server-sent events. If the client disconnects, the stream ends and its source is closed.
 
@@ -109,19 +120,19 @@ class EventStream(Response):
         first: the first events, already received. An error before them still has an HTTP status of its own.
         events: the other events as they are sent, several at a time or `PING`. An error among them becomes the last
             event.
-        end: what follows the events.
+        ending: what follows the events.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], end: bytes = END
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], ending: StreamEnd
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", **headers})
         del self.headers["content-length"]
         self._first = first
         self._events = events
-        self._end = end
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -130,12 +141,12 @@ class EventStream(Response):
             with while_connected(scope):
                 delivery.begin(self.status_code, self.raw_headers)
                 await delivery.write(self._first)
-                self._first, last = b"", self._end
+                self._first, last = b"", self._ending.done
                 try:
                     async for events in self._events:
                         await delivery.write(events)
                 except (HttpError, RollbusError) as error:
-                    last = encode_event(error_body(error if isinstance(error, HttpError) else http_error(error)))
+                    last = self._ending.fail(error if isinstance(error, HttpError) else http_error(error))
                 await delivery.write(last, is_last=True)
 
 

@@ -33,7 +33,7 @@ from ...schemas.request import check_given_id, wire_id
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
-from .calls import END, Admission, ChunksAt, EventStream
+from .calls import Admission, ChunksAt, EventStream, StreamEnd
 from .edge import given_request_id, while_connected
 from .errors import HttpError, error_response
 from .live.fleet import LiveFleet
@@ -468,7 +468,7 @@ class Service:
         request: Request,
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
-        end: bytes = END,
+        ending: StreamEnd,
     ) -> EventStream:
         """Start a stream after its first event, because an error before that event sets the HTTP status."""
         try:
@@ -477,11 +477,11 @@ class Service:
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(first, events, headers, end)
+        return EventStream(first, events, headers, ending)
 
 
-JoinSession = Callable[[Service, Request, str, Any, bytes], Awaitable[Response | None]]
-"""Answers the chat of a decoded body, and its bytes, as a turn of a session; None: there is no session of that name."""
+JoinSession = Callable[[Service, Request, str, Any], Awaitable[Response | None]]
+"""Answers an `openai.routes.AskedTurn` as a turn of a session; None: there is no session of that name."""
 Handler = Callable[[Service, Request], Awaitable[Response]]
 """Answers one request. It may raise `HttpError` and errors of the bus."""
 

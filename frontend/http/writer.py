@@ -17,7 +17,7 @@ from ...schemas.decoding import JsonObject
 from ...schemas.rows import Rows
 from ..tokenization import Tokenizer
 from .answers import AnswerChoice, Update, collect_answers, updates, usage_of
-from .calls import PING, EventStream, JsonPieces, encode_event
+from .calls import PING, EventStream, JsonPieces, StreamEnd, encode_event
 from .edge import SEND_BYTES
 from .errors import HttpError
 from .openai.parsers import AnswerParts, AnswerReader, CallPart
@@ -102,9 +102,14 @@ class AnswerWriter:
             HttpError: the request failed.
         """
         with named_errors(self.names, self.requests[0]):
-            choices = self.make_choices(keep=True)
-            await collect_answers(service, http_request, self.requests, choices, may_stop=bool(self.options.stops))
+            choices = await self.collect(service, http_request)
             return JsonPieces(await self.answer_json(choices), id_headers(self.requests[0].request_id))
+
+    async def collect(self, service: Service, http_request: Request) -> list[AnswerChoice]:
+        """Return all answers when they have ended. If the client disconnects, abort the requests."""
+        choices = self.make_choices(keep=True)
+        await collect_answers(service, http_request, self.requests, choices, may_stop=bool(self.options.stops))
+        return choices
 
     async def stream(self, service: Service, http_request: Request) -> Response:
         """Return a stream of the answers.
@@ -113,7 +118,7 @@ class AnswerWriter:
             HttpError: the request failed before the first event.
         """
         events = self.events(service, http_request)
-        return await service.stream(http_request, events, id_headers(self.requests[0].request_id))
+        return await service.stream(http_request, events, id_headers(self.requests[0].request_id), StreamEnd())
 
     def make_choices(self, *, keep: bool) -> list[AnswerChoice]:
         """Return the empty answers, ordered by prompt and then by child request."""
@@ -411,7 +416,11 @@ async def respond(
         documents = _write_aborted(shape, head, num_choices, stream=stream, with_usage=with_usage)
         first, *others = map(msgspec.json.encode, documents)
         headers = id_headers(error.request_id)
-        return EventStream(encode_event(first), _each(others), headers) if stream else JsonPieces([first], headers)
+        return (
+            EventStream(encode_event(first), _each(others), headers, StreamEnd())
+            if stream
+            else JsonPieces([first], headers)
+        )
     return await (writer.stream(service, request) if stream else writer.answer(service, request))
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -88,6 +89,116 @@ async def test_a_tool_loop_gives_one_sample_with_the_sampled_tokens(
     assert read["num_tokens"] == size
     text = tokenizer_of("qwen3").decode(ids.tolist(), skip_special_tokens=False)
     assert text.count("<|im_end|>") == 10 + 1  # the system prompt with the tools, the question, five answers, results
+
+
+async def run_on_responses(agent: Any, history: list[Any], *, stream: bool) -> str:
+    """Call the tool over the Responses API until the model answers. Return the answer."""
+    function = {"type": "function", **TOOL["function"]}
+    while True:
+        asked: dict[str, Any] = {"model": "synthetic", "input": history, "tools": [function]}
+        answer = await agent.responses.create(**asked, stream=stream)
+        if stream:
+            answer = [event async for event in answer][-1].response
+        calls = [item for item in answer.output if item.type == "function_call"]
+        history = [*history, *(item.model_dump(mode="json", exclude_none=True) for item in answer.output)]
+        if not calls:
+            return str(answer.output_text)
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            result = str(arguments["a"] + arguments["b"])
+            history.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+async def run_on_messages(agent: Any, history: list[Any], *, stream: bool) -> str:
+    """Call the tool over the Messages API until the model answers. Return the answer."""
+    tool = {"name": "add", "description": "Adds", "input_schema": TOOL["function"]["parameters"]}
+    while True:
+        # Above the context of the model, as agents send it.
+        asked: dict[str, Any] = {"model": "synthetic", "messages": history, "tools": [tool], "max_tokens": 100_000}
+        if stream:
+            async with agent.messages.stream(**asked) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await agent.messages.create(**asked)
+        content = [block.model_dump(mode="json", exclude_none=True) for block in answer.content]
+        history = [*history, {"role": "assistant", "content": content}]
+        uses = [block for block in content if block["type"] == "tool_use"]
+        if not uses:
+            return str(content[-1]["text"])
+        results = [
+            {"type": "tool_result", "tool_use_id": use["id"], "content": str(use["input"]["a"] + use["input"]["b"])}
+            for use in uses
+        ]
+        history.append({"role": "user", "content": results})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_the_other_apis_give_the_same_sample_as_chat(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], api: str, stream: bool
+) -> None:
+    """The clients of Responses and Messages run five turns, whose sample is that of the chat API: one branch."""
+    texts = [
+        f"<think>\nNext.\n</think>\n\n{write_call(1, 2)}",
+        write_call(3, 3),
+        write_call(6, 4),
+        write_call(10, 5),
+        FINAL,
+    ]
+    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+        writes += texts
+        chat, session = await owner.open(routed_experts=True), await owner.open(routed_experts=True)
+        async with agent_of(chat) as agent:
+            await run_agent(agent, [USER], stream=stream)
+        writes += texts
+        if api == "responses":
+            async with agent_of(session) as agent:
+                answer = await run_on_responses(agent, [USER], stream=stream)
+        else:
+            base_url = session["base_url"].removesuffix("/v1")
+            async with anthropic.AsyncAnthropic(base_url=base_url, api_key=session["api_key"], max_retries=0) as agent:
+                answer = await run_on_messages(agent, [USER], stream=stream)
+        assert answer.strip() == "It is 15."
+        ((wanted,), (found,)) = await owner.samples(chat), await owner.samples(session)
+    assert found["forks"] == [None] * 5
+    for name in ("token_ids", "loss_mask", "joins"):
+        assert found[name] == wanted[name], name
+    assert rows_of(found["routed_experts"]).shape[0] == len(found["token_ids"]) - 1
+
+
+async def test_the_other_apis_join_a_session_by_its_id_and_refuse_what_it_cannot_have(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """`X-Session-ID` joins on the ordinary routes. Errors have the format and the names of each API."""
+    writes += ["One.", "Two."]
+    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+        session = await owner.open()
+        key, joined = {"x-api-key": session["api_key"]}, {"X-Session-ID": session["id"]}
+        told = {"model": "synthetic", "messages": [USER], "max_tokens": 100}
+        assert (await http.client.post("/v1/messages", json=told, headers=joined)).status_code == 200
+        asked = {"model": "synthetic", "input": [USER, {"role": "assistant", "content": "One."}, USER]}
+        assert (await http.client.post("/v1/responses", json=asked, headers=joined)).status_code == 200
+        (sample,) = await owner.samples(session)
+        assert len(sample["turns"]) == 2
+        url, no_key = f"{session['base_url']}/messages", {"x-api-key": "none"}
+        for body, headers, status, words in (
+            (told, no_key, 401, "key"),
+            ({**told, "messages": [USER, {"role": "assistant", "content": "I"}]}, key, 400, "messages continues"),
+            ({**told, "thread": {}}, key, 400, "thread"),
+            ({**told, "stop_sequences": [""]}, key, 400, "stop_sequences"),
+        ):
+            refused = await http.client.post(url, json=body, headers=headers)
+            assert (refused.status_code, refused.json()["type"]) == (status, "error"), refused.text
+            assert words in refused.json()["error"]["message"]
+        counted = await http.client.post(f"{url}/count_tokens", json={"messages": [USER]}, headers=key)
+        assert counted.json()["input_tokens"] > 0
+        refused = await http.client.post(
+            f"{session['base_url']}/responses",
+            json={"input": "x", "previous_response_id": "resp_1"},
+            headers={"Authorization": f"Bearer {session['api_key']}"},
+        )
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+        assert (await owner.read(session))["num_turns"] == 2
 
 
 async def test_edited_and_repeated_histories_fork(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:

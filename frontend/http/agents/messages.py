@@ -34,6 +34,7 @@ REFUSED: Final = {
 NAMES: Final = (
     ("max_completion_tokens", "max_tokens"),
     ("response_format", "output_config.format"),
+    ("continue_final_message", "messages"),
     ("reasoning_effort", "output_config.effort"),
     ("stop", "stop_sequences"),
     ("chat_template_kwargs.enable_thinking", "thinking"),

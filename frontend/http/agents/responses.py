@@ -1,6 +1,6 @@
 """OpenAI's Responses API: the request, and its translation to a request of the chat route.
 
-Outside of a session, nothing is stored: a request has the whole history in `input`.
+No response is stored: a request has the whole history in `input`.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ INCLUDABLE: Final = frozenset(
     )
 )
 """Values of `include`. Answers without the tools of OpenAI's servers have none of it but the first."""
-NOT_STORED: Final = "responses are not stored outside of a session; send the whole history as input"
+NOT_STORED: Final = "responses are not stored; send the whole history as input"
 REFUSED: Final = {
     "previous_response_id": (NOT_STORED, (), "null"),
     "conversation": (NOT_STORED, (), "null"),

@@ -1,7 +1,8 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -15,8 +16,9 @@ from ....schemas.decoding import JsonObject
 from ....schemas.limits import MAX_GIVEN_ID_CHARS, MAX_N
 from ....schemas.request_fields import check_sampling
 from ...tokenization import Tokenizer
+from ..answers import AnswerChoice
 from ..body import decode_body, read_body
-from ..calls import json_response
+from ..calls import StreamEnd, json_response
 from ..errors import invalid
 from ..requests import (
     SESSION_ID,
@@ -120,9 +122,8 @@ async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Re
     service.admit(request)
     data = await read_body(request, service.settings)
     body: AnyBody = decode_body(data, kind)
-    name = _session_name(request, body) if isinstance(body, ChatBody) else None
-    if name is not None and service.join_session is not None:
-        joined = await service.join_session(service, request, name, body, data)
+    if isinstance(body, ChatBody):
+        joined = await join_named_session(service, request, AskedTurn(body, data, ChatFormat()))
         if joined is not None:
             return joined
     prepared = partial(prepare_answer, service, request, body, clock)
@@ -131,11 +132,55 @@ async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Re
     return await respond(service, request, body, shape, prepared, num_choices=num_choices)
 
 
-def _session_name(request: Request, body: ChatBody) -> str | None:
-    """Return the id of a session that a chat names; None: its names, if any, are only hints for placement."""
+class ChatFormat(StreamEnd):
+    """Makes and writes the answer to one chat, as OpenAI's chat API has it. Other APIs override it."""
+
+    names: Sequence[tuple[str, str]] = ()
+    """Names of fields in errors, as pairs: of the chat route, and of this API."""
+
+    async def prepare(
+        self,
+        service: Service,
+        request: Request,
+        chat: ChatBody,
+        clock: RequestClock,
+        session_prompt: SessionPrompt | None = None,
+    ) -> AnswerWriter:
+        """Do what `prepare_answer` does."""
+        return await prepare_answer(service, request, chat, clock, session_prompt)
+
+    async def whole(self, writer: AnswerWriter, choices: Sequence[AnswerChoice]) -> bytes:
+        """Return the whole answer."""
+        return b"".join(await writer.answer_json(choices))
+
+    def events(self, service: Service, request: Request, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        return writer.events(service, request)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTurn:
+    """A chat that may be a turn of a session."""
+
+    body: ChatBody
+    data: bytes
+    """The body as it was sent, to recognize a retry."""
+    form: ChatFormat
+
+
+async def join_named_session(service: Service, request: Request, asked: AskedTurn) -> Response | None:
+    """Answer a chat that names an open session as its turn; None: its names, if any, are only hints for placement.
+
+    Raises:
+        HttpError: the turn failed before its first piece; 410, the session has ended.
+    """
+    body = asked.body
     control = None if body.nvext is None else body.nvext.session_control
     names = (request.headers.get(SESSION_ID_HEADER), body.user, body.session_id, control and control.session_id)
-    return next((name for name in names if name and SESSION_ID.fullmatch(name)), None)
+    name = next((name for name in names if name and SESSION_ID.fullmatch(name)), None)
+    if name is None or service.join_session is None:
+        return None
+    return await service.join_session(service, request, name, asked)
 
 
 async def prepare_answer(

@@ -18,11 +18,18 @@ from ....schemas.decoding import JsonObject
 from ...sessions.errors import SessionError
 from ...sessions.samples import Shape, join_rows, leaf_sample, turn_traces
 from .. import status
+from ..access import given_tokens
+from ..agents import messages, responses
+from ..agents.format import MESSAGES, RESPONSES
+from ..agents.message_blocks import message_error
+from ..agents.routes import count_tokens, read_turn
+from ..agents.turns import renamed_errors
 from ..body import decode_body, read_body
 from ..calls import JsonPieces, json_response
 from ..control.bodies import read_query
 from ..errors import HttpError, invalid
 from ..openai.body import ChatBody
+from ..openai.routes import AskedTurn, ChatFormat
 from ..service import HttpRoute, RouteTable, Service
 from ..tokens import routed_experts_json
 from .manager import Session, digest_of, has_key, http_error_of
@@ -207,7 +214,25 @@ async def session_chat(service: Service, request: Request) -> Response:
     """Answer a turn of a session, as in OpenAI's API. The bearer token is the session's key."""
     session = await _with_key(service, request)
     data = await read_body(request, service.settings)
-    return await _turn(service, request, session, decode_body(data, ChatBody), data)
+    return await _turn(service, request, session, AskedTurn(decode_body(data, ChatBody), data, ChatFormat()))
+
+
+async def session_response(service: Service, request: Request) -> Response:
+    """Answer a turn of a session, as in OpenAI's Responses API. `input` has the whole history."""
+    session = await _with_key(service, request)
+    return await _turn(service, request, session, await read_turn(service, request, RESPONSES))
+
+
+async def session_message(service: Service, request: Request) -> Response:
+    """Answer a turn of a session, as in Anthropic's API. The header `x-api-key` may have the session's key."""
+    session = await _with_key(service, request)
+    return await _turn(service, request, session, await read_turn(service, request, MESSAGES))
+
+
+async def session_count_tokens(service: Service, request: Request) -> Response:
+    """Return the number of prompt tokens of a message outside of a session. A turn may have a few more or fewer."""
+    await _with_key(service, request)
+    return await count_tokens(service, request)
 
 
 async def session_models(service: Service, request: Request) -> Response:
@@ -222,31 +247,31 @@ async def _with_key(service: Service, request: Request) -> Session:
     Raises:
         HttpError: 401, the key is not that of the session, or there is no such session: both look the same.
     """
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
     try:
         session = await service.sessions.load(request.path_params["session"])
     except SessionError as error:
         if error.code != "unknown_session":
             raise http_error_of(error) from error
         session = None
-    if session is None or scheme.lower() != "bearer" or not has_key(session.head, given.strip()):
+    if session is None or not any(has_key(session.head, given) for given in given_tokens(request)):
         raise HttpError(
             401,
-            "the session is unknown, or the bearer token is not its key; allowed: Authorization: Bearer KEY",
+            "the session is unknown, or the token is not its key; allowed: Authorization: Bearer KEY, x-api-key: KEY",
             code="unauthorized",
             headers={"WWW-Authenticate": "Bearer"},
         )
     return session
 
 
-async def _turn(service: Service, request: Request, session: Session, body: ChatBody, data: bytes) -> Response:
-    try:
-        return await serve_turn(service, request, session, body, data)
-    except SessionError as error:
-        raise http_error_of(error) from error
+async def _turn(service: Service, request: Request, session: Session, asked: AskedTurn) -> Response:
+    with renamed_errors(asked.form.names):
+        try:
+            return await serve_turn(service, request, session, asked)
+        except SessionError as error:
+            raise http_error_of(error) from error
 
 
-async def join_session(service: Service, request: Request, name: str, body: ChatBody, data: bytes) -> Response | None:
+async def join_session(service: Service, request: Request, name: str, asked: AskedTurn) -> Response | None:
     """Answer a chat of an ordinary route that names a session; None: no such session is open, so the name is a hint.
 
     Raises:
@@ -258,10 +283,11 @@ async def join_session(service: Service, request: Request, name: str, body: Chat
         if error.code == "unknown_session":
             return None
         raise http_error_of(error) from error
-    return await _turn(service, request, session, body, data)
+    return await _turn(service, request, session, asked)
 
 
 PATH: Final = "/v1/rl/sessions/{session}"
+KEY_PATH: Final = "/sessions/{session}/v1"
 ROUTES: RouteTable = {
     ("POST", "/v1/rl/sessions"): HttpRoute(open_session, OpenBody, SessionAnswer),
     ("GET", PATH): HttpRoute(get_session, answer=SessionAnswer),
@@ -271,7 +297,12 @@ ROUTES: RouteTable = {
 }
 """Routes of the owner."""
 KEY_ROUTES: RouteTable = {
-    ("POST", "/sessions/{session}/v1/chat/completions"): HttpRoute(session_chat, ChatBody),
-    ("GET", "/sessions/{session}/v1/models"): HttpRoute(session_models, answer=status.ModelList),
+    ("POST", f"{KEY_PATH}/chat/completions"): HttpRoute(session_chat, ChatBody),
+    ("POST", f"{KEY_PATH}/responses"): HttpRoute(session_response, responses.ResponsesBody),
+    ("POST", f"{KEY_PATH}/messages"): HttpRoute(session_message, messages.MessagesBody, errors=message_error),
+    ("POST", f"{KEY_PATH}/messages/count_tokens"): HttpRoute(
+        session_count_tokens, messages.CountTokensBody, errors=message_error
+    ),
+    ("GET", f"{KEY_PATH}/models"): HttpRoute(session_models, answer=status.ModelList),
 }
 """Routes of the agent, which need the session's key."""

@@ -31,13 +31,12 @@ from ...sessions.samples import ids_bytes
 from ...sessions.tree import CHECKED, TAIL, UNCHECKED, WHOLE, Fork, Match, Turn
 from ...tokenization import Tokenizer
 from ..answers import AnswerChoice
-from ..calls import END, encode_event
 from ..chat import template_message
 from ..edge import given_request_id
-from ..errors import HttpError, error_body, http_error, invalid
+from ..errors import HttpError, http_error, invalid
 from ..openai.body import ChatBody
 from ..openai.requests import BodyPrompt, chat_tools, template_variables
-from ..openai.routes import prepare_answer
+from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
 from ..requests import RequestTarget, id_headers
 from ..service import RequestAborted, Service
@@ -49,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 NOT_IN_SESSIONS: Final = {
     "tokens": "the session makes the prompt",
-    "continue_final_message": "an answer of a session is sampled as a whole",
     "add_special_tokens": "the session makes the prompt",
     "prompt_logprobs": "the session sends only new messages",
     "routed_experts_prompt_start": "the session sets it",
@@ -68,6 +66,9 @@ def check_turn(body: ChatBody) -> None:
     for name, reason in NOT_IN_SESSIONS.items():
         if getattr(body, name, None) not in (None, False):
             raise invalid(name, f"is given in a session: {reason}", "null")
+    if body.continue_final_message:
+        reason = "continues a message of the assistant, and a session samples whole answers"
+        raise invalid("continue_final_message", reason, "null, and a last message of the user or a tool")
     for name in ("token_data", "routed_experts_prompt_start", "extra_fields"):
         if body.nvext is not None and getattr(body.nvext, name) is not None:
             raise invalid(f"nvext.{name}", "is given in a session", "null: read the session's samples")
@@ -76,16 +77,16 @@ def check_turn(body: ChatBody) -> None:
             raise invalid(name, "is false in a session", "true")
 
 
-async def serve_turn(service: Service, request: Request, session: Session, body: ChatBody, data: bytes) -> Response:
+async def serve_turn(service: Service, request: Request, session: Session, asked: AskedTurn) -> Response:
     """Answer a turn, or attach to a running turn or repeat a closed one if this is a retry of it.
 
     Raises:
         HttpError: the turn failed before its first piece.
         SessionError: the session has ended or has no room.
     """
-    check_turn(body)
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    key = _retry_key(request, body)
+    check_turn(asked.body)
+    digest = hashlib.blake2b(asked.data, digest_size=16).hexdigest()
+    key = _retry_key(request, asked.body)
     running, turn = _find_retry(session, request, key, digest)
     if running is None and turn is not None:
         answer = await service.sessions.answer(session, turn)
@@ -93,8 +94,8 @@ async def serve_turn(service: Service, request: Request, session: Session, body:
         return Response(answer, headers=id_headers(turn.request_id), media_type=kind)
     if running is None:
         await service.sessions.renew(session)
-        running = RunningTurn(digest, is_stream=bool(body.stream))
-        job = _Job(service, request, session, body, running, key)
+        running = RunningTurn(digest, is_stream=bool(asked.body.stream))
+        job = _Job(service, request, session, asked, running, key)
         service.sessions.start(job.run())
     return await running.response(request)
 
@@ -130,7 +131,7 @@ class _Job:
     service: Service
     request: Request
     session: Session
-    body: ChatBody
+    asked: AskedTurn
     running: RunningTurn
     key: str
     served: ServedAnswers = field(default_factory=ServedAnswers)
@@ -179,14 +180,14 @@ class _Job:
             if self.key:
                 del session.retries[self.key]
         if error is not None and running.is_stream and self.pieces:
-            running.write(encode_event(error_body(error)))
+            running.write(self.asked.form.fail(error))
         running.end(error)
 
     async def _run(self) -> None:
         with ExitStack() as until_closed:
             request = detached(self.request, until_closed)
-            self.service.admit(request, min(max(self.body.n or 1, 1), MAX_N))
-            async with self.service.preparing(request, self.body.request_id):
+            self.service.admit(request, min(max(self.asked.body.n or 1, 1), MAX_N))
+            async with self.service.preparing(request, self.asked.body.request_id):
                 writer = await self._prepare(request)
             self.running.headers = id_headers(writer.requests[0].request_id)
             try:
@@ -194,22 +195,23 @@ class _Job:
                     await self._stream(writer, request)
                 else:
                     await self._answer(writer, request)
-            except RollbusError:
+            except (HttpError, RollbusError):
                 # The client gets the error. The tokens so far stay, as an interrupted turn.
                 await self._store(writer, is_complete=False)
                 raise
 
     async def _stream(self, writer: AnswerWriter, request: Request) -> None:
         last = b""
-        async with aclosing(writer.events(self.service, request)) as events:
+        async with aclosing(self.asked.form.events(self.service, request, writer)) as events:
             async for event in events:
                 if last:
                     self._write(last)
                 last = event
         # The turn is stored before its last event is sent.
-        self.pieces += [last, END]
+        last += self.asked.form.done
+        self.pieces.append(last)
         await self._store(writer, is_complete=not self.running.was_aborted)
-        self.running.write(last + END)
+        self.running.write(last)
 
     async def _answer(self, writer: AnswerWriter, request: Request) -> None:
         choices = writer.make_choices(keep=True)
@@ -217,7 +219,7 @@ class _Job:
             async for added in found:
                 for _ in added:
                     pass
-        answer = b"".join(await writer.answer_json(choices))
+        answer = await self.asked.form.whole(writer, choices)
         self.pieces.append(answer)
         await self._store(writer, is_complete=not self.running.was_aborted)
         self.running.write(answer)
@@ -229,7 +231,9 @@ class _Job:
     # The prompt.
 
     async def _prepare(self, request: Request) -> AnswerWriter:
-        writer = await prepare_answer(self.service, request, self.body, RequestClock(), self._make_prompt)
+        writer = await self.asked.form.prepare(
+            self.service, request, self.asked.body, RequestClock(), self._make_prompt
+        )
         head, tree = self.session.head, self.session.tree
         first = writer.requests[0]
         routing = writer.target.capabilities.routed_experts if head.routed_experts else None
@@ -260,10 +264,10 @@ class _Job:
 
     async def _make_prompt(self, tokenizer: Tokenizer, target: RequestTarget) -> BodyPrompt:
         self.tokenizer = tokenizer
-        tools, variables = chat_tools(self.body), template_variables(self.body)
+        tools, variables = chat_tools(self.asked.body), template_variables(self.asked.body)
         template = ChatTemplate(tokenizer, tools, variables, partial(template_message, "messages"))
         frame = frame_of(target.name, tools, variables)
-        history = self.body.messages or []
+        history = self.asked.body.messages or []
         for index, message in enumerate(history):
             template_message(f"messages[{index}]", message)
         self.match = self.session.tree.find(history, frame)
@@ -323,7 +327,7 @@ class _Job:
                 id=uuid.uuid4().hex,
                 request_id=request.request_id,
                 parent=None if parent is None else parent.id,
-                messages=list((self.body.messages or [])[self.match.index :]),
+                messages=list((self.asked.body.messages or [])[self.match.index :]),
                 answer=self.served.message(choice),
                 frame=self.frame,
                 prompt_ids=ids_bytes(list(self.prompt)),

@@ -214,4 +214,4 @@ def mini_swe_agent(api: str, url: str, model: str) -> str:
 if __name__ == "__main__":
     _, chosen_agent, *arguments = sys.argv
     said = globals()[chosen_agent](*arguments)
-    print("seen", json.dumps({"calls": CALLS, "answer": said}))  # noqa: T201
+    print("seen", json.dumps({"calls": CALLS, "answer": said}))
