@@ -48,10 +48,10 @@ async def connected(url: str, sent: bytes = b"") -> AsyncIterator[tuple[asyncio.
             await writer.wait_closed()
 
 
-def post_head(path: str, length: int) -> bytes:
+def post_head(path: str, length: int, method: str = "POST") -> bytes:
     """Return the head of a request whose body has so many bytes."""
     fields = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {length}"
-    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
+    return f"{method} {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
 @contextlib.asynccontextmanager
@@ -394,7 +394,7 @@ async def test_bodies_are_bounded(serve: Serve) -> None:
                 yield b" " * 500
 
         for method, path in (key for key, route in {**DATA, **ADMIN}.items() if route.body is not None):
-            async with connected(http.url, post_head(path, 1001)) as (reader, _):
+            async with connected(http.url, post_head(path, 1001, method)) as (reader, _):
                 assert (await reader.readline()).split()[1] == b"413", path
             answer = await http.client.request(method, path, content=chunked())
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large"), path

@@ -114,7 +114,7 @@ async def run_on_messages(agent: Any, history: list[Any], *, stream: bool) -> st
     tool = {"name": "add", "description": "Adds", "input_schema": TOOL["function"]["parameters"]}
     while True:
         # Above the context of the model, as agents send it.
-        asked: dict[str, Any] = {"model": "synthetic", "messages": history, "tools": [tool], "max_tokens": 100_000}
+        asked: dict[str, Any] = {"model": "synthetic", "messages": history, "tools": [tool], "max_tokens": 20_000}
         if stream:
             async with agent.messages.stream(**asked) as events:
                 answer = await events.get_final_message()
