@@ -214,4 +214,5 @@ def mini_swe_agent(api: str, url: str, model: str) -> str:
 if __name__ == "__main__":
     _, chosen_agent, *arguments = sys.argv
     said = globals()[chosen_agent](*arguments)
-    print("seen", json.dumps({"calls": CALLS, "answer": said}))
+    # Some agents write to stdout without a line end.
+    print("\nseen", json.dumps({"calls": CALLS, "answer": said}))
