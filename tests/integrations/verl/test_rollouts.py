@@ -50,7 +50,7 @@ def ray_processes() -> set[int]:
     }
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_samples_are_those_of_the_reference_although_a_worker_dies_and_weights_change(
     nats_url: str, workers: RealWorkers, one_ray: None, tmp_path: Path, mode: str
 ) -> None:
