@@ -12,6 +12,7 @@ from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject
 from ..errors import invalid, unsupported
 from ..openai.body import ChatBody
+from ..text import StopStrings
 from .turns import AgentFields, History, function_tool, read_string, read_text, read_type, refuse_fields
 
 ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -94,7 +95,7 @@ class ResponsesBody(AgentFields, kw_only=True, frozen=True):
     """False: the answer omits all calls after the first."""
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    stop: str | list[str] | None = None
+    stop: StopStrings = None
     include: list[str] | None = None
     stream_options: ResponsesStreamOptions | None = None
     prompt_cache_key: str | None = None

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -69,18 +70,18 @@ async def forced(workers: RealWorkers, nats_url: str, monkeypatch: pytest.Monkey
     """Serve the fleet. The engine may sample only the text of each turn."""
     await workers.have(1)
     chat_route: Any = routes
-    chat_prompt, build_request = chat_route.chat_prompt, chat_route.build_request
+    prepare_answer, build_request = chat_route.prepare_answer, chat_route.build_request
 
-    async def note_turn(body: ChatBody, load: Any) -> Any:
+    async def note_turn(service: Any, request: Any, body: ChatBody, *more: Any) -> Any:
         WANTED.set(text_of_turn(body))
-        return await chat_prompt(body, load)
+        return await prepare_answer(service, request, body, *more)
 
     def force(*given: Any, sampling: rollbus.SamplingParams, **more: Any) -> rollbus.GenerateRequest:
         extra = {**(sampling.extra or {}), "structured_outputs": {"choice": [WANTED.get()]}}
         request: rollbus.GenerateRequest = build_request(*given, sampling=replace(sampling, extra=extra), **more)
         return request
 
-    monkeypatch.setattr(routes, "chat_prompt", note_turn)
+    monkeypatch.setattr(routes, "prepare_answer", note_turn)
     monkeypatch.setattr(routes, "build_request", force)
     async with http_before(nats_url, workers.fleet, Settings(tool_call_parser="hermes")) as http:
         await http.own.fleet.wait_for_workers()
@@ -96,3 +97,35 @@ async def test_an_agent_calls_its_tool_in_five_turns_and_answers(
         (worker,) = http.own.fleet.workers
         seen = await run_program(PROGRAM, agent, api, http.url, worker.model, python=find_python("agents"))
     assert seen == {"calls": [[turn, 1] for turn in range(TURNS)], "answer": ANSWER}
+
+
+@pytest.mark.parametrize(
+    ("agent", "api"),
+    [
+        ("openai_agents", "chat"),
+        *[("openai_sdk", api) for api in ("responses", "responses-stream")],
+        *[("anthropic_sdk", api) for api in ("messages", "messages-stream")],
+        *[("pydantic_ai", "responses"), ("litellm", "messages"), ("mini_swe_agent", "chat")],
+    ],
+)
+async def test_a_session_has_the_tokens_that_the_engine_sampled_for_an_agent(
+    nats_url: str, agent_workers: RealWorkers, monkeypatch: pytest.MonkeyPatch, agent: str, api: str
+) -> None:
+    """Six turns of each agent are one branch without a fork, whose sampled ids are the texts that were forced."""
+    async with forced(agent_workers, nats_url, monkeypatch) as http:
+        (worker,) = http.own.fleet.workers
+        session = (await http.client.post("/v1/rl/sessions", json={})).json()
+        url, key = session["base_url"].removesuffix("/v1"), session["api_key"]
+        seen = await run_program(PROGRAM, agent, api, url, worker.model, key, python=find_python("agents"))
+        assert seen["calls"] == [[turn, 1] for turn in range(TURNS)]
+        (sample,) = (await http.client.get(f"/v1/rl/sessions/{session['id']}/samples")).json()["samples"]
+        assert sample["forks"] == [None] * (TURNS + 1)
+        places, sampled = np.array(sample["turn_of_token"]), np.array(sample["loss_mask"])
+        texts = []
+        for place in range(len(sample["turns"])):
+            ids = np.array(sample["token_ids"])[(places == place) & sampled].tolist()
+            texts.append((await http.client.post("/detokenize", json={"tokens": ids})).json()["prompt"])
+    assert len(texts) == TURNS + 1
+    for turn, text in enumerate(texts[:-1]):
+        assert f'"a": {turn}, "b": 1' in text or f"echo {turn + 1}" in text
+    assert ANSWER in texts[-1]

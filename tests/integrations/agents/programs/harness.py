@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Run one published agent until it ends, and print the calls of its tool and its answer.
 
-    python harness.py AGENT API URL MODEL
+    python harness.py AGENT API URL MODEL [KEY]
 
 AGENT is a function of this module. API is `chat`, `responses` or `messages`, with `-stream` for streams.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-    os.environ[name] = "none"
+    os.environ[name] = sys.argv[5] if len(sys.argv) > 5 else "none"
 os.environ |= {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -212,7 +212,7 @@ def mini_swe_agent(api: str, url: str, model: str) -> str:
 
 
 if __name__ == "__main__":
-    _, chosen_agent, *arguments = sys.argv
+    _, chosen_agent, *arguments = sys.argv[:5]
     said = globals()[chosen_agent](*arguments)
     # Some agents write to stdout without a line end.
     print("\nseen", json.dumps({"calls": CALLS, "answer": said}))
