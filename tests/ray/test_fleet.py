@@ -88,7 +88,7 @@ async def test_nothing_is_lost_while_the_fleet_scales_and_a_node_dies(cluster: A
             await load.run(rb, strikes={10: shrink})
         with pytest.raises(RollbusError, match=r"runs already .* at [\d.]+:\d+"):
             await asyncio.to_thread(make_fleet(cluster).start)
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
 
 
 @takes_minutes
@@ -116,7 +116,7 @@ async def test_workers_restart_one_by_one_under_their_ids(cluster: Any) -> None:
             ray.kill(ray.get_actor("rollbus:default:ray-0-2", namespace="rollbus"))
             await asyncio.to_thread(until, lambda: "ray-0-3" in {worker["worker"] for worker in fleet.status()})
             await rb.fleet.wait_for_workers(2, timeout_s=SOON_S)
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
 
 
 @takes_minutes
@@ -140,7 +140,7 @@ def test_a_worker_over_two_nodes_ends_whole_and_once(cluster: Any, add_node: Add
         add_node(num_gpus=2)
         fleet.wait_serving(SOON_S)
         assert fleet.status()[0]["launches"] == 2
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
 
 
 @takes_minutes
@@ -151,7 +151,7 @@ def test_a_lost_server_of_one_ends_the_fleet_and_of_three_does_not(cluster: Any,
         ray.kill(ray.get_actor("rollbus:default:nats-0", namespace="rollbus"))
         with pytest.raises(RollbusError, match=r"1 of 1 NATS servers .* fleet ends"):
             fleet.wait()
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
     for _ in range(2):
         add_node()
     with make_fleet(cluster, workers=1, nats_servers=None) as fleet:
@@ -160,7 +160,7 @@ def test_a_lost_server_of_one_ends_the_fleet_and_of_three_does_not(cluster: Any,
         ray.kill(ray.get_actor("rollbus:default:nats-2", namespace="rollbus"))
         with rollbus.sync.connect(fleet.url) as rb:
             assert len(rb.complete([1, 2, 3], max_tokens=8, timeout_s=SOON_S).token_ids) == 8
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
 
 
 @takes_minutes
@@ -177,7 +177,7 @@ def test_the_command_detaches_and_what_a_dead_driver_owned_goes_with_it(cluster:
     assert again.returncode == 1
     assert "runs already" in again.stderr
     subprocess.run([*command, "down", "--address", cluster.address], check=True, timeout=SOON_S * 2)
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for number in (signal.SIGKILL, signal.SIGTERM):
         running = subprocess.Popen(
@@ -208,5 +208,5 @@ def test_a_real_engine_answers_in_an_actor(cluster: Any, tmp_path: Path) -> None
         [process] = [one for one in psutil.process_iter(["name"]) if one.info["name"].startswith("ray::Work")]
         engine = process.children(recursive=True)
         assert engine
-    assert left_over() == (set(), set())
+    until(lambda: left_over() == (set(), set()))
     until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engine))
