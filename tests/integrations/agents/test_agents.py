@@ -21,6 +21,7 @@ from rollbus.frontend.http.openai import routes
 from rollbus.frontend.http.openai.body import ChatBody
 from tests.http.support import Http, http_before
 from tests.integrations.support import find_python, needs, run_program
+from tests.sessions.families import TEMPLATES
 from tests.support.real_fleet import RealWorkers
 
 pytestmark = [pytest.mark.vllm, needs("agents")]
@@ -66,7 +67,9 @@ def agent_workers(nats_url: str, callers: tuple[Path, Path], tmp_path_factory: p
 
 
 @asynccontextmanager
-async def forced(workers: RealWorkers, nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Http]:
+async def forced(
+    workers: RealWorkers, nats_url: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Path | None = None
+) -> AsyncIterator[Http]:
     """Serve the fleet. The engine may sample only the text of each turn."""
     await workers.have(1)
     chat_route: Any = routes
@@ -83,7 +86,7 @@ async def forced(workers: RealWorkers, nats_url: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(routes, "prepare_answer", note_turn)
     monkeypatch.setattr(routes, "build_request", force)
-    async with http_before(nats_url, workers.fleet, Settings(tool_call_parser="hermes")) as http:
+    async with http_before(nats_url, workers.fleet, Settings(tool_call_parser="hermes", tokenizer=tokenizer)) as http:
         await http.own.fleet.wait_for_workers()
         yield http
 
@@ -100,7 +103,7 @@ async def test_an_agent_calls_its_tool_in_five_turns_and_answers(
 
 
 @pytest.mark.parametrize(
-    ("agent", "api"),
+    "pair",
     [
         ("openai_agents", "chat"),
         *[("openai_sdk", api) for api in ("responses", "responses-stream")],
@@ -109,14 +112,24 @@ async def test_an_agent_calls_its_tool_in_five_turns_and_answers(
     ],
 )
 async def test_a_session_has_the_tokens_that_the_engine_sampled_for_an_agent(
-    nats_url: str, agent_workers: RealWorkers, monkeypatch: pytest.MonkeyPatch, agent: str, api: str
+    nats_url: str,
+    agent_workers: RealWorkers,
+    monkeypatch: pytest.MonkeyPatch,
+    callers: tuple[Path, Path],
+    tmp_path: Path,
+    pair: tuple[str, str],
 ) -> None:
     """Six turns of each agent are one branch without a fork, whose sampled ids are the texts that were forced."""
-    async with forced(agent_workers, nats_url, monkeypatch) as http:
+    # The template of the model's own tokenizer leaves calls out, and then every turn is a branch.
+    config = json.loads((callers[0] / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer.json").write_bytes((callers[0] / "tokenizer.json").read_bytes())
+    config["chat_template"] = (TEMPLATES / "hermes.jinja").read_text().removesuffix("\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    async with forced(agent_workers, nats_url, monkeypatch, tmp_path) as http:
         (worker,) = http.own.fleet.workers
         session = (await http.client.post("/v1/rl/sessions", json={})).json()
         url, key = session["base_url"].removesuffix("/v1"), session["api_key"]
-        seen = await run_program(PROGRAM, agent, api, url, worker.model, key, python=find_python("agents"))
+        seen = await run_program(PROGRAM, *pair, url, worker.model, key, python=find_python("agents"))
         assert seen["calls"] == [[turn, 1] for turn in range(TURNS)]
         (sample,) = (await http.client.get(f"/v1/rl/sessions/{session['id']}/samples")).json()["samples"]
         assert sample["forks"] == [None] * (TURNS + 1)

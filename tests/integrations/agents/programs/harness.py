@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+KEY = sys.argv[5] if len(sys.argv) > 5 else "none"
 for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-    os.environ[name] = sys.argv[5] if len(sys.argv) > 5 else "none"
+    os.environ[name] = KEY
 os.environ |= {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -127,9 +128,9 @@ def pydantic_ai(api: str, url: str, model: str) -> str:
 
     chosen: Any
     if api.startswith("messages"):
-        chosen = AnthropicModel(model, provider=AnthropicProvider(api_key="none", base_url=url))
+        chosen = AnthropicModel(model, provider=AnthropicProvider(api_key=KEY, base_url=url))
     else:
-        provider = OpenAIProvider(api_key="none", base_url=f"{url}/v1")
+        provider = OpenAIProvider(api_key=KEY, base_url=f"{url}/v1")
         chosen = (OpenAIChatModel if api.startswith("chat") else OpenAIResponsesModel)(model, provider=provider)
     agent = Agent(chosen, instructions="Use the tool.", tools=[add], model_settings={"max_tokens": 200})
     if not api.endswith("-stream"):
@@ -162,7 +163,7 @@ def litellm(api: str, url: str, model: str) -> str:
     for _ in range(STEPS):
         given: Any = {"model": f"{provider}/{model}", "messages": history, "tools": tools, "max_tokens": 200}
         stream = api.endswith("-stream")
-        answer: Any = lite.completion(**given, api_base=base, api_key="none", num_retries=0, stream=stream)
+        answer: Any = lite.completion(**given, api_base=base, api_key=KEY, num_retries=0, stream=stream)
         if stream:
             answer = lite.stream_chunk_builder(list(answer), messages=history)
         message = answer.choices[0].message
@@ -179,7 +180,7 @@ def smolagents(api: str, url: str, model: str) -> str:
     """Run the agent of smolagents that calls tools. It ends with the tool `final_answer`."""
     import smolagents as smol
 
-    chosen = smol.OpenAIModel(model, api_base=f"{url}/v1", api_key="none", client_kwargs={"max_retries": 0})
+    chosen = smol.OpenAIModel(model, api_base=f"{url}/v1", api_key=KEY, client_kwargs={"max_retries": 0})
     agent = smol.ToolCallingAgent(
         tools=[smol.tool(add)], model=chosen, max_steps=STEPS, stream_outputs=api.endswith("-stream"), verbosity_level=0
     )
@@ -196,7 +197,7 @@ def mini_swe_agent(api: str, url: str, model: str) -> str:
 
     config = get_config_from_spec("mini.yaml")
     provider, base = ("anthropic", url) if api == "messages" else ("openai", f"{url}/v1")
-    kwargs = {"api_base": base, "api_key": "none", "drop_params": True}
+    kwargs = {"api_base": base, "api_key": KEY, "drop_params": True}
     names = ("observation_template", "format_error_template")
     kept = {name: config["model"][name] for name in names if name in config["model"]}
     made = (LitellmResponseModel if api == "responses" else LitellmModel)(
