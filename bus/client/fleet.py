@@ -235,7 +235,7 @@ class Fleet(WeightCommands):
         return self._watcher.rejected.so_far + self._runtime.controller.collector.rejected.so_far
 
     async def state(self, *, settle_s: float = 0.0) -> FleetState:
-        """Ask all workers for their state. Return the answers of the next half second.
+        """Ask all workers for their state. Return the answers of at most the next half second.
 
         Args:
             settle_s: further seconds to wait, at most, until `FleetState.stale` is empty: until all workers have

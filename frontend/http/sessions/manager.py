@@ -206,10 +206,8 @@ class Sessions:
             SessionError: `session_ended`.
         """
         now, head = time.time(), session.head
-        if head.is_over(now) and not session.running:
-            if head.ended_at is None:
-                await self.change(session, ended_at=head.used_at + head.limits.lease_s)
-            raise SessionError("session_ended", f"the session {head.id} has ended; open another one")
+        if head.ended_at is None and head.is_over(now) and not session.running:
+            head = await self.change(session, ended_at=head.used_at + head.limits.lease_s)
         if head.ended_at is not None:
             raise SessionError("session_ended", f"the session {head.id} has ended; open another one")
         # A write for each turn would cost more than the turn's own.

@@ -49,6 +49,7 @@ class RunningTurn:
 
     Attributes:
         body_digest: digest of the body, to recognize a retry.
+        written: the pieces of the answer so far.
         has_ended: True if the answer is complete, or has failed.
     """
 
@@ -57,7 +58,7 @@ class RunningTurn:
         self.is_stream = is_stream
         self.has_ended = False
         self.headers: dict[str, str] = {}
-        self._pieces: list[bytes] = []
+        self.written: list[bytes] = []
         self._error: HttpError | None = None
         self._changed = asyncio.Event()
         self._readers = 0
@@ -68,7 +69,7 @@ class RunningTurn:
 
     def write(self, piece: bytes) -> None:
         """Add a piece of the answer."""
-        self._pieces.append(piece)
+        self.written.append(piece)
         self._wake()
 
     def end(self, error: HttpError | None = None) -> None:
@@ -126,9 +127,9 @@ class RunningTurn:
         self.attach()
         try:
             with while_connected(request.scope):
-                while not self._pieces and not self.has_ended:
+                while not self.written and not self.has_ended:
                     await self._changed.wait()
-            if self._error is not None and not self._pieces:
+            if self._error is not None and not self.written:
                 raise self._error
         except BaseException:
             self.detach()
@@ -152,8 +153,8 @@ class RunningTurn:
         """Yield all pieces, those that are there and those that come."""
         at = 0
         while True:
-            while at < len(self._pieces):
-                yield self._pieces[at]
+            while at < len(self.written):
+                yield self.written[at]
                 at += 1
             if self.has_ended:
                 return

@@ -135,8 +135,6 @@ class _Job:
     running: RunningTurn
     key: str
     served: ServedAnswers = field(default_factory=ServedAnswers)
-    pieces: list[bytes] = field(default_factory=list)
-    """The answer, as it is stored."""
     match: Match | None = None
     prompt: Sequence[int] = ()
     """Ids of the prompt after those of the parent."""
@@ -179,7 +177,7 @@ class _Job:
             session.reserved_tokens -= self.reserved
             if self.key:
                 del session.retries[self.key]
-        if error is not None and running.is_stream and self.pieces:
+        if error is not None and running.is_stream and running.written:
             running.write(self.asked.form.fail(error))
         running.end(error)
 
@@ -197,7 +195,7 @@ class _Job:
                     await self._answer(writer, request)
             except (HttpError, RollbusError):
                 # The client gets the error. The tokens so far stay, as an interrupted turn.
-                await self._store(writer, is_complete=False)
+                await self._store(writer, b"", is_complete=False)
                 raise
 
     async def _stream(self, writer: AnswerWriter, request: Request) -> None:
@@ -205,13 +203,9 @@ class _Job:
         async with aclosing(self.asked.form.events(self.service, request, writer)) as events:
             async for event in events:
                 if last:
-                    self._write(last)
+                    self.running.write(last)
                 last = event
-        # The turn is stored before its last event is sent.
-        last += self.asked.form.done
-        self.pieces.append(last)
-        await self._store(writer, is_complete=not self.running.was_aborted)
-        self.running.write(last)
+        await self._finish(writer, last + self.asked.form.done)
 
     async def _answer(self, writer: AnswerWriter, request: Request) -> None:
         choices = writer.make_choices(keep=True)
@@ -219,14 +213,12 @@ class _Job:
             async for added in found:
                 for _ in added:
                     pass
-        answer = await self.asked.form.whole(writer, choices)
-        self.pieces.append(answer)
-        await self._store(writer, is_complete=not self.running.was_aborted)
-        self.running.write(answer)
+        await self._finish(writer, await self.asked.form.whole(writer, choices))
 
-    def _write(self, piece: bytes) -> None:
-        self.pieces.append(piece)
-        self.running.write(piece)
+    async def _finish(self, writer: AnswerWriter, last: bytes) -> None:
+        """Store the turn, and then send the last piece of its answer."""
+        await self._store(writer, last, is_complete=not self.running.was_aborted)
+        self.running.write(last)
 
     # The prompt.
 
@@ -313,9 +305,9 @@ class _Job:
 
     # The closed turn.
 
-    async def _store(self, writer: AnswerWriter, *, is_complete: bool) -> None:
-        """Store the answers that have tokens."""
-        request = writer.requests[0]
+    async def _store(self, writer: AnswerWriter, last: bytes, *, is_complete: bool) -> None:
+        """Store the answers that have tokens, with the pieces that were written and the last one."""
+        request, answer = writer.requests[0], b"".join([*self.running.written, last])
         for choice in self.served.choices:
             # A request's id is its client's choice, and may be used again.
             tokens = self.served.tokens(choice)
@@ -347,7 +339,7 @@ class _Job:
                 body_digest=self.running.body_digest,
                 is_stream=self.running.is_stream,
             )
-            await self.service.sessions.close_turn(self.session, turn, rows, b"".join(self.pieces))
+            await self.service.sessions.close_turn(self.session, turn, rows, answer)
 
     def _ended_by(self, choice: AnswerChoice, last: int) -> str:
         """Return the text of the special token that ended an answer."""
