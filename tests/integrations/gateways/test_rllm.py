@@ -3,8 +3,6 @@
 Its release has no cumulative mode: the test's agent sends the calls of that mode through the gateway.
 """
 
-import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.http.support import http_before
-from tests.integrations.gateways.conftest import LogProbs
-from tests.integrations.support import find_python, needs, run_program
+from tests.integrations.gateways.conftest import LogProbs, run_disturbed
+from tests.integrations.support import needs
 from tests.support.real_fleet import RealWorkers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
@@ -42,26 +40,7 @@ async def test_traces_are_what_the_engine_sampled_through_a_killed_worker_and_ne
     await workers.have(2)
     settings = {"model": "caller-0", "sessions": SESSIONS, "gate": str(tmp_path / "go")}
     async with http_before(nats_url, workers.fleet) as http:
-        for rb in (http.own, http.rb):
-            await rb.fleet.wait_for_workers(2)
-        in_second = asyncio.Semaphore(0)
-
-        async def interfere() -> None:
-            for _ in range(SESSIONS):
-                await in_second.acquire()
-            next(iter(workers.living.values())).kill()
-            body = {"path": str(callers[1]), "version": 1, "workers": [next(iter(workers.living))]}
-            answer = await http.client.post("/v1/rl/update_weights", json=body)
-            assert answer.status_code == 200, answer.text
-            (tmp_path / "go").touch()
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(interfere())
-            seen = await run_program(
-                *(PROGRAM, http.url, callers[0], json.dumps(settings)),
-                python=find_python("gateways"),
-                on_line=lambda line: in_second.release() if line == "second" else None,
-            )
+        seen = await run_disturbed(PROGRAM, http, workers, callers, settings, after=("second", SESSIONS))
 
     for name, traces in seen.items():
         sequence: list[int] = []
