@@ -13,6 +13,7 @@
 | `control.<controller>` | controller → workers | JSON command |
 | `read.<client>.<worker>` | client → worker: a read of its own requests, or of expert counts | JSON command |
 | `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |
+| `service.<client>` | HTTP service → the other HTTP services | JSON `ServiceMessage` |
 | `ping.<client>` | client → workers: request for immediate presence | empty |
 | `ping` | the same from a client that does not name itself | empty |
 
@@ -198,6 +199,15 @@ class Subjects:
     def acks(self) -> str:
         """The subject of all command acks, from any worker to any controller."""
         return f"{self._root}.ack.*.*"
+
+    def service(self, client: str) -> str:
+        """Return the subject on which the HTTP service `client` publishes to the other services."""
+        return f"{self._root}.service.{check_subject_token('client', client)}"
+
+    @property
+    def services(self) -> str:
+        """The subject of the messages of every HTTP service."""
+        return f"{self._root}.service.*"
 
     @property
     def ping(self) -> str:

@@ -22,7 +22,7 @@ from .limits import Name, NonEmptyName, Version
 from .presence import ClientPresence, WorkerPresence
 from .request import GenerateRequest, check_given_id
 from .request_fields import build_request, decode_token_ids
-from .telemetry import LostAttempt
+from .telemetry import LostAttempt, ServiceMessage
 
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
 ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
@@ -33,6 +33,7 @@ _commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyComma
 _ack_decoder = msgspec.json.Decoder(Ack)
 _desired_decoder = msgspec.json.Decoder(DesiredState)
 _client_presence_decoder = msgspec.json.Decoder(ClientPresence)
+_service_decoder = msgspec.json.Decoder(ServiceMessage)
 _T = TypeVar("_T")
 _chunks_decoder = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
 _chunk_decoder = msgspec.msgpack.Decoder(Chunk)
@@ -357,6 +358,11 @@ def decode_desired(data: bytes) -> DesiredState:
 def decode_client_presence(data: bytes) -> ClientPresence:
     """Decode a client's presence from JSON."""
     return _decode(_client_presence_decoder.decode, data, "client presence")
+
+
+def decode_service_message(data: bytes) -> ServiceMessage:
+    """Decode the message of an HTTP service from JSON."""
+    return _decode(_service_decoder.decode, data, "service message")
 
 
 def _decode(decode: Callable[[bytes], _T], data: bytes, what: str, form: Form = "json") -> _T:

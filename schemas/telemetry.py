@@ -119,6 +119,43 @@ class RequestProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Tokens generated so far."""
 
 
+class WaitingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request at an HTTP service that no worker has."""
+
+    request_id: Annotated[str, Meta(max_length=limits.MAX_GIVEN_ID_CHARS)]
+    """Id of the request, as its client chose it."""
+    wire_id: Name
+    """Id of the request on the bus."""
+    service: Name = ""
+    """Client name of the service; its receiver sets it by the subject."""
+    model: Name = ""
+    """Model of the request; empty: not known yet."""
+    stage: Name = ""
+    """What it waits for: `preparing` (it is read, or no worker has started), `turn` (behind other requests of the
+    service), or `queue` (for a worker that accepts it). Empty: it was aborted."""
+    seconds: Seconds = 0.0
+    """Seconds since it arrived."""
+
+
+class ServiceMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an HTTP service tells the other services of its fleet: that it lives, a question, or an answer."""
+
+    v: Literal[1] = 1
+    """Wire version."""
+    id: Name = ""
+    """Id of the question; empty: neither question nor answer."""
+    asks: Literal["list", "abort"] | None = None
+    """What the other services shall do with these requests. None: this is no question."""
+    model: Name | None = None
+    """In a question: model of the requests; None: all."""
+    request_ids: Annotated[tuple[str, ...], Meta(max_length=2 * limits.MAX_CHUNKS_PER_FRAME)] | None = None
+    """In a question: ids of the requests; None: all."""
+    waiting: Annotated[tuple[WaitingRequest, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] = ()
+    """In an answer: the requests that wait at the service, or that it has aborted."""
+    left_out: Count = 0
+    """In an answer: further such requests."""
+
+
 class LostAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An attempt that the client has lost, as it tells the worker of the next attempt."""
 

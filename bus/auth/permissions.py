@@ -19,6 +19,9 @@ therefore has three kinds of accounts:
 An account imports only what the permissions of its users allow. Otherwise an answer on an imported subject could
 continue into the account that exports it. No fleet, role or name contains a `~`.
 
+The accounts of HTTP services import each other's messages about waiting requests, so only another HTTP service can ask
+for their abort.
+
 Messages from workers reach clients by stream imports, which cost the server nothing. Messages to workers and to
 JetStream use service imports (4 to 5 us of the server's CPU for a message).
 """
@@ -97,6 +100,7 @@ SUBJECT_RULES: Final = (
     Rule(
         "ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS, why="exchange acks"
     ),
+    Rule("service.<client>", publish=_FRONTENDS, observe=_FRONTENDS, why="find waiting requests at HTTP services"),
     Rule("ping.<client>", publish=CLIENT_ROLES, subscribe=_WORKERS, why="ping workers"),
     Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS, why="ping workers"),
 )
@@ -252,7 +256,21 @@ def accounts(users: Iterable[User]) -> dict[str, object]:
         if name not in found:
             found[name] = {"imports": _client_imports(user), "users": []}
         found[name]["users"].append({"nkey": user.public_key, "permissions": permissions(user).as_config()})
+    _connect_services(found, users)
     return dict(found)
+
+
+def _connect_services(found: dict[str, dict[str, Any]], users: Iterable[User]) -> None:
+    """Let the HTTP services of each fleet receive each other's messages."""
+    for rule in rules():
+        if rule.publish == rule.observe == _FRONTENDS:
+            services = [user for user in users if user.role in rule.publish]
+            exports = {_account_of(user): {"stream": subjects_of(rule, user)[0]} for user in services}
+            fleets = {_account_of(user): user.fleet for user in services}
+            for own, export in exports.items():
+                others = [each for each in exports if each != own and fleets[each] == fleets[own]]
+                found[own]["exports"] = [export]
+                found[own]["imports"] += [_from(each, exports[each]) for each in others]
 
 
 def _workers(fleet: str) -> str:

@@ -1,6 +1,7 @@
 """The ASGI application: its routes, access to them, and the format of errors."""
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -24,6 +25,7 @@ from .access import check_access, check_media_type, check_origin
 from .agents import routes as agents
 from .calls import Admission
 from .control import reads
+from .control.services import Services
 from .edge import new_id
 from .errors import HttpError, error_response, http_error
 from .live import routes as live
@@ -73,6 +75,7 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
     """Create the application for a connected client, which must stay connected while the application serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
     service.sessions, service.join_session = Sessions(rb), sessions.join_session
+    service.services = Services(service)
     endpoints = {
         **_endpoints(service, OPEN, None),
         **_endpoints(service, DATA, settings.token, settings.admin_token),
@@ -156,6 +159,7 @@ class _Endpoint:
         ):
             # `request.state` has these.
             scope["state"].update(until_answered=until_answered, seen=seen, waited_s=0.0, new_id=new_id())
+            scope["state"]["began_at"] = time.monotonic()
             try:
                 response = await self._answer(request)
                 seen.status = response.status_code

@@ -56,6 +56,7 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     # The import takes seconds. It runs before the first request, in a thread.
     parsers = await asyncio.to_thread(load_parsers, settings.tool_call_parser, settings.reasoning_parser)
     app = make_app(rb, settings, parsers)
+    service = app.state.service
     # The accepted connections inherit both options. The system closes a connection whose client confirms no data for
     # this time, and keeps little unsent data, so that the service notices a client that does not read.
     timeout_ms = min(round(settings.client_timeout_s * 1000), MAX_TIMEOUT_MS)
@@ -77,9 +78,9 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
     )
     signalled: asyncio.CancelledError | None = None
     with closing(on):
-        async with app.state.service.sessions.serving(), asyncio.TaskGroup() as tasks:
+        async with service.sessions.serving(), service.services.serving(), asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve([on]))
-            watching = tasks.create_task(app.state.service.live.run())
+            watching = tasks.create_task(service.live.run())
             try:
                 yield
             except asyncio.CancelledError as error:
@@ -87,9 +88,9 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
                 signalled = error
             finally:
                 watching.cancel()
-                app.state.service.live.end()
+                service.live.end()
                 server.should_exit = True
-                await app.state.service.loads.stop()
+                await service.loads.stop()
     if signalled is not None:
         raise signalled
 

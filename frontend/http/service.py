@@ -30,6 +30,7 @@ from ...schemas.errors import RequestTimeout
 from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.presence import WorkerPresence
 from ...schemas.request import check_given_id, wire_id
+from ...schemas.telemetry import WaitingRequest
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from . import Settings
 from .access import user_of
@@ -42,6 +43,7 @@ from .openai.parsers import Parsers
 from .text import TokenizerLoads
 
 if TYPE_CHECKING:
+    from .control.services import Services
     from .sessions.manager import Sessions
 
 
@@ -192,6 +194,10 @@ class Turns:
             raise RequestTimeout(stage="admission", message=message, request_id=request.request_id)
         return replace(request, timeout_s=max(timeout_s - (time.monotonic() - begun), MIN_LEFT_S))
 
+    def has_waiting(self, request: bus.GenerateRequest) -> bool:
+        """Return True if a request waits for its turn."""
+        return id(request) in self._by_request
+
     def end_wait(self, request: bus.GenerateRequest) -> None:
         """Let a request that is aborted go to the client of the bus before its turn, because only that aborts it."""
         if (waiting := self._by_request.get(id(request))) is not None and not waiting.due.done():
@@ -269,6 +275,8 @@ class Service:
 
     sessions: "Sessions" = field(init=False)
     """The sessions of agents. `make_app` sets them, because they need this class."""
+    services: "Services" = field(init=False)
+    """The requests that wait at any service of the fleet. `make_app` sets it too."""
     join_session: "JoinSession | None" = None
     """Answers a chat that names a session."""
 
@@ -419,6 +427,31 @@ class Service:
             yield
         finally:
             del self._open_requests[id(request)]
+
+    async def waiting(self, model: str | None, ids: Collection[str] | None) -> list[WaitingRequest]:
+        """Return the requests of this service that no worker has. Arguments are as for `abort_open`."""
+        runtime, now = runtime_of(self.rb), time.monotonic()
+
+        def in_queue() -> set[str]:
+            children = runtime.coordinator.open_children(lambda child: child.worker is None)
+            return {child.open_call.request_id for child in children}
+
+        def described(key: Request, each: Preparation | bus.GenerateRequest, name: str, stage: str) -> WaitingRequest:
+            seconds = round(now - key.state.began_at, 3)
+            own = each.request_id, each.wire_id
+            return WaitingRequest(request_id=own[0], wire_id=own[1], model=name, stage=stage, seconds=seconds)
+
+        queued = await runtime.thread.call(in_queue)
+        found = [
+            described(key, each, next(iter(each.models), ""), "preparing")
+            for key, each in self._preparing.items()
+            if each.may_be_for(model)
+        ]
+        for key, request in self._open_requests.values():
+            stage = "turn" if self.turns.has_waiting(request) else "queue" if request.wire_id in queued else ""
+            if stage and model in (None, request.model):
+                found.append(described(key, request, request.model or "", stage))
+        return [each for each in found if ids is None or each.request_id in ids]
 
     async def abort_open(self, model: str | None, ids: Collection[str] | None = None) -> dict[str, str]:
         """Abort the open requests of this service, even those that wait here or in the queue.

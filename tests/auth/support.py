@@ -24,7 +24,7 @@ NAMES = {
     Role.TRAINER: ("alice", "bob"),
     Role.PUBLISHER: ("carol", "dave"),
     Role.WORKER: ("w0", "w1"),
-    Role.FRONTEND: ("front",),
+    Role.FRONTEND: ("front", "front2"),
     Role.ADMIN: ("boss",),
     Role.VIEWER: ("eye",),
 }

@@ -63,13 +63,15 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "control.<controller>": ({A, P, F}, {W}),
     "read.<client>.<worker>": ({T, P, V}, {W}),
     "ack.<controller>.<worker>": ({W}, EVERY_CLIENT),
+    "service.<client>": ({F}, {F}),
     "ping.<client>": (EVERY_CLIENT, {W}),
     "ping": (EVERY_CLIENT, {W}),
 }
 HEARD_BY_ALL = {"presence.<worker>"}
 """Subjects that clients receive from every worker."""
-OBSERVED = {"ack.<controller>.<worker>": {A, F}, "presence.<worker>": {W}}
-"""The roles that may subscribe to messages for others: of acks those that may send any command, of presence workers."""
+OBSERVED = {"ack.<controller>.<worker>": {A, F}, "presence.<worker>": {W}, "service.<client>": {F}}
+"""The roles that may subscribe to messages for others: of acks those that may send any command, of presence workers.
+HTTP services hear each other."""
 
 
 def subject(kind: str, names: dict[str, str]) -> str:

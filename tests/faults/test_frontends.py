@@ -64,7 +64,7 @@ class Services:
 
 @asynccontextmanager
 async def two_services(
-    nats_url: str, fleet: str, tmp_path: Path, *options: str
+    nats_url: str, fleet: str, tmp_path: Path, *options: str, max_num_seqs: int = 64
 ) -> AsyncIterator[tuple[Services, httpx.AsyncClient, rollbus.Client]]:
     """Run two services of a fleet with one synthetic worker."""
     checkpoint = str(write_checkpoint(tmp_path / "root" / "one", seed=1))
@@ -76,7 +76,7 @@ async def two_services(
         "cache_dir": str(tmp_path / "cache"),
     }
     async with AsyncExitStack() as stack:
-        config = SyntheticConfig(step_s=0.005)
+        config = SyntheticConfig(step_s=0.005, max_num_seqs=max_num_seqs)
         await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=config, worker_id="w0", **fields))
         proxy = await stack.enter_async_context(tcp_proxy("http://127.0.0.1:9"))
         services = Services(nats_url, fleet, tmp_path, proxy)
@@ -154,6 +154,40 @@ async def test_a_killed_service_leaves_the_streams_of_the_other(nats_url: str, f
     assert [answer.status_code for answer in after] == [200] * 3
     assert [line["number"] for line in trace] == [1]
     assert aborted.json()["aborted"] == 1
+
+
+async def test_what_waits_at_a_killed_service_is_unknown_at_the_other(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """A request that waits for its turn at one process is aborted at the other; after SIGKILL of the first it is 404.
+
+    Until its lease has ended, the other service names it as silent.
+    """
+    async with (
+        two_services(nats_url, fleet, tmp_path, max_num_seqs=1) as (services, client, _),
+        asyncio.TaskGroup() as tasks,
+    ):
+        first, second = services.urls["a"], services.urls["b"]
+        # One runs, nine are in the queue, and the others wait at the service.
+        streams = {str(number): Stream(client, first, f"of-{number}") for number in range(14)}
+        reading = {name: tasks.create_task(stream.read()) for name, stream in streams.items()}
+        stages: dict[str, str] = {}
+        while list(stages.values()).count("turn") < 2:
+            listed = (await client.get(f"{second}/v1/rl/request_list")).json()["waiting"]["requests"]
+            stages = {each["request_id"].removeprefix("of-"): each["stage"] for each in listed}
+        one, other = [name for name, stage in stages.items() if stage == "turn"][:2]
+        aborted = await client.post(f"{second}/v1/rl/abort", json={"request_ids": [f"of-{one}"]})
+        await reading[one]
+
+        await services.kill("a")
+        unknown = await client.post(f"{second}/v1/rl/abort", json={"request_ids": [f"of-{other}"]})
+        shown = await client.get(f"{second}/v1/rl/requests/of-{other}")
+
+    assert (aborted.json()["aborted"], streams[one].finish_reason) == (1, "abort")
+    assert streams[other].problem is not None
+    for answer in (unknown, shown):
+        assert answer.status_code == 404, answer.text
+    assert "No answer from HTTP services" in unknown.json()["error"]["message"]
 
 
 async def test_an_operation_of_a_killed_service_is_found_and_repeated_at_the_other(

@@ -38,8 +38,10 @@ from rollbus.schemas.telemetry import (
     ExpertLoad,
     RequestProgress,
     RequestTimeline,
+    ServiceMessage,
     TimelineEvent,
     TokenTally,
+    WaitingRequest,
 )
 from rollbus.schemas.weights import Canary, Staging, UpdateTiming, WeightSource
 
@@ -95,7 +97,7 @@ TIMELINE = RequestTimeline(
 PROGRESS = RequestProgress(seconds=2.5, idle_s=1.5)
 RESUME_ONE = Resume(id="r-2", model="org/model-1.5", workers=("w1",), epoch=42)
 
-CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
+CONTROL_VECTORS: dict[str, Command | Ack | DesiredState | ServiceMessage] = {
     "command_pause": PAUSE,
     "command_pause_by_hand": Pause(id="p-2"),
     "command_resume": RESUME_ONE,
@@ -184,6 +186,12 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
         id="st-1", command="state", worker="w0", incarnation="i0", model="org/model-1.5", status=AckStatus.APPLIED,
         state={"worker": "w0", "state": "serving"},
     ),
+    "service_question": ServiceMessage(id="q-1", asks="abort", model="org/model-1.5", request_ids=("r-1", "a/b")),
+    "service_answer": ServiceMessage(
+        id="q-1", left_out=3,
+        waiting=(WaitingRequest(request_id="a/b", wire_id="h-1", model="org/model-1.5", stage="turn", seconds=2.5),),
+    ),
+    "service_lives": ServiceMessage(),
     "desired_empty": DesiredState(model="org/model-1.5"),
     "desired_of_bucket": DesiredState(model="m", epoch=1, bucket="4ec6e1d1d0b04b12a1a3a4ab0d0b7a52"),
     "desired_by": DesiredState(

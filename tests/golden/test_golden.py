@@ -24,11 +24,13 @@ from rollbus.schemas.messages import (
     decode_presence,
     decode_request,
     decode_request_message,
+    decode_service_message,
     encode,
 )
 from rollbus.schemas.presence import ClientPresence, WorkerPresence
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import expected_rows
+from rollbus.schemas.telemetry import ServiceMessage
 from tests.golden.generate import ROOT, captured_runs, generate
 from tests.golden.vectors import FULL_REQUEST, VECTORS, Message
 from tests.schemas.strategies import plain
@@ -88,6 +90,8 @@ def check_decodes_to(data: bytes, expected: Message) -> None:
             assert plain(decode_request(message.request)) == plain(decode_request(expected.request))
         case ClientPresence():
             assert decode_client_presence(data) == expected
+        case ServiceMessage():
+            assert decode_service_message(data) == expected
         case WorkerPresence():
             assert decode_presence(data) == expected
         case Ack():

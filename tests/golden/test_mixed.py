@@ -28,6 +28,7 @@ from rollbus.schemas.messages import (
     decode_presence,
     decode_request,
     decode_request_message,
+    decode_service_message,
     encode,
 )
 from rollbus.schemas.request import GenerateRequest
@@ -138,6 +139,7 @@ DECODERS: dict[str, Callable[[bytes], msgspec.Struct]] = {
     "link": decode_link_message,
     "presence": decode_presence,
     "req": decode_request_message,
+    "service": decode_service_message,
 }
 RELEASES = {"later": later, "earlier": earlier}
 

@@ -14,6 +14,7 @@ from rollbus.schemas.messages import Frame, KvTransfer, LinkMessage, RequestKey,
 from rollbus.schemas.presence import ClientPresence, ClientState, RoutedExpertsInfo, WorkerPresence, WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.schemas.telemetry import ServiceMessage
 from tests.golden.control_vectors import CONTROL_VECTORS
 from tests.golden.fleet_vectors import (
     MASK_VECTORS,
@@ -26,7 +27,17 @@ from tests.golden.fleet_vectors import (
 )
 from tests.support.scenarios import little_endian
 
-Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence | Command | Ack | DesiredState
+Message = (
+    RequestMessage
+    | Frame
+    | LinkMessage
+    | WorkerPresence
+    | ClientPresence
+    | Command
+    | Ack
+    | DesiredState
+    | ServiceMessage
+)
 
 
 def i4(*values: int) -> bytes:

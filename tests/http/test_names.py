@@ -212,6 +212,7 @@ async def test_an_admin_sees_a_request(serve: Serve) -> None:
         "silent": [],
         "left_out": 0,
         "clock_skews": {},
+        "waiting": NOTHING_WAITS,
     }
     assert (timeline["worker"], timeline["incarnation"]) == (worker.worker, worker.incarnation)
     assert (timeline["attempt"], timeline["child"], timeline["traceparent"]) == (0, 0, None)
@@ -223,6 +224,7 @@ async def test_an_admin_sees_a_request(serve: Serve) -> None:
     assert all("timelines" not in answer.text for answer in refused)
 
 
+NOTHING_WAITS: dict[str, Any] = {"requests": [], "left_out": 0, "silent": []}
 HOSTILE = ("%20a", "x" * 513, "%00", "%E2%80%AE", "%C2%A0")
 
 
@@ -281,6 +283,7 @@ async def test_an_admin_lists_requests(serve: Serve) -> None:
         await http.rb.fleet.abort(["a request / 1"])
         await stream.reading
 
+    assert running.pop("waiting") == NOTHING_WAITS
     assert running == {"workers_asked": 1, "workers_answered": 1, "silent": {}, "left_out": 0}
     assert (timeline["given_id"], timeline["worker"]) == ("a request / 1", worker.worker)
     assert timeline["progress"]["tokens"] > 0

@@ -28,6 +28,7 @@ from rollbus.schemas.presence import ClientPresence, WorkerPresence
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, RowDtype
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.schemas.telemetry import ServiceMessage
 from rollbus.schemas.weights import WeightSource
 from tests.support.scenarios import little_endian
 
@@ -307,6 +308,7 @@ frames = instances(Frame)
 link_messages = instances(LinkMessage)
 presences = instances(WorkerPresence)
 client_presences = instances(ClientPresence)
+service_messages = instances(ServiceMessage)
 commands = st.one_of([instances(kind) for kind in get_args(AnyCommand)])
 acks = instances(Ack)
 desired_states = instances(DesiredState)

@@ -41,6 +41,7 @@ from rollbus.schemas.messages import (
     decode_presence,
     decode_request,
     decode_request_message,
+    decode_service_message,
     encode,
     encode_json,
 )
@@ -62,6 +63,7 @@ MESSAGES: dict[str, tuple[Decode, Callable[[Any], bytes], st.SearchStrategy[Any]
     "link_message": (decode_link_message, encode, wire.link_messages),
     "presence": (decode_presence, encode_json, wire.presences),
     "client_presence": (decode_client_presence, encode_json, wire.client_presences),
+    "service_message": (decode_service_message, encode_json, wire.service_messages),
     "command": (decode_command, encode_json, wire.commands),
     "ack": (decode_ack, encode_json, wire.acks),
     "desired_state": (decode_desired, encode_json, wire.desired_states),
@@ -75,7 +77,16 @@ DECODERS: dict[str, tuple[Decode, st.SearchStrategy[bytes]]] = {
     "command_id": (command_id_of, wire.commands.map(encode_json)),
     "manifest": (decode_manifest, st.just(msgspec.json.encode(manifest()))),
 }
-AS_JSON = ("presence", "client_presence", "command", "command_id", "ack", "desired_state", "manifest")
+AS_JSON = (
+    "presence",
+    "client_presence",
+    "service_message",
+    "command",
+    "command_id",
+    "ack",
+    "desired_state",
+    "manifest",
+)
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 

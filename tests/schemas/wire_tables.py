@@ -43,6 +43,7 @@ _OTHERS: tuple[type[msgspec.Struct], ...] = (
     *(weights.Staging, weights.OpenTransfer, weights.PublishedVersion, weights.UpdateTiming),
     *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
     *(telemetry.RequestTimeline, telemetry.RequestProgress, telemetry.LostAttempt, telemetry.TimelineEvent),
+    *(telemetry.ServiceMessage, telemetry.WaitingRequest),
     *(acks.Ack, acks.AckError, control.DesiredState, control.Recorded, control.SeenCommand, control.Certificate),
 )
 STRUCTS = {kind.__name__: kind for kind in (*_OF_REQUESTS, *_OTHERS)}

@@ -187,11 +187,11 @@ class UnloadLoraBody(SendBody, frozen=True, kw_only=True):
 
 
 class AbortBody(SendBody, frozen=True, kw_only=True):
-    """Abort requests in flight of any client, and those of this service that wait."""
+    """Abort requests in flight of any client, and those that wait at any HTTP service."""
 
     request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
     """Request ids from answers, with or without the prefix `chatcmpl-` or `cmpl-`. Null or empty on vLLM's route: all.
-    Requests of this service may also wait or be prepared. `/v1/rl/abort` needs ids."""
+    Requests at HTTP services may also wait or be prepared. `/v1/rl/abort` needs ids."""
 
 
 class SleepBody(SendBody, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from .reads import (
     stale_field,
     wants_async,
 )
+from .services import Waiting
 
 MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
 """Digits of the largest version. A longer number is a label."""
@@ -410,44 +411,46 @@ def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
 
 
 async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
-    """Abort requests of any client, also those that wait here. Unknown ids: 404, or 200 under vLLM's route name."""
+    """Abort requests of any client, also those that wait at a service. Unknown ids: 404, or 200 under vLLM's route."""
     fields, given = call.fields, call.fields.request_ids
     names = tuple(dict.fromkeys([*given, *map(without_prefix, given)])) if given else None
     if names is None and not call.style.is_vllm:
         raise invalid("request_ids", "is missing", "at least one id; /abort_requests without ids aborts all requests")
-    own = {} if fields.workers else await call.service.abort_open(fields.model, names)
+    own = Waiting() if fields.workers else await call.service.services.find("abort", fields.model, names)
     return await call.answer(_abort_requests(call, names, own), "abort", lambda ledger: _num_aborted(ledger, own))
 
 
-WAITS_ELSEWHERE: Final = "A request that waits at another HTTP service is aborted there, or if its client disconnects."
-
-
 async def _abort_requests(
-    call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None, own: Mapping[str, str]
+    call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None, own: Waiting
 ) -> bus.CommandResult:
-    """Abort the workers' requests, after this service has aborted its `own`."""
+    """Abort the workers' requests, after the services have aborted their `own`."""
     try:
         ledger = await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
         # vLLM reports no error for unknown requests, because they may have ended just before.
         if status_of(error.ledger, "abort")[0] != 404:
             raise
-        if not (own or call.style.is_vllm):
-            raise bus.CommandIncomplete(error.ledger, WAITS_ELSEWHERE) from None
+        if not (own.requests or call.style.is_vllm):
+            raise bus.CommandIncomplete(error.ledger, own.note) from None
         ledger = error.ledger
     except NoWorkers:
         # The requests waited for a worker that starts.
-        if not own:
+        if not own.requests:
             raise
         ledger = bus.CommandResult(command="abort", id="")
-    ended = set(own.values())
-    return replace(ledger, not_found=tuple(name for name in ledger.not_found if without_prefix(name) not in ended))
+    ended = {each.request_id for each in own.requests}
+    # Of ids that an answer has left out, nothing is known.
+    unknown = () if own.left_out else ledger.not_found
+    return replace(ledger, not_found=tuple(name for name in unknown if without_prefix(name) not in ended))
 
 
-def _num_aborted(ledger: bus.CommandResult, own: Mapping[str, str]) -> dict[str, object]:
+def _num_aborted(ledger: bus.CommandResult, own: Waiting) -> dict[str, object]:
     at_workers = {name for ack in ledger.applied.values() for name in ack.request_ids or ()}
     # A worker's ack has the ids of the command, which are those of the clients if it has any.
-    return {"status": "aborted", "aborted": len(own) + len(at_workers - own.keys() - set(own.values()))}
+    at_services = {(each.service, each.wire_id) for each in own.requests}
+    others = at_workers.difference(*((each.wire_id, each.request_id) for each in own.requests))
+    silent = {"silent_services": own.silent} if own.silent else {}
+    return {"status": "aborted", "aborted": len(at_services) + own.left_out + len(others), **silent}
 
 
 async def sleep(call: CommandCall[bodies.SleepBody]) -> Response:

@@ -35,12 +35,20 @@ from ....schemas.control import (
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
-from ...command_json import RequestAnswer, RequestQuery, answer_of, find_timelines, unknown_request
+from ...command_json import (
+    RequestAnswer,
+    RequestQuery,
+    answer_of,
+    find_timelines,
+    unknown_request,
+    without_prefix,
+)
 from ..calls import first_error, json_response
 from ..errors import HttpError, http_error, invalid
 from ..service import HttpRoute, RouteTable, Service
 from .answers import NAMES, ledger_response
 from .bodies import read_query
+from .services import Waiting
 
 PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
 """States of workers that accept no requests because of a command."""
@@ -485,11 +493,28 @@ class IdQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Id of the request."""
 
 
+class FoundRequest(RequestAnswer, frozen=True, kw_only=True):
+    """The timelines of a request, and where it waits."""
+
+    waiting: Waiting
+    """The request at HTTP services, while no worker has it."""
+
+
+class FoundRequests(RequestList, frozen=True, kw_only=True):
+    """A list of requests."""
+
+    waiting: Waiting
+    """The requests at HTTP services that no worker has; only for `show` `running` without `client` and
+    `workers`."""
+
+
 async def request_timelines(service: Service, request: Request) -> Response:
     """Return the history of a request: each attempt with its worker, times, pauses, weight versions and end.
 
     Workers remember their open requests and the last 1,000 that ended. The id is the value of `X-Request-Id` or the id
     of an OpenAI answer. The query parameter `id` may be any id. A path cannot contain `/`, `.` and `..` as ids.
+
+    A request that no worker has is found at the HTTP service at which it waits.
     """
     name = request.path_params.get("id")
     if name is None:
@@ -498,21 +523,27 @@ async def request_timelines(service: Service, request: Request) -> Response:
         trace = await find_timelines(service.rb.fleet, name)
     except InvalidRequest as error:
         raise http_error(error, {"request_id": "id"}) from None
-    if not trace.timelines:
-        raise HttpError(404, unknown_request(trace), code="unknown_request", param="id")
-    return json_response(answer_of(trace))
+    waiting = await service.services.find("list", None, (name, without_prefix(name)))
+    if not trace.timelines and not waiting.requests:
+        message = ". ".join(filter(None, (unknown_request(trace), waiting.note)))
+        raise HttpError(404, message, code="unknown_request", param="id")
+    return json_response(FoundRequest(**msgspec.structs.asdict(answer_of(trace)), waiting=waiting))
 
 
 async def request_list(service: Service, request: Request) -> Response:
     """Return the requests that run, are slowest, failed or were resumed, by client, model and worker.
 
-    Requests that wait in the queue are at no worker and in no list.
+    Requests that no worker has are in `waiting`, as far as they came by an HTTP service.
     """
-    return json_response(await read_query(request, RequestQuery).read(service.rb.fleet))
+    query = read_query(request, RequestQuery)
+    found, waiting = await query.read(service.rb.fleet), Waiting()
+    if query.show == "running" and query.workers is None and query.client is None:
+        waiting = await service.services.find("list", query.model)
+    return json_response(FoundRequests(**msgspec.structs.asdict(found), waiting=waiting))
 
 
 TIMELINE_ROUTES: Final[RouteTable] = {
-    ("GET", "/v1/rl/requests"): HttpRoute(request_timelines, answer=RequestAnswer, query=IdQuery),
-    ("GET", "/v1/rl/requests/{id}"): HttpRoute(request_timelines, answer=RequestAnswer),
-    ("GET", "/v1/rl/request_list"): HttpRoute(request_list, answer=RequestList, query=RequestQuery),
+    ("GET", "/v1/rl/requests"): HttpRoute(request_timelines, answer=FoundRequest, query=IdQuery),
+    ("GET", "/v1/rl/requests/{id}"): HttpRoute(request_timelines, answer=FoundRequest),
+    ("GET", "/v1/rl/request_list"): HttpRoute(request_list, answer=FoundRequests, query=RequestQuery),
 }
