@@ -18,7 +18,7 @@ help:
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
 	@echo "make elastic ten minutes of load while workers join, leave, are killed and restarted"
-	@echo "make soak    run ten minutes of load and faults; fails if memory or file descriptors grow"
+	@echo "make soak    ten minutes of load on three servers while everything is killed; fails if memory or the store grows"
 	@echo "make check   check lint, format, types, import rules and the budget of lines"
 	@echo "make quick   lint, types and unit tests of files that differ from HEAD, in seconds; BASE=main: another commit"
 	@echo "make docs    build the site with the API reference in site/; fails at broken links and undocumented public names"

@@ -7,7 +7,7 @@ import random
 import signal
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -55,22 +55,23 @@ class Fault:
 
 
 def schedule(
-    seed: int, *, num_workers: int, seconds_between: float, kinds: Collection[str] = tuple(KINDS)
+    seed: int | str, *, num_workers: int, seconds_between: float, kinds: Mapping[str, tuple[int, float]] = KINDS
 ) -> Iterator[Fault]:
     """Yield faults without end, the same for the same arguments.
 
     Args:
         num_workers: number of workers that may have faults, counted from the first one.
+        kinds: weight and maximum duration in seconds of each kind.
     """
     rng = random.Random(seed)
     while True:
-        kind = rng.choices(list(kinds), [KINDS[kind][0] for kind in kinds])[0]
+        kind = rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
         yield Fault(
             after_s=seconds_between * rng.uniform(0.5, 1.5),
             kind=kind,
             victim=rng.randrange(num_workers),
             # Often 0, because an immediate return is harder to detect.
-            away_s=rng.choice([0.0, rng.uniform(0, KINDS[kind][1])]),
+            away_s=rng.choice([0.0, rng.uniform(0, kinds[kind][1])]),
         )
 
 
@@ -112,7 +113,7 @@ class Victims:
 
     async def _strike_server(self, fault: Fault) -> None:
         if fault.kind == "server stopped":
-            await _stop(self._server.pid, fault.away_s)
+            await stop_for(self._server.pid, fault.away_s)
             return
         if fault.kind == "server killed":
             await self._server.kill()
@@ -132,7 +133,7 @@ class Victims:
 
     async def _strike_worker(self, fault: Fault, worker: "_Worker") -> None:
         if fault.kind == "worker stopped":
-            await _stop(worker.process.pid, fault.away_s)
+            await stop_for(worker.process.pid, fault.away_s)
             return
         # The worker may have exited by itself: see `revive`.
         if fault.kind == "worker restarted" and worker.process.returncode is None:
@@ -173,7 +174,7 @@ class Victims:
             assert [await worker.process.wait() for worker in self._workers] == [0] * len(self._workers)
 
 
-async def _stop(pid: int, away_s: float) -> None:
+async def stop_for(pid: int, away_s: float) -> None:
     """Freeze a process for this time. A process that has exited is ignored."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""A publisher in a separate process that faults may kill or stop: `python -m tests.chaos.publisher URL NAME FOLDER`.
+"""A publisher in a separate process that faults may kill or stop.
+
+    python -m tests.chaos.publisher URL NAME FOLDER [CREDENTIALS]
 
 It reads lines `VERSION FOLDER HOW` on stdin, as `bench.processes` does, publishes the checkpoint of that folder, and
 answers with the outcome. `HOW` is one of these:
@@ -114,10 +116,10 @@ async def _die(*_: object, **__: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def main(url: str, name: str, checkpoint: str) -> None:
+async def main(url: str, name: str, checkpoint: str, credentials: str | None = None) -> None:
     """Publish until stdin ends."""
     chain.LEASE_S, chain.MARGIN_S, versions.RENEW_S = LEASE_S, MARGIN_S, RENEW_S  # type: ignore[misc]
-    async with rollbus.connect(url, fleet=FLEET, client=name) as rb:
+    async with rollbus.connect(url, fleet=FLEET, client=name, credentials=credentials) as rb:
         program = Program(url, rb, checkpoint)
         try:
             await answer(program.publish)

@@ -27,12 +27,12 @@ from rollbus.bus.protocol.weights.chain import MAX_DELTAS
 from rollbus.bus.publish.versions import VersionStore
 from rollbus.bus.subjects import Subjects, published_bucket
 from rollbus.schemas.acks import Ack
-from rollbus.schemas.control import UpdateWeights
 from rollbus.schemas.messages import decode_ack
 from rollbus.schemas.presence import WorkerState
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.faults import Fault, Victims
 from tests.chaos.publisher import FLEET, MODEL
+from tests.elastic.publishing import Publishing
 from tests.support.fleet import until_worker
 from tests.support.nats_server import opened
 
@@ -54,8 +54,6 @@ KINDS = (
     "disk full",
 )
 """Each kind once in this order, then random kinds, half of them `nothing`."""
-AGAIN_S = 0.1
-"""Seconds before a failed publication is repeated."""
 SERVER_AWAY_S = 0.3
 
 
@@ -76,14 +74,14 @@ class Trainer:
         start_late: Callable[..., AbstractAsyncContextManager[Process]],
     ) -> None:
         self.faults: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
-        """Rejected publications and updates, by type of the error."""
         self._rb = rb
         self._url = url
         self._suffering = suffering
         self._checkpoints = checkpoints
         self._start_late = start_late
-        self._version = 0
+        self._publishing = Publishing(url, checkpoints, suffering.revive)
+        self.refusals = self._publishing.refusals
+        """Rejected publications and updates, by type of the error."""
         self._lives = AsyncExitStack()
         self._way: Way
         self._tries: dict[str, Callable[[], Awaitable[None]]] = {
@@ -125,28 +123,10 @@ class Trainer:
         self._kind, self._victim = kind, victim
         await self._tries[kind]()
         self.faults[kind] += 1
-        return self._version
+        return self._publishing.version
 
     async def _publish(self, how: str = "update", *, way: Way | None = None) -> None:
-        """Publish the current tensors as the next version, and as further versions until one is recorded."""
-        while True:
-            self._version += 1
-            answer = await (way or self._way).ask(self._version, self._checkpoints.write(self._version), how)
-            if "error" not in answer:
-                return
-            self.refusals[answer["error"]] += 1
-            await self._suffering.revive()
-            if await self._is_recorded():
-                return
-            how = "update"
-            await asyncio.sleep(AGAIN_S)
-
-    async def _is_recorded(self) -> bool:
-        """Return True if the version is recorded, whether or not all workers have it yet."""
-        async with opened(self._url) as nats:
-            state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)
-        command = None if state is None or "weights" not in state.registers else state.registers["weights"].command
-        return isinstance(command, UpdateWeights) and command.version == self._version
+        await self._publishing.publish(way or self._way, how)
 
     async def _kill_worker(self, is_time: Callable[[Ack], bool]) -> None:
         met, victim = asyncio.Event(), f"w{self._victim}"
@@ -174,10 +154,10 @@ class Trainer:
             await self._publish()
 
     async def _kill_publisher(self, how: str) -> None:
-        self._version += 1
-        folder = self._checkpoints.write(self._version)
+        self._publishing.version += 1
+        folder = self._checkpoints.write(self._publishing.version)
         with pytest.raises(RuntimeError, match="has exited"):
-            await self._way.ask(self._version, folder, how)
+            await self._way.ask(self._publishing.version, folder, how)
         await self._lives.aclose()
         self._way = await self._lives.enter_async_context(self._publisher("trainer"))
         await self._publish()
@@ -189,18 +169,18 @@ class Trainer:
             async with self._publisher("other") as other:
                 await self._publish(way=other)
                 os.kill(self._way.pid, signal.SIGCONT)
-                await self._refused(self._version + 1)
+                await self._refused(self._publishing.version + 1)
         finally:
             os.kill(self._way.pid, signal.SIGCONT)
         await self._publish()
 
     async def _reject_second_publisher(self) -> None:
         async with self._publisher("other") as other:
-            await self._refused(self._version + 1, way=other)
+            await self._refused(self._publishing.version + 1, way=other)
         await self._publish()
 
     async def _go_back(self) -> None:
-        await self._refused(self._version)
+        await self._refused(self._publishing.version)
         await self._publish()
 
     async def _damage_delta(self) -> None:
@@ -208,7 +188,7 @@ class Trainer:
 
     async def _refused(self, version: int, *, way: Way | None = None) -> None:
         """Try to publish, and check that the attempt is rejected."""
-        answer = await (way or self._way).ask(version, self._checkpoints.folders[self._version], "update")
+        answer = await (way or self._way).ask(version, self._checkpoints.folders[self._publishing.version], "update")
         assert "error" in answer, answer
         self.refusals[answer["error"]] += 1
 
@@ -220,7 +200,7 @@ class Trainer:
     async def _join_and_wait(self, cache: Path) -> None:
         """Start a worker on a separate machine, and wait until it has the version."""
         async with self._start_late(cache) as process:
-            await until_worker(self._rb, "late", lambda it: it.weight_version == self._version)
+            await until_worker(self._rb, "late", lambda it: it.weight_version == self._publishing.version)
             self._checkpoints.check(cache)
             process.terminate()
             assert await process.wait() == 0
@@ -232,7 +212,7 @@ class Trainer:
             async with self._start_late(Path(cache), "--stage-bytes", "1") as process:
                 full = await until_worker(self._rb, "late", lambda it: "--stage-bytes" in (it.last_error or ""))
                 assert full.state is not WorkerState.SERVING
-                assert full.weight_version != self._version
+                assert full.weight_version != self._publishing.version
                 process.terminate()
                 assert await process.wait() == 0
             await self._join_and_wait(Path(cache))
@@ -242,8 +222,8 @@ class Trainer:
         stored = []
         for _ in range(2):
             self._checkpoints.change("few")
-            self._version += 1
-            answer = await self._way.ask(self._version, self._checkpoints.write(self._version), "store")
+            version = self._publishing.version = self._publishing.version + 1
+            answer = await self._way.ask(version, self._checkpoints.write(version), "store")
             stored.append(answer["objects"])
         loop, is_staging = asyncio.get_running_loop(), asyncio.Event()
 
@@ -252,13 +232,13 @@ class Trainer:
 
         async with asyncio.TaskGroup() as tasks:
             older = tasks.create_task(
-                self._update(stored[0], self._version - 1, on_ack),
+                self._update(stored[0], self._publishing.version - 1, on_ack),
                 name="walk.older",
             )
             older.add_done_callback(lambda _: is_staging.set())
             await is_staging.wait()
-            await self._update(stored[1], self._version)
-        assert await self._is_recorded()
+            await self._update(stored[1], self._publishing.version)
+        assert await self._publishing.is_recorded()
 
     async def _update(self, objects: str, version: int, on_ack: OnAck | None = None) -> None:
         """Switch the fleet to a stored version. Count the error if a newer version prevents it."""

@@ -1,4 +1,4 @@
-"""The workers of an elastic run: each has a supervisor that starts it again after it exits, until it leaves."""
+"""The processes of one kind in a run: each has a supervisor that starts it again after it exits, until it leaves."""
 
 import asyncio
 import contextlib
@@ -20,19 +20,20 @@ AGAIN_S = 0.2
 
 
 class Machines:
-    """The workers that run now. Names are never used again after a worker has left.
+    """The workers that run now, or processes of another kind. Names are never used again after one has left.
 
     Args:
         start: starts a process of the worker with this name.
+        prefix: first character of the names.
     """
 
-    def __init__(self, rb: rollbus.Client, tasks: asyncio.TaskGroup, start: Start) -> None:
+    def __init__(self, rb: rollbus.Client, tasks: asyncio.TaskGroup, start: Start, prefix: str = "w") -> None:
         self.exits: Counter[int] = Counter()
         """Number of ended processes by exit code."""
         self._rb = rb
         self._tasks = tasks
         self._start = start
-        self._names = (f"w{number}" for number in itertools.count())
+        self._names = (f"{prefix}{number}" for number in itertools.count())
         self._processes: dict[str, Process] = {}
         self._leaving: dict[str, signal.Signals] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -45,12 +46,16 @@ class Machines:
     @property
     def serving(self) -> dict[str, WorkerPresence]:
         """Workers whose current process serves, by name."""
-        pids = {name: process.pid for name, process in self._processes.items() if process.returncode is None}
         return {
             worker.worker: worker
             for worker in self._rb.fleet.workers
-            if worker.state is WorkerState.SERVING and pids.get(worker.worker) == worker.pid
+            if worker.state is WorkerState.SERVING and self.pids.get(worker.worker) == worker.pid
         }
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the running processes, by name."""
+        return {name: process.pid for name, process in self._processes.items() if process.returncode is None}
 
     def join(self) -> str:
         """Start a worker with a new name, and return its name."""
@@ -103,8 +108,7 @@ class Machines:
                 code = await process.wait()
             self.exits[code] += 1
             # A process that has just begun dies of SIGTERM.
-            expected = (0, -signal.SIGKILL) if name not in self._leaving else (0, -signal.SIGKILL, -signal.SIGTERM)
-            assert code in expected, f"{name} ended with exit code {code}"
+            assert code in (0, -signal.SIGKILL, -signal.SIGTERM), f"{name} ended with exit code {code}"
             if name not in self._leaving:
                 await asyncio.sleep(AGAIN_S)
         self._processes.pop(name, None)

@@ -16,18 +16,16 @@ import msgspec
 
 import rollbus
 from bench.processes import Way, running
-from rollbus.bus.control.store import DesiredStore
 from rollbus.bus.nats.embedded import EmbeddedServer
-from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import PauseMode, UpdateWeights
+from rollbus.schemas.control import PauseMode
 from rollbus.workers.engines.synthetic.config import SyntheticConfig, SyntheticFaults
 from tests.chaos.checkpoints import Checkpoints
 from tests.chaos.publisher import FLEET, MODEL
 from tests.elastic.load import Load
 from tests.elastic.machines import Machines
+from tests.elastic.publishing import Publishing
 from tests.support.checkpoints import Shapes, write_adapter
 from tests.support.invariants import observing
-from tests.support.nats_server import opened
 from tests.support.processes import worker_process
 
 logger = logging.getLogger(__name__)
@@ -87,9 +85,8 @@ class Course:
     ) -> None:
         self.changes: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        self.version = 0
+        self.publishing = Publishing(url, checkpoints)
         self.has_ended = False
-        self._url = url
         self._rb = rb
         self._machines = machines
         self._checkpoints = checkpoints
@@ -125,25 +122,7 @@ class Course:
         while not self.has_ended:
             await asyncio.sleep(seconds_between)
             self._checkpoints.change("few")
-            await self.publish_one(way)
-
-    async def publish_one(self, way: Way) -> None:
-        """Publish the current tensors as the next version, and as further versions until one is recorded."""
-        while True:
-            self.version += 1
-            answer = await way.ask(self.version, self._checkpoints.write(self.version), "update")
-            if "error" not in answer:
-                return
-            self.refusals[f"publish: {answer['error']}"] += 1
-            if await self._is_recorded():
-                return
-            await asyncio.sleep(RETRY_S)
-
-    async def _is_recorded(self) -> bool:
-        async with opened(self._url) as nats:
-            state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)
-        command = None if state is None or "weights" not in state.registers else state.registers["weights"].command
-        return isinstance(command, UpdateWeights) and command.version == self.version
+            await self.publishing.publish(way)
 
     def _victim(self) -> str:
         return self._rng.choice(self._machines.names)
@@ -233,7 +212,7 @@ async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[s
             running("publisher", "tests.chaos.publisher", server.url, "publisher", checkpoints.folders[0]) as way,
             asyncio.TaskGroup() as tasks,
         ):
-            await course.publish_one(way)
+            await course.publishing.publish(way)
             senders = load.begin(tasks, settings.max_in_flight)
             changing = [
                 tasks.create_task(course.change(settings, say), name="elastic.change"),
@@ -244,11 +223,17 @@ async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[s
             await asyncio.wait(changing)
             load.end()
             await asyncio.wait(senders)
-            await course.publish_one(way)
-        await machines.until_all_serve(course.version)
+            await course.publishing.publish(way)
+        await machines.until_all_serve(course.publishing.version)
         checkpoints.check(cache)
         await observer.check_at_rest()
         await machines.stop()
     return Summary(
-        load.results, load.num_tokens, load.num_mixed, load.attempts, course.changes, course.refusals, course.version
+        load.results,
+        load.num_tokens,
+        load.num_mixed,
+        load.attempts,
+        course.changes,
+        course.refusals + course.publishing.refusals,
+        course.publishing.version,
     )

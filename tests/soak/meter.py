@@ -1,5 +1,6 @@
-"""Measures memory and file descriptors of processes repeatedly, and detects growth."""
+"""Measures memory and file descriptors of processes, and the store, repeatedly, and detects growth."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -13,77 +14,81 @@ FEWEST_LOOKS = 9
 
 @dataclass(frozen=True)
 class Bound:
-    """Maximum growth of a process from the beginning to the end."""
+    """Maximum growth from the beginning to the end."""
 
-    rss_mib: float
-    num_fds: int
+    mib: float
+    count: int
+    what: str = "file descriptors"
 
 
 BOUNDS: Mapping[str, Bound] = {
-    # The client stores ids of earlier requests, and faults open and close its connections.
-    "client": Bound(rss_mib=10, num_fds=4),
-    "worker": Bound(rss_mib=6, num_fds=2),
+    # A client remembers the ids of its last 65,536 requests, and faults open and close its connections.
+    "client": Bound(mib=24, count=6),
+    "worker": Bound(mib=12, count=6),
+    "service": Bound(mib=16, count=6),
     # The server's garbage collector runs at its own times, and the server stores the ids of the last two minutes.
-    "server": Bound(rss_mib=32, num_fds=4),
+    "server": Bound(mib=48, count=10),
+    # All versions since the last anchor, the one before it, and 64 states of each model.
+    "store": Bound(mib=16, count=0, what="streams and consumers"),
 }
-"""Limits by kind of process."""
+"""Limits by kind, the first word of a name."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Medians of one process in the first and in the last third of the run."""
+    """Medians in the first and in the last third of the run."""
 
     name: str
-    rss_mib: tuple[float, float]
-    num_fds: tuple[float, float]
+    mib: tuple[float, float]
+    counts: tuple[float, float]
     bound: Bound
 
     @property
     def is_flat(self) -> bool:
-        """True if the process grew by no more than its limit."""
-        rss_growth = self.rss_mib[1] - self.rss_mib[0]
-        return rss_growth <= self.bound.rss_mib and self.num_fds[1] - self.num_fds[0] <= self.bound.num_fds
+        """True if nothing grew by more than its limit."""
+        return self.mib[1] - self.mib[0] <= self.bound.mib and self.counts[1] - self.counts[0] <= self.bound.count
 
     def __str__(self) -> str:
         """Return a line for the report."""
-        (rss, last_rss), (fds, last_fds) = self.rss_mib, self.num_fds
+        (mib, last_mib), (count, last_count) = self.mib, self.counts
         return (
-            f"{self.name}: {rss:.1f} to {last_rss:.1f} MiB (may grow by {self.bound.rss_mib:g}), "
-            f"{fds:g} to {last_fds:g} file descriptors (by {self.bound.num_fds})"
+            f"{self.name}: {mib:.1f} to {last_mib:.1f} MiB (may grow by {self.bound.mib:g}), "
+            f"{count:g} to {last_count:g} {self.bound.what} (by {self.bound.count})"
         )
 
 
 class Meter:
-    """Measures processes.
+    """Measures processes, which may be restarted in between, and other things that must not grow."""
 
-    Args:
-        pids: process ids by name, which begins with a kind of `BOUNDS`.
-    """
+    def __init__(self) -> None:
+        self._looks: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
 
-    def __init__(self, pids: Mapping[str, int]) -> None:
-        self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
-        self._rss: dict[str, list[float]] = {name: [] for name in pids}
-        self._fds: dict[str, list[int]] = {name: [] for name in pids}
+    def look(self, pids: Mapping[str, int]) -> None:
+        """Measure each process once. One that has just exited is left out.
 
-    def look(self) -> None:
-        """Measure each process once.
-
-        Raises:
-            psutil.NoSuchProcess: a process has exited.
+        Args:
+            pids: process ids by name, which begins with a kind of `BOUNDS`.
         """
-        for name, process in self._processes.items():
-            self._rss[name].append(process.memory_info().rss / MIB)
-            self._fds[name].append(process.num_fds())
+        for name, pid in pids.items():
+            try:
+                process = psutil.Process(pid)
+                self.add(name, process.memory_info().rss, process.num_fds())
+            except psutil.NoSuchProcess:
+                continue
+
+    def add(self, name: str, num_bytes: int, count: int) -> None:
+        """Add one measurement."""
+        self._looks[name].append((num_bytes / MIB, count))
 
     def trends(self) -> list[Trend]:
-        """Return the trend of each process.
+        """Return all trends.
 
         Raises:
             ValueError: there are too few measurements.
         """
         return [
-            Trend(name, _ends(self._rss[name]), _ends(self._fds[name]), BOUNDS[name.split()[0]])
-            for name in self._processes
+            Trend(name, _ends([mib for mib, _ in looks]), _ends([count for _, count in looks]), BOUNDS[name.split()[0]])
+            for name, looks in sorted(self._looks.items())
         ]
 
 

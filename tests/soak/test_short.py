@@ -1,5 +1,6 @@
 """A short version of `make soak`, and tests that the meter detects growth."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,28 +8,37 @@ import psutil
 import pytest
 
 from tests.soak.meter import BOUNDS, MIB, Meter
-from tests.soak.run import Settings, run
+from tests.soak.run import PARTS, Settings, plan, run
 from tests.support.nats_server import require_binary
 
 SETTINGS = Settings(
-    seconds=36.0, warm_up_s=12.0, look_every_s=1.0, seconds_between_faults=4.0, max_in_flight=24, seed=3
+    seconds=36.0, warm_up_s=12.0, look_every_s=1.0, seconds_between_versions=3.0, pace=0.35, in_flight=5, seed=3
 )
 
 
 @pytest.mark.proves("P10")
 @pytest.mark.slow
-async def test_no_process_grows_during_faults(tmp_path: Path) -> None:
-    """Under faults, each result equals the undisturbed one, and no process that survives the run grows."""
+async def test_nothing_grows_while_everything_is_killed(tmp_path: Path) -> None:
+    """While servers, workers, clients, services and publishers die, each result is right, and no memory grows."""
     require_binary()
     said: list[str] = []
-    with (tmp_path / "workers.log").open("wb") as log:
-        summary = await run(SETTINGS, stderr=log.fileno(), say=said.append)
+    with (tmp_path / "processes.log").open("wb") as log:
+        summary = await run(SETTINGS, tmp_path, stderr=log.fileno(), say=said.append)
 
     assert [str(trend) for trend in summary.trends if not trend.is_flat] == []
-    assert {trend.name for trend in summary.trends} == {"client", "server", "worker w1", "worker w2"}
-    assert summary.num_results > 300
-    assert summary.num_commands > 2
+    assert {trend.name.partition(" ")[0] for trend in summary.trends} == BOUNDS.keys()
+    assert {*summary.results} == {"whole", "stream", "session", "group", "http"}
     assert summary.faults.total() == len(said) >= 5
+    assert summary.num_versions > 1
+
+
+def test_the_faults_follow_from_the_seed() -> None:
+    """The same seed gives each part the same faults; another seed, or another part, gives others of all its kinds."""
+    some = {(seed, part): [*itertools.islice(plan(seed, part), 200)] for seed in (1, 2) for part in PARTS}
+    for (seed, part), faults in some.items():
+        assert faults == [*itertools.islice(plan(seed, part), 200)]
+        assert {fault.kind for fault in faults} == PARTS[part][1].keys()
+        assert all(other != faults for name, other in some.items() if name != (seed, part))
 
 
 class Growing:
@@ -48,24 +58,25 @@ class Growing:
         return 10 + self._more[1] * (self._looks > 8)
 
 
-@pytest.mark.parametrize(("rss_mib", "num_fds"), [(0, 0), (BOUNDS["worker"].rss_mib + 1, 0), (0, 3)])
+@pytest.mark.parametrize(("rss_mib", "num_fds"), [(0, 0), (BOUNDS["worker"].mib + 1, 0), (0, 7)])
 def test_growth_above_the_beginning_is_detected(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds: int) -> None:
     """Memory or file descriptors above those of the beginning are growth. A peak in the middle is not."""
-    monkeypatch.setattr(psutil, "Process", lambda _pid: Growing(rss_mib, num_fds))
-    meter = Meter({"worker w1": 1})
+    growing = Growing(rss_mib, num_fds)
+    monkeypatch.setattr(psutil, "Process", lambda _pid: growing)
+    meter = Meter()
     for _ in range(12):
-        meter.look()
+        meter.look({"worker w1": 1})
     [trend] = meter.trends()
 
     assert trend.is_flat != (rss_mib > 0 or num_fds > 0)
-    assert [*trend.rss_mib, *trend.num_fds] == [50, 50 + rss_mib, 10, 10 + num_fds]
+    assert [*trend.mib, *trend.counts] == [50, 50 + rss_mib, 10, 10 + num_fds]
 
 
 def test_too_few_measurements_are_an_error() -> None:
     """A run with too few measurements raises an error and does not count as flat."""
-    meter = Meter({"client": psutil.Process().pid})
+    meter = Meter()
     for _ in range(8):
-        meter.look()
+        meter.look({"client c0": psutil.Process().pid})
 
     with pytest.raises(ValueError, match="8 looks; needed are 9"):
         meter.trends()

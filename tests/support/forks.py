@@ -104,7 +104,7 @@ def _forks() -> socket.socket:
     """Start the process that forks. It ends when this process ends."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = [sys.executable, "-P", __file__, str(theirs.fileno())]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(program, env=env, stdin=nothing, stdout=nothing, pass_fds=[theirs.fileno()])
     theirs.close()

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,11 +41,14 @@ LOOK_S = patient(5.0)
 
 
 @contextlib.asynccontextmanager
-async def nats_cluster(*, users: Iterable[User] | None = None) -> AsyncIterator["NatsCluster"]:
+async def nats_cluster(
+    *, users: Iterable[User] | None = None, tls: Mapping[str, str] | None = None
+) -> AsyncIterator["NatsCluster"]:
     """Run three connected servers with a leader.
 
     Args:
         users: users with access. None gives everyone full access.
+        tls: the `tls` block of the configuration; None: clients connect without TLS.
     """
     known = None if users is None else tuple(users)
     async with contextlib.AsyncExitStack() as stack:
@@ -53,7 +56,7 @@ async def nats_cluster(*, users: Iterable[User] | None = None) -> AsyncIterator[
         routes = await stack.enter_async_context(_routes())
         servers = [EmbeddedServer(store_dir=folder / name, users=known) for name in NAMES]
         cluster = NatsCluster(servers, routes)
-        stack.enter_context(cluster.configured())
+        stack.enter_context(cluster.configured(tls))
         for index, server in enumerate(servers):
             await stack.enter_async_context(server)
             await cluster.learn_ports(index)
@@ -86,7 +89,7 @@ class NatsCluster:
         return [server.url for server in self.servers]
 
     @contextlib.contextmanager
-    def configured(self) -> Iterator[None]:
+    def configured(self, tls: Mapping[str, str] | None = None) -> Iterator[None]:
         """Make embedded servers with these stores form the cluster."""
 
         def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
@@ -103,7 +106,7 @@ class NatsCluster:
                 "routes": [self._routes[pair].url for pair in self._routes if pair[0] == index],
             }
             more = {"server_name": name, "cluster": cluster, "http": f"127.0.0.1:{monitor_port}"}
-            return json.dumps({**json.loads(text), **more})
+            return json.dumps({**json.loads(text), **more, **({} if tls is None else {"tls": tls})})
 
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(embedded, "server_config", changed)

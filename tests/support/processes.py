@@ -12,7 +12,7 @@ import textwrap
 import time
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +112,29 @@ async def worker_process(
     args = ("--nats", nats_url, "--fleet", fleet, "--engine-args", arguments, *engine)
     # By default the worker does not listen for another worker with its id, because that wait lasts a whole lease.
     args += ("--listen-s", "0", *options)
-    process: Any
     if stderr is None:
-        process = fork("rollbus.workers.__main__", args, streams=(None, 2, 2), env=os.environ, cwd=cwd)
-        process.watch()
-    else:
-        command = (sys.executable, "-m", "rollbus.workers", *args)
-        process = await asyncio.create_subprocess_exec(*command, stderr=stderr, cwd=cwd)
+        async with forked("rollbus.workers.__main__", args, cwd=cwd) as process:
+            yield process
+        return
+    command = (sys.executable, "-m", "rollbus.workers", *args)
+    started = await asyncio.create_subprocess_exec(*command, stderr=stderr, cwd=cwd)
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            started.kill()
+        await started.wait()
+
+
+@contextlib.asynccontextmanager
+async def forked(module: str, args: Sequence[str], *, stderr: int = 2, cwd: Path | None = None) -> AsyncIterator[Any]:
+    """Run `main` of a module in a process that has already imported it; see `tests.support.forks`."""
+    process = fork(module, args, streams=(None, stderr, stderr), env=os.environ, cwd=cwd)
+    process.watch()
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
         await process.wait()
 
 

@@ -146,8 +146,9 @@ class Services:
                 self._others = {name: heard_at for name, heard_at in self._others.items() if heard_at > oldest}
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
-            with contextlib.suppress(RollbusError):
-                await self._thread.run(subscription.unsubscribe())
+            if not self._nats.is_closed:
+                with contextlib.suppress(RollbusError):
+                    await self._thread.run(subscription.unsubscribe())
 
     async def _say(self, message: ServiceMessage) -> bool:
         """Publish a message, with as many requests as it can have. Return False if that is not possible."""
