@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import logging
 import os
 import platform
 import subprocess
@@ -24,7 +23,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=0, help="end when there are so many results and --versions")
     parser.add_argument("--versions", type=int, default=0, help="end when there are so many versions and --requests")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of requests, weights and faults")
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="a file for the logs of all")
+    parser.add_argument("--log", type=Path, help="a file for the logs of all processes")
     parser.add_argument("--page", type=Path, help="a file for the figures, as a page")
     args = parser.parse_args()
     seconds = 60 * args.minutes
@@ -37,9 +36,8 @@ def main() -> int:
     )
     replay = f'make soak ARGS="{" ".join(sys.argv[1:])}{"" if "--seed" in sys.argv else f" --seed {args.seed}"}"'
     print_line(f"to run the same faults again: {replay}")
-    with args.log.open("ab") as log, tempfile.TemporaryDirectory(prefix="rollbus-soak-") as folder:
-        logging.basicConfig(filename=args.log, level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        summary = asyncio.run(run(settings, Path(folder), stderr=log.fileno(), say=print_line))
+    with tempfile.TemporaryDirectory(prefix="rollbus-soak-") as folder:
+        summary = asyncio.run(run(settings, Path(folder), log=args.log or Path(folder) / "log", say=print_line))
     is_flat = all(trend.is_flat for trend in summary.trends)
     for line in summary.lines():
         print_line(line)

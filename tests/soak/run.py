@@ -48,8 +48,12 @@ from tests.support.tls_server import certificate
 from tests.support.waits import until
 
 PARTS: Mapping[str, tuple[float, Mapping[str, tuple[int, float]]]] = {
-    # Seconds between faults, and of each kind weight and maximum duration in seconds. At most one server is away.
-    "server": (15.0, {"killed": (3, 12.0), "restarted": (1, 0.0), "stopped": (1, 8.0), "parted": (1, 8.0)}),
+    # Seconds between faults, and of each kind weight and maximum duration in seconds. Without two servers, nothing is
+    # stored.
+    "server": (
+        15.0,
+        {"killed": (5, 12.0), "restarted": (2, 0.0), "stopped": (2, 8.0), "parted": (2, 8.0), "two killed": (1, 6.0)},
+    ),
     "worker": (6.0, {"killed": (3, 0.0), "stopped": (2, 10.0), "restarted": (2, 0.0)}),
     "client": (12.0, {"killed": (2, 0.0), "stopped": (1, 8.0)}),
     "service": (12.0, {"killed": (2, 0.0), "stopped": (1, 4.0), "restarted": (1, 0.0)}),
@@ -224,12 +228,14 @@ class Course:
         return name
 
     async def _strike_server(self, index: int, fault: Fault) -> None:
-        server = self._cluster.servers[index]
+        struck = [self._cluster.servers[index]]
         match fault.kind:
-            case "killed":
-                await server.kill()
+            case "killed" | "two killed":
+                struck += [self._cluster.servers[(index + 1) % 3]] * (fault.kind != "killed")
+                for server in struck:
+                    await server.kill()
             case "restarted":
-                await server.stop()
+                await struck[0].stop()
             case "stopped":
                 self._cluster.stop(index)
             case _:
@@ -237,8 +243,9 @@ class Course:
         await asyncio.sleep(fault.away_s)
         self._cluster.go_on()
         await self._cluster.heal()
-        if not server.is_running:
-            await server.restart()
+        for server in struck:
+            if not server.is_running:
+                await server.restart()
         await self._cluster.ready()
 
     async def _publish(self, arguments: list[str]) -> None:
@@ -332,16 +339,17 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[str], None]) -> Summary:
+async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str], None]) -> Summary:
     """Run to the end, and check that everything has recovered and nothing remains.
 
     Args:
         folder: empty folder for keys, checkpoints and caches.
-        stderr: file descriptor for the logs of all processes.
+        log: file for the logs of all processes.
         say: function that receives one line for each fault.
 
     Raises:
-        AssertionError: a result is missing, failed or differs, a worker has other weights, or something remains.
+        AssertionError: a result is missing, failed or differs, a worker has other weights, a process logged a
+            traceback, or something remains.
     """
     checkpoints, cache = Checkpoints(folder, settings.seed), folder / "machine"
     (folder / COUNTS).mkdir()
@@ -356,6 +364,7 @@ async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[s
     async with contextlib.AsyncExitStack() as stack:
         patches = stack.enter_context(pytest.MonkeyPatch.context())
         patches.setenv(TLS_VARIABLES["ca"], str(cert))
+        stderr = stack.enter_context(log.open("wb")).fileno()
         cluster = await stack.enter_async_context(nats_cluster(users=[each.user for each in users.values()], tls=tls))
         urls = ",".join(cluster.urls)
         admin = Server(urls, load_credentials(users["admin"].path), Tls(ca=str(cert)))
@@ -411,6 +420,8 @@ async def run(settings: Settings, folder: Path, *, stderr: int, say: Callable[[s
         await machines["service"].stop()
         await machines["worker"].stop()
         seconds = course.seconds
+    with log.open(errors="replace") as lines:
+        assert not any(line.startswith("Traceback") for line in lines), f"a process failed, see {log}"
     results, attempts, num_tokens = count_results(folder)
     results["http"] = course.num_by_http
     refusals = course.refusals + Counter({f"publish {name}": n for name, n in publishing.refusals.items()})

@@ -22,8 +22,7 @@ async def test_nothing_grows_while_everything_is_killed(tmp_path: Path) -> None:
     """While servers, workers, clients, services and publishers die, each result is right, and no memory grows."""
     require_binary()
     said: list[str] = []
-    with (tmp_path / "processes.log").open("wb") as log:
-        summary = await run(SETTINGS, tmp_path, stderr=log.fileno(), say=said.append)
+    summary = await run(SETTINGS, tmp_path, log=tmp_path / "processes.log", say=said.append)
 
     assert [str(trend) for trend in summary.trends if not trend.is_flat] == []
     assert {trend.name.partition(" ")[0] for trend in summary.trends} == BOUNDS.keys()
