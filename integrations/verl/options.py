@@ -30,7 +30,8 @@ class Options:
     """Folder of the checkpoint with which training began. Default: verl's model path."""
     update: str = "abort"
     """`abort`: verl's call before an update ends open requests with their tokens, and verl's client resumes them.
-    `keep`: that call has no effect; the fleet holds the requests while it switches, and their tokens span versions."""
+    `keep`: that call has no effect; the fleet holds the requests while it switches, and computes their KV again. Their
+    tokens span versions."""
     min: int | None = None
     """Workers that must have loaded new weights. None: all that are alive."""
     timeout_s: float | None = None

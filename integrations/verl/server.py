@@ -211,7 +211,10 @@ class RollbusServer:
         for tries_left in reversed(range(MAX_TRIES)):
             before = fleet.workers
             try:
-                await fleet.update_weights(objects=commit.objects, version=commit.version, model=self._options.model)
+                # Held requests compute their KV again, so that a trainer finds the same log probabilities.
+                await fleet.update_weights(
+                    objects=commit.objects, version=commit.version, model=self._options.model, clear_cache=True
+                )
                 return
             except CommandIncomplete as error:
                 if self._options.min is not None:

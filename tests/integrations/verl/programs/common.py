@@ -49,7 +49,7 @@ def make_config(url, fleet, checkpoint, *overrides):
                 "actor_rollout_ref.rollout.calculate_log_probs=True",
                 f"actor_rollout_ref.model.path={checkpoint}",
                 "actor_rollout_ref.rollout.prompt_length=64",
-                "actor_rollout_ref.rollout.response_length=48",
+                "actor_rollout_ref.rollout.response_length=128",
                 "actor_rollout_ref.rollout.agent.num_workers=1",
                 *overrides,
             ],
