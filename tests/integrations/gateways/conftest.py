@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.http.support import Http
 from tests.integrations.support import find_python, run_program
 from tests.support.real_fleet import RealWorkers
 
-LogProbs = Callable[[Path, list[int]], np.ndarray]
+LogProbs = Callable[..., np.ndarray]
 
 
 @pytest.fixture
@@ -26,15 +26,23 @@ def workers(nats_url: str, callers: tuple[Path, Path], tmp_path: Path) -> Iterat
 
 @pytest.fixture(scope="session")
 def logprobs() -> LogProbs:
-    """Return a function that computes the log probability of each token of a sequence after the first."""
+    """Return a function that computes the log probability of each token of a sequence after the first.
+
+    With `min_tokens: 1`, the first token of an answer is none of the stop tokens. The function therefore takes ids that
+    are `excluded`, and a mask `firsts` of the tokens after the first that they cannot be.
+    """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     models = {}
 
-    def compute(checkpoint: Path, token_ids: list[int]) -> np.ndarray:
+    def compute(
+        checkpoint: Path, token_ids: list[int], firsts: np.ndarray | None = None, excluded: Sequence[int] = ()
+    ) -> np.ndarray:
         if checkpoint not in models:
             models[checkpoint] = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         with torch.no_grad():
             logits = models[checkpoint](torch.tensor([token_ids])).logits[0, :-1]
+        if firsts is not None:
+            logits[torch.from_numpy(firsts).nonzero(), torch.tensor(excluded)] = -torch.inf
         sampled = torch.tensor(token_ids[1:])[:, None]
         return np.asarray(logits.log_softmax(-1).gather(1, sampled)[:, 0].numpy())
 

@@ -11,27 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rollbus
+from rollbus.workers.engines.vllm.tiny_moe import END_OF_TEXT, SPECIAL_TOKENS, TURN_END
 from tests.http.support import http_before
 from tests.integrations.gateways.conftest import LogProbs
 from tests.integrations.support import find_python, needs, run_program
 from tests.support.fleet import until_state
 from tests.support.real_fleet import RealWorkers
-from tests.support.waits import ENGINE_HANGS_AFTER_S
+from tests.support.waits import ENGINE_HANGS_AFTER_S, until_true
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs("gateways")]
 
 PROGRAM = Path(__file__).parent / "programs/areal_engine.py"
-LONG = 3000
-SEEDS = (11, 12, 13, 14)
+LONG = 2000
+SEEDS = tuple(range(11, 27))
+"""Samples at once. AReaL sends the tokenizer's special tokens as stop ids in spite of `ignore_eos`, so a sample of a
+random model has 256 tokens on average. A sample that waits for another worker has as many left as at its start."""
+STOPS = [SPECIAL_TOKENS.index(token) for token in (TURN_END, END_OF_TEXT)]
 TOLERANCE = 1e-3
 """Largest difference of float32 log probabilities of vLLM and of Hugging Face."""
-
-
-def generated(state: rollbus.FleetState) -> int:
-    """Return the tokens that the only worker has generated, or 0 before it announces them."""
-    counters = state.workers[0].counters
-    return 0 if counters is None else counters.generated_tokens
 
 
 def check(logprobs: LogProbs, checkpoints: tuple[Path, Path], sample: dict[str, Any]) -> set[int]:
@@ -51,7 +48,8 @@ async def test_areal_rolls_out_through_a_killed_worker_and_an_update(
 ) -> None:
     """Every token has the log probability that its version's checkpoint gives it, and no trajectory is lost.
 
-    The workers are two at first. One is killed while long requests run; then AReaL pauses, updates and continues.
+    The workers are two at first. The busier one is killed while long requests run; then AReaL pauses, updates and
+    continues.
     """
     await workers.have(2)
     root = callers[0].parent
@@ -66,12 +64,11 @@ async def test_areal_rolls_out_through_a_killed_worker_and_an_update(
 
         async def interfere() -> None:
             await submitted.wait()
-            await until_state(http.own, lambda state: sum(worker.in_flight for worker in state.workers) == len(SEEDS))
-            next(iter(workers.living.values())).kill()
-            state = await until_state(http.own, lambda state: len(state.workers) == 1 and state.workers[0].in_flight)
-            before = generated(state)
-            # The survivor resumes the requests of the other, and generates some of their tokens.
-            await until_state(http.own, lambda state: generated(state) > before + 50)
+            state = await until_state(http.own, lambda state: any(worker.in_flight for worker in state.workers))
+            workers.living[max(state.workers, key=lambda worker: worker.in_flight).worker].kill()
+            # The survivor resumes the requests of the other.
+            await until_true(lambda: http.own.stats().attempts_lost)
+            await until_state(http.own, lambda state: len(state.workers) == 1 and state.workers[0].in_flight)
             (root / "go").touch()
 
         address = http.url.removeprefix("http://")
@@ -83,13 +80,16 @@ async def test_areal_rolls_out_through_a_killed_worker_and_an_update(
                 on_line=lambda line: submitted.set() if line == "submitted" else None,
             )
         state = await http.rb.fleet.state()
+        lost = http.own.stats().attempts_lost
 
     versions = {name: [check(logprobs, callers, each) for each in seen[name]] for name in ("before", "across", "after")}
-    assert versions["before"] == [{0}] * len(SEEDS)
-    assert versions["after"] == [{1}] * len(SEEDS)
-    assert {1} <= set().union(*versions["across"]) <= {0, 1}
+    assert versions["before"] == [{0}] * 4
+    assert versions["after"] == [{1}] * 4
+    assert len(versions["across"]) == len(SEEDS)
     assert {0, 1} in versions["across"]
-    assert [sum(each["loss_mask"]) for each in seen["across"]] == [LONG] * len(SEEDS)
+    assert lost > 0
+    for sample in seen["across"]:
+        assert sum(sample["loss_mask"]) == LONG or sample["input_ids"][-1] in STOPS
     for sample, scores in zip(seen["after"], seen["scores"], strict=True):
         mask = np.array(sample["loss_mask"], bool)
         np.testing.assert_allclose(np.array(scores)[mask], np.array(sample["logprobs"])[mask], atol=TOLERANCE)

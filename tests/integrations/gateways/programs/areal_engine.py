@@ -49,7 +49,7 @@ def main(address, tokenizer, checkpoint, settings):
         return RLVRWorkflow(reward, sampling, tokenizer)
 
     data = [{"messages": [{"role": "user", "content": f"What is {seed} plus {seed}?"}]} for seed in settings["seeds"]]
-    before = engine.rollout_batch(data, workflow(16))
+    before = engine.rollout_batch(data[:4], workflow(16))
     long = workflow(settings["long"])
     for each in data:
         engine.submit(each, long)
@@ -70,7 +70,7 @@ def main(address, tokenizer, checkpoint, settings):
     engine.resume()
 
     across = engine.wait(len(data), timeout=settings["timeout_s"])
-    after = engine.rollout_batch(data, workflow(16))
+    after = engine.rollout_batch(data[:4], workflow(16))
     scores = engine.compute_logp(after)
     engine.destroy()
     seen = {"before": before, "across": across, "after": after}

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 MAX_LENGTH = 4000
-STOPS = list(range(10, 40))
 
 
 def conversation(gate, turns):
@@ -49,8 +48,10 @@ async def main(url, tokenizer, settings):
     executor = _load_agent_executor(settings["agent"])
     fleet_engine = type(executor).execute.__globals__["FleetEngine"]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    # The executor asks for all of the rest in each turn. Many stop ids keep the turns of a random model short.
-    sampling = SamplingParams(max_tokens=24, min_tokens=1, skip_special_tokens=False, logprobs=1, stop_token_ids=STOPS)
+    # As those of OpenRLHF's generator, with stop ids.
+    sampling = SamplingParams(
+        max_tokens=24, min_tokens=1, skip_special_tokens=False, logprobs=1, stop_token_ids=settings["stops"]
+    )
     prompts = [f"<|im_start|>user\nWhat is {seed}?<|im_end|>\n<|im_start|>assistant\n" for seed in settings["seeds"]]
     common = {"label": "x", "max_length": MAX_LENGTH, "hf_tokenizer": tokenizer}
     async with asyncio.TaskGroup() as tasks:
