@@ -18,11 +18,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..bus.client.record_writer import RunRecorder
 from ..schemas.errors import RollbusError
 from ..trainer.stitching import Sample
 
 TIMEOUT_S: Final = 300.0
 """Seconds for each read: the rows of a long sample have a hundred megabytes."""
+
+ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "weight_versions")
+"""Fields of an answer that are arrays of its sample."""
 
 
 class SessionFailed(RollbusError):
@@ -44,8 +48,8 @@ class SessionSample:
     sample: Sample
     """Tokens, mask, log probabilities, versions and rows."""
     details: Mapping[str, Any]
-    """The other fields of the answer: `leaf`, `turns`, `turn_of_token`, `reward`, `forks`, `joins`, `attempts` and
-    `messages`."""
+    """The other fields of the answer: `leaf`, `turns`, `turn_of_token`, `reward`, `forks`, `joins`, `attempts`,
+    `kv_version_spans` and `messages`."""
 
     @property
     def reward(self) -> float | None:
@@ -83,6 +87,24 @@ class AgentSession:
             for leaf in leaves
             for each in (await self._call("GET", f"{path}&leaf={leaf['leaf']}"))["samples"]
         ]
+
+    async def record(self, recorder: RunRecorder, *, interrupted: bool = False) -> list[SessionSample]:
+        """Add the sample of each leaf to the record of a run, which becomes parquet files. Return the samples.
+
+        `rollbus.read_record(folder).sessions()` reads them.
+
+        Args:
+            recorder: a record, for example of `rb.record(folder, experts=True)`. Its memory is bounded.
+            interrupted: as for `samples`.
+        """
+        samples = await self.samples(interrupted=interrupted)
+        for each in samples:
+            arrays = {name: getattr(each.sample, name) for name in ARRAYS}
+            texts = {name: json.dumps(each.details[name]) for name in ("messages", "forks")}
+            row = {**each.details, **arrays, **texts, "session": self.id}
+            await recorder.wait_for_room()
+            recorder.add_session(row, each.sample.routed_experts)
+        return samples
 
     async def set_reward(self, reward: float, turn: str | None = None) -> None:
         """Set the reward of the session, or of a turn.

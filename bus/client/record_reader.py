@@ -89,6 +89,14 @@ class RunRecord:
                     yield with_siblings(self._with_experts(row.generation()), siblings)
                 index = end
 
+    def sessions(self) -> Iterator[dict[str, Any]]:
+        """Yield the samples of sessions that `AgentSession.record` wrote: lists, and experts as an array or None."""
+        for _, _, batch in self._batches("sessions"):
+            for index in range(batch.num_rows):
+                row = RecordRow(batch, index)
+                found = {name: row.value(name) for name in batch.schema.names}
+                yield {**found, "routed_experts": row.array("routed_experts")}
+
     def score_of(self, generation: Generation) -> SampleScore:
         """Return the numbers that were recorded for a sample of this record."""
         return SampleScore() if generation.key is None else self._scores.get(generation.key, SampleScore())

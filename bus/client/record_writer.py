@@ -38,8 +38,8 @@ from .thread import FORKED
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["samples", "experts", "scores"]
-KINDS: Final[tuple[Kind, ...]] = ("samples", "experts", "scores")
+Kind = Literal["samples", "experts", "scores", "sessions"]
+KINDS: Final[tuple[Kind, ...]] = ("samples", "experts", "scores", "sessions")
 """Kinds of rows. Each kind has files of its own."""
 
 # In the words of pyarrow's `type_for_alias`, with `[x]` for lists.
@@ -77,6 +77,17 @@ ARRAYS: Final = (
 """Fields of a `Generation` that are bytes with a shape and a dtype."""
 MASKS: Final = ("mask_counts", "mask_token_ids")
 SPANS: Final = ("kv_version_spans", "kv_lora_version_spans")
+OF_SESSIONS: Final = {
+    **dict.fromkeys(("session", "leaf", "finish_reason", "messages", "forks"), "string"),
+    **dict.fromkeys(("reward", "recorded_at"), "double"),
+}
+"""Columns of a session's sample. `messages` and `forks` are JSON."""
+LISTS_OF_SESSIONS: Final = {
+    **dict.fromkeys(("token_ids", "weight_versions", "turn_of_token", "attempts"), "int32"),
+    **dict.fromkeys(("turns", "joins"), "string"),
+    "logprobs": "float",
+    "loss_mask": "bool",
+}
 DERIVED: Final = {
     "lora": "string",
     "num_tokens": "int32",
@@ -128,6 +139,10 @@ def schema_of(kind: Kind) -> Any:
     columns = {name: named(alias) for name, alias in KEY.items()}
     if kind == "experts":
         columns |= {"routed_experts": array}
+    elif kind == "sessions":
+        columns = {name: named(alias) for name, alias in OF_SESSIONS.items()}
+        columns |= {name: pa.list_(named(alias)) for name, alias in LISTS_OF_SESSIONS.items()}
+        columns |= {"kv_version_spans": pa.list_(pa.list_(pa.list_(pa.int32()))), "routed_experts": array}
     elif kind == "scores":
         metrics = pa.map_(pa.string(), pa.float64())
         columns |= {"scored_at": pa.float64(), "reward": pa.float64(), "advantage": pa.float64(), "metrics": metrics}
@@ -414,6 +429,17 @@ class RunRecorder:
         row = {name: None if value is None else _number(name, value) for name, value in values.items()}
         named = {name: _number(name, value) for name, value in metrics.items()}
         self._put("scores", [{**generation.key._asdict(), **row, "metrics": named, "scored_at": time.time()}])
+
+    def add_session(self, row: Mapping[str, Any], routed_experts: "npt.NDArray[Any] | None" = None) -> None:
+        """Record the sample of a session's leaf, with `routed_experts` if this record has experts. This does not wait.
+
+        Columns are those of `schema_of("sessions")`; other fields of the row are not recorded.
+        """
+        if self.is_open:
+            rows = None if routed_experts is None or not self._experts else _packed(routed_experts)
+            copy = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
+            self._put("sessions", [{**copy, "recorded_at": time.time(), "routed_experts": rows}])
+            self.num_samples += 1
 
     def close(self) -> None:
         """Write all rows, convert the parts to parquet, and end the record. This blocks. It may be called again."""

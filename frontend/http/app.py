@@ -23,6 +23,7 @@ from ...schemas.errors import RollbusError
 from . import Settings, chat, control, docs, generate, page, status
 from .access import check_access, check_media_type, check_origin
 from .agents import routes as agents
+from .agents.message_blocks import message_error
 from .calls import Admission
 from .control import reads
 from .control.services import Services
@@ -136,7 +137,7 @@ class _OriginCheck:
             is_page = (scope["method"], scope["path"]) == ("GET", "/")
             check_origin(Headers(scope=scope), self._service.settings.allowed_hosts, allows_links=is_page)
         except HttpError as error:
-            answer = _reject(self._service, error)
+            answer = _reject(self._service, scope["path"], error)
         await answer(scope, receive, send)
 
 
@@ -195,16 +196,21 @@ async def _no_route(request: Request, exc: Exception) -> Response:
         allowed = ", ".join(sorted((exc.headers or {}).get("Allow", "").split(", ")))
         code, message = "wrong_method", f"{request.method} is not allowed for the path {path}; allowed: {allowed}"
     error = HttpError(exc.status_code, message, code=code, headers=exc.headers)
-    return _reject(request.app.state.service, error)
+    return _reject(request.app.state.service, request.url.path, error)
 
 
-def _reject(service: Service, error: HttpError) -> Response:
+def _reject(service: Service, path: str, error: HttpError) -> Response:
     """Count and answer a request that matches no route."""
     with service.metrics.request("any", NO_ROUTE) as seen:
         seen.status = error.status
-    return error_response(error)
+    return _error_of(path, error)
 
 
-async def _bug(_request: Request, _exc: Exception) -> Response:
+def _error_of(path: str, error: HttpError) -> Response:
+    """Return the answer for an error, in the format of the API that has the path."""
+    return (message_error if "/v1/messages/" in f"{path}/" else error_response)(error)
+
+
+async def _bug(request: Request, _exc: Exception) -> Response:
     # The server logs the traceback. The client learns only that the service failed.
-    return error_response(HttpError(500, "the service has failed", code="internal_error"))
+    return _error_of(request.url.path, HttpError(500, "the service has failed", code="internal_error"))

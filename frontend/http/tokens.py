@@ -138,6 +138,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids and their log probabilities."""
     weight_versions: Int32s
     """i4[k]."""
+    kv_from: int | None = None
+    """The token before which the engine last computed all KV again; -1: never. None: not reported."""
     rows: Rows | None = None
     """u1|u2[rows, layers, top_k]."""
     start: int = 0
@@ -208,6 +210,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
                 None if top is None else top.logprobs,
             ),
             weight_versions=np.array([chunk.weight_version] * chunk.num_tokens, "i4"),
+            kv_from=None if chunk.kv_recomputed is None else chunk.kv_recomputed - 1,
             rows=None if rows is None else rows.numpy(),
             start=request.routed_experts_prompt_start if rows is None else rows.start,
             masks=None if chunk.sampling_mask is None else bus.TokenMasks.joined([chunk.sampling_mask]),
@@ -226,8 +229,15 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         if len(parts) == 1:
             return parts[0]
         of_prompt = [part.of_prompt for part in parts if part.of_prompt is not None]
+        at = 0
+        kv_from: int | None = -1
+        for part in parts:
+            if len(part.ids) and part.kv_from != -1:
+                kv_from = None if part.kv_from is None else at + part.kv_from
+            at += len(part.ids)
         return replace(
             parts[-1],
+            kv_from=kv_from,
             scores=Scores.joined([part.scores for part in parts]),
             weight_versions=np.concatenate([part.weight_versions for part in parts]),
             rows=_join([part.rows for part in parts]),

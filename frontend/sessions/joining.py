@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 from ...schemas.decoding import JsonObject
@@ -146,15 +147,22 @@ class ChatTemplate:
     def _plain(self, text: str) -> list[int]:
         """Return ids of a text without any special token: it is cut within the text of each."""
         ids: list[int] = []
-        while text:
-            cuts = [text.find(token) + 1 for token in self.special_texts if token in text]
-            # A special token of one character cannot be cut. The caller compares the decoded text.
-            cut = min(cuts, default=len(text))
-            found = self.tokenizer.encode(text[:cut], add_special_tokens=False)
-            if not self.tokenizer.special_ids.isdisjoint(found):
-                raise _altered()
-            ids, text = ids + found, text[cut:]
+        known: dict[str, list[int]] = {}
+        # A special token of one character cannot be cut. The caller compares the decoded text.
+        cuts = [0, *(found.start() + 1 for found in self._specials.finditer(text)), len(text)]
+        for begin, end in pairwise(cuts):
+            piece = text[begin:end]
+            if piece not in known:
+                known[piece] = self.tokenizer.encode(piece, add_special_tokens=False)
+                if not self.tokenizer.special_ids.isdisjoint(known[piece]):
+                    raise _altered()
+            ids += known[piece]
         return ids
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """Finds the beginnings of all special tokens, also of those that overlap."""
+        return re.compile(f"(?={'|'.join(map(re.escape, self.special_texts))})")
 
     # The check of the join.
 

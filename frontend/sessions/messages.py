@@ -1,6 +1,7 @@
 """Comparison of the messages of an incoming history with the messages that a session has served."""
 
 import hashlib
+import hmac
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -49,9 +50,23 @@ def key_of(message: Mapping[str, Any]) -> MessageKey:
 
 
 def call_ids(message: Mapping[str, Any]) -> set[str]:
-    """Return the ids by which a client shows which answer it means: those of the tool calls, and the message's own."""
+    """Return the ids by which a client shows which answer it means.
+
+    These are the ids of its tool calls, the answer's own, and the turn in the signature of its reasoning.
+    """
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    return {each for each in (message.get("id"), *(call.get("id") for call in calls)) if isinstance(each, str) and each}
+    found = (message.get("id"), turn_of_seal(message), *(call.get("id") for call in calls))
+    return {each for each in found if isinstance(each, str) and each}
+
+
+def make_seal(key: str, turn: str) -> str:
+    """Return the signature of a turn's reasoning: the turn's id with a code that only the session's services know."""
+    return f"{turn}.{hmac.new(key.encode(), turn.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+
+def turn_of_seal(message: Mapping[str, Any]) -> str:
+    """Return the id of the turn in the signature of a message's reasoning. Its code is not checked."""
+    return _text(message.get("seal")).partition(".")[0]
 
 
 def text_of(content: object) -> str:
@@ -82,9 +97,9 @@ def _number(written: str) -> str:
     return NUMBER + written
 
 
-def frame_of(model: str, tools: object, variables: object) -> str:
-    """Return a digest of what the template shows besides messages: the tools and its variables, and of the model."""
-    text = json.dumps([model, tools or None, variables or None], sort_keys=True)
+def frame_of(setting: Mapping[str, Any]) -> str:
+    """Return a digest of a turn's setting, `Turn.setting`."""
+    text = json.dumps([setting["model"], setting["tools"] or None, setting["variables"] or None], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -1,20 +1,23 @@
 """The sample of a leaf: all tokens of its path, and which of them were sampled, when, and by which weights."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from ...bus.protocol.stream.result_arrays import Spans, find_spans
 from ...schemas.decoding import JsonObject
 from ...schemas.rows import Float32s, Int32s, Rows
 from .errors import SessionError
+from .messages import text_of
 from .tree import SessionTree, Turn, float32, int32
 
 NOT_SAMPLED = -1
 """Weight version of a token that was not sampled, as in `rollbus.trainer`."""
 Shape = Literal["rollbus", "rllm", "verifiers"]
-"""The format of the samples. `rllm` and `verifiers`: one object for each turn, as these trainers read traces."""
+"""The format of the samples. `rllm`: a list with an object for each turn, as its gateway answers
+`/sessions/ID/traces`. `verifiers`: a `Trace`, without the fields `task` and `agent`, which a session does not know."""
 
 
 class LeafSample(msgspec.Struct, kw_only=True, frozen=True):
@@ -36,10 +39,16 @@ class LeafSample(msgspec.Struct, kw_only=True, frozen=True):
     finish_reason: str
     is_complete: bool
     joins: list[str]
-    """For each turn, how its prompt was joined to the ids before it."""
+    """For each turn, how its prompt was joined to the ids before it. The last one is never `tail`: if the last turn was
+    not compared when it ran, it is when the sample is read."""
     forks: list[JsonObject | None]
     """For each turn, why it did not continue the newest one."""
     attempts: list[int]
+    kv_version_spans: list[Spans | None]
+    """For each turn: (first position, weight version) of each span of the KV at the turn's end, which covers all
+    positions but the last one; None: the worker did not report it. The first span begins at 0 even if its KV is from
+    the prefix cache, because no request uses cache of other weights. KV that the engine computed again in the turn has
+    the newer version, also for tokens that were sampled before that."""
     reward: float | None
     """The reward of the leaf, or else of the session."""
     turn_rewards: dict[str, float]
@@ -47,14 +56,17 @@ class LeafSample(msgspec.Struct, kw_only=True, frozen=True):
     messages: list[JsonObject]
 
 
-def leaf_sample(tree: SessionTree, leaf: Turn, rewards: Mapping[str, float], reward: float | None) -> LeafSample:
+def leaf_sample(
+    tree: SessionTree, leaf: Turn, rewards: Mapping[str, float], reward: float | None, join: str
+) -> LeafSample:
     """Return the sample of a leaf.
 
     Args:
         rewards: rewards by the id of a turn.
         reward: reward of the session.
+        join: how the prompt of the leaf was joined.
     """
-    path = tree.path(leaf)
+    path, spans = tree.path(leaf), []
     size = sum(turn.num_prompt + turn.num_sampled for turn in path)
     mask, logprobs = np.zeros(size, np.bool_), np.zeros(size, np.float32)
     versions, places = np.full(size, NOT_SAMPLED, np.int32), np.zeros(size, np.int32)
@@ -66,6 +78,8 @@ def leaf_sample(tree: SessionTree, leaf: Turn, rewards: Mapping[str, float], rew
         logprobs[begin:end] = float32(turn.logprobs)
         versions[begin:end] = int32(turn.weight_versions)
         places[at:end] = place
+        known = turn.kv_from is not None and turn.num_sampled
+        spans.append(find_spans(int32(turn.weight_versions), max(turn.kv_from or 0, 0), begin) if known else None)
         at = end
     return LeafSample(
         leaf=leaf.id,
@@ -77,9 +91,10 @@ def leaf_sample(tree: SessionTree, leaf: Turn, rewards: Mapping[str, float], rew
         turn_of_token=places.tolist(),
         finish_reason=leaf.finish_reason,
         is_complete=leaf.is_complete,
-        joins=[turn.join for turn in path],
+        joins=[*(turn.join for turn in path[:-1]), join],
         forks=[None if turn.fork is None else msgspec.to_builtins(turn.fork) for turn in path],
         attempts=[turn.attempts for turn in path],
+        kv_version_spans=spans,
         reward=rewards.get(leaf.id, reward),
         turn_rewards={turn.id: rewards[turn.id] for turn in path if turn.id in rewards},
         messages=tree.messages(leaf),
@@ -111,45 +126,94 @@ def join_rows(path: list[Turn], rows: Mapping[str, Rows]) -> Rows:
     return np.concatenate([rows[turn.id] for turn in path])
 
 
-def turn_traces(tree: SessionTree, leaf: Turn, shape: Shape, session: str) -> list[JsonObject]:
-    """Return the turns of a path as traces of rllm's gateway, or as steps of a trajectory of verifiers."""
+def rllm_traces(tree: SessionTree, leaves: Sequence[Turn], session: str) -> list[JsonObject]:
+    """Return the turns of the leaves' paths as traces of rllm's gateway, each once."""
     found: list[JsonObject] = []
-    for turn in tree.path(leaf):
-        whole = tree.token_ids(turn)
-        split = len(whole) - turn.num_sampled
-        prompt_ids, ids = whole[:split].tolist(), whole[split:].tolist()
-        prompt, logprobs = [*tree.messages(_parent(tree, turn)), *turn.messages], _floats(float32(turn.logprobs))
-        if shape == "rllm":
-            versions = int32(turn.weight_versions)
-            found.append(
-                {
-                    "trace_id": turn.id,
-                    "session_id": session,
-                    "timestamp": turn.served_at,
-                    "messages": prompt,
-                    "response_message": turn.answer,
-                    "prompt_token_ids": prompt_ids,
-                    "completion_token_ids": ids,
-                    "logprobs": logprobs,
-                    "finish_reason": turn.finish_reason,
-                    "weight_version": int(versions[-1]) if len(versions) else None,
-                }
-            )
-        else:
-            tokens: dict[str, Any] = {
-                "prompt_ids": prompt_ids,
-                "prompt_mask": [0] * len(prompt_ids),
-                "completion_ids": ids,
-                "completion_mask": [1] * len(ids),
-                "completion_logprobs": logprobs,
-                "is_truncated": turn.finish_reason == "length",
+    for turn in _turns_of(tree, leaves):
+        path, versions = tree.path(turn), int32(turn.weight_versions)
+        parent = path[-2] if turn.parent else None
+        prompt_ids = [*tree.token_ids(parent).tolist(), *int32(turn.prompt_ids).tolist()]
+        found.append(
+            {
+                "trace_id": turn.id,
+                "session_id": session,
+                "model": _setting(path)["model"],
+                "timestamp": turn.served_at,
+                "messages": [*tree.messages(parent), *turn.messages],
+                "response_message": turn.answer,
+                "prompt_token_ids": prompt_ids,
+                "completion_token_ids": int32(turn.token_ids).tolist(),
+                "logprobs": _floats(float32(turn.logprobs)),
+                "finish_reason": _reason(turn),
+                "token_counts": {"prompt": len(prompt_ids), "completion": turn.num_sampled},
+                "weight_version": int(versions[-1]) if len(versions) else None,
             }
-            found.append({"prompt": prompt, "completion": [turn.answer], "tokens": tokens, "trajectory_id": leaf.id})
+        )
     return found
 
 
-def _parent(tree: SessionTree, turn: Turn) -> Turn | None:
-    return None if turn.parent is None else tree.turns[turn.parent]
+def verifiers_trace(tree: SessionTree, leaves: Sequence[Turn], session: str, reward: float | None) -> JsonObject:
+    """Return the paths of the leaves as a trace of verifiers: a graph of messages, where each has the ids that it adds.
+
+    The ids between two answers are those of the last message between them, with all that the template writes there.
+    """
+    nodes: list[JsonObject] = []
+    calls: list[JsonObject] = []
+    ends: dict[str | None, int | None] = {None: None}
+    for turn in _turns_of(tree, leaves):
+        parent, prompt, path = ends[turn.parent], int32(turn.prompt_ids).tolist(), tree.path(turn)
+        tools = [tool["function"] for tool in _setting(path)["tools"] or ()]
+        for at, message in enumerate([*turn.messages, turn.answer], 1):
+            is_answer = at == turn.num_messages
+            own = int32(turn.token_ids).tolist() if is_answer else prompt if at == len(turn.messages) else []
+            node = {
+                "parent": parent,
+                "message": _verifiers_message(message),
+                "sampled": is_answer,
+                "timestamp": turn.served_at,
+                "token_ids": own,
+                "mask": [is_answer] * len(own),
+                "logprobs": _floats(float32(turn.logprobs)) if is_answer else [],
+            }
+            nodes.append(node if parent is not None else {**node, "tools": tools})
+            parent = len(nodes) - 1
+        ends[turn.id] = parent
+        size = sum(each.num_prompt + each.num_sampled for each in path)
+        usage = {"prompt_tokens": size - turn.num_sampled, "completion_tokens": turn.num_sampled}
+        call = {"node": parent, "model": _setting(path)["model"], "finish_reason": _reason(turn), "usage": usage}
+        calls.append(call)
+    rewards = {} if reward is None else {"session": {"score": reward}}
+    return {"id": session, "nodes": nodes, "calls": calls, "rewards": rewards, "is_completed": True, "ok": True}
+
+
+def _verifiers_message(message: JsonObject) -> JsonObject:
+    role, content = message["role"], text_of(message.get("content"))
+    if role == "assistant":
+        calls = [
+            {"id": str(call.get("id") or ""), **{name: call["function"][name] for name in ("name", "arguments")}}
+            for call in message.get("tool_calls") or ()
+        ]
+        reasoning = message.get("reasoning", message.get("reasoning_content"))
+        return {"role": role, "content": content, "reasoning_content": reasoning, "tool_calls": calls or None}
+    if role == "tool":
+        return {"role": role, "content": content, "tool_call_id": str(message.get("tool_call_id") or "")}
+    return {"role": "user" if role == "user" else "system", "content": content}
+
+
+def _turns_of(tree: SessionTree, leaves: Sequence[Turn]) -> list[Turn]:
+    wanted = {turn.id for leaf in leaves for turn in tree.path(leaf)}
+    return [turn for turn in tree.turns.values() if turn.id in wanted]
+
+
+def _setting(path: Sequence[Turn]) -> JsonObject:
+    return path[0].setting or {"model": "", "tools": None}
+
+
+def _reason(turn: Turn) -> str | None:
+    """Return the finish reason as harnesses have it; None: the turn was interrupted."""
+    if turn.finish_reason == "stop" and turn.answer.get("tool_calls"):
+        return "tool_calls"
+    return turn.finish_reason if turn.finish_reason in ("stop", "length") else None
 
 
 def _floats(values: Float32s) -> list[float]:

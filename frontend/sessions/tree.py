@@ -4,7 +4,7 @@ A turn is one answer with the messages before it that no earlier turn has. Its p
 continues. Turns are only added, so a sample of a leaf never changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,6 +23,9 @@ TAIL: Final = "tail"
 """Join: only the new messages were rendered in this turn."""
 UNCHECKED: Final = "unchecked"
 """Join: the tokenizer changes text, so that decoded text shows nothing."""
+DIFFERS: Final = "differs"
+"""Join, only of the last turn of a sample: the template now makes another text of the whole history. The ids are still
+those that the model saw."""
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,13 +44,16 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     id: str
     """Id of the turn."""
     request_id: str = ""
-    """Id of the request. The id of the answer ends with it."""
+    """Id of the request. The ids of the answer and its items contain it."""
     parent: str | None
     messages: list[JsonObject]
     """The messages after the parent's answer, as the client sent them."""
     answer: JsonObject
     """The assistant's message, as it was served."""
     frame: str
+    setting: JsonObject | None = None
+    """On a root: the model, and what its template shows besides messages, with the fields `model`, `tools` and
+    `variables`."""
     prompt_ids: bytes
     """<i4: ids of the prompt after the parent's ids."""
     token_ids: bytes
@@ -56,6 +62,8 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     """<f4[G]."""
     weight_versions: bytes
     """<i4[G]."""
+    kv_from: int | None = None
+    """Sampled token before which the engine last computed all KV again; 0 and less: never. None: not reported."""
     finish_reason: str
     """Finish reason of the engine, or `length` at a limit of the session."""
     ended_by: str = ""
@@ -65,6 +73,8 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     fork: Fork | None = None
     join: str = WHOLE
     attempts: int = 1
+    cost: float = 0.0
+    """Price of the prompt and of the sampled tokens."""
     num_rows: int = 0
     """Rows of routed experts, which are stored beside the turn."""
     rows_start: int = 0
@@ -72,6 +82,11 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     retry_key: str = ""
     body_digest: str = ""
     is_stream: bool = False
+
+    def is_named(self, ids: Set[str]) -> bool:
+        """Return True if an id of a message is that of this turn's answer. The ids of items contain the request's."""
+        own = call_ids(self.answer) | {self.id}
+        return bool(own & ids) or (bool(self.request_id) and any(self.request_id in each for each in ids))
 
     @property
     def num_messages(self) -> int:
@@ -116,6 +131,10 @@ class SessionTree:
 
     turns: dict[str, Turn] = field(default_factory=dict)
     _children: dict[str | None, list[Turn]] = field(default_factory=dict)
+    num_tokens: int = 0
+    """Number of stored tokens: those of a shared prefix count once."""
+    cost: float = 0.0
+    """Sum of the costs of all turns."""
     _keys: dict[str, list[MessageKey]] = field(default_factory=dict)
     """By turn: the keys of its messages, and of its answer."""
 
@@ -126,6 +145,8 @@ class SessionTree:
         self.turns[turn.id] = turn
         self._children.setdefault(turn.parent, []).append(turn)
         self._keys[turn.id] = [key_of(each) for each in (*turn.messages, turn.answer)]
+        self.num_tokens += turn.num_prompt + turn.num_sampled
+        self.cost += turn.cost
 
     def path(self, turn: Turn | None) -> list[Turn]:
         """Return the turns from the root to `turn`."""
@@ -140,14 +161,13 @@ class SessionTree:
         parts = [int32(part) for each in self.path(turn) for part in (each.prompt_ids, each.token_ids)]
         return np.concatenate(parts) if parts else np.empty(0, "<i4")
 
+    def pieces(self, turn: Turn | None) -> list[list[int]]:
+        """Return the ids of the prompt before each answer up to a turn, without those of earlier turns."""
+        return [int32(each.prompt_ids).tolist() for each in self.path(turn)]
+
     def messages(self, turn: Turn | None) -> list[JsonObject]:
         """Return the messages up to a turn, with the answers as they were served."""
         return [message for each in self.path(turn) for message in (*each.messages, each.answer)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of stored tokens: those of a shared prefix count once."""
-        return sum(turn.num_prompt + turn.num_sampled for turn in self.turns.values())
 
     def leaves(self, *, interrupted: bool = False) -> list[Turn]:
         """Return the turns without a child. An interrupted turn is no leaf by default, but its parent may be one.
@@ -185,7 +205,7 @@ class SessionTree:
                 if child.frame != frame:
                     has_other_frame = True
                     continue
-                found = hits + bool(call_ids(child.answer) & ids[end - 1])
+                found = hits + child.is_named(ids[end - 1])
                 waiting.append((child, end, found))
                 rank = (end, found, child.is_complete, order[child.id])
                 if rank > best:

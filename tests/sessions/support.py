@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from msgspec.structs import replace
 
 from rollbus.frontend.http import Settings
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
@@ -19,6 +20,13 @@ from tests.sessions.families import TEMPLATES, tokenizer_of
 
 EOS = 263
 CONFIG = SyntheticConfig(vocab_size=272, eos_token_id=EOS, max_model_len=8192)
+
+
+def replace_context(size: int) -> SyntheticConfig:
+    """Return the configuration of a model with a context of so many tokens."""
+    return replace(CONFIG, max_model_len=size)
+
+
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {

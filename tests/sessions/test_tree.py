@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollbus.frontend.sessions.errors import SessionError
 from rollbus.frontend.sessions.messages import canonical_arguments
-from rollbus.frontend.sessions.samples import ids_bytes, join_rows, leaf_sample, turn_traces
+from rollbus.frontend.sessions.samples import ids_bytes, join_rows, leaf_sample, rllm_traces
 from rollbus.frontend.sessions.tree import Fork, SessionTree, Turn
 
 USER = {"role": "user", "content": "How much?"}
@@ -135,14 +135,14 @@ def test_interrupted_turns_are_no_leaves_by_default() -> None:
 def test_a_sample_has_each_token_once_and_trains_only_sampled_ones() -> None:
     """The arrays of a sample have one entry for each token of the path."""
     tree = small_tree()
-    sample = leaf_sample(tree, tree.turns["t1"], {"t0": 0.5}, 1.0)
+    sample = leaf_sample(tree, tree.turns["t1"], {"t0": 0.5}, 1.0, "checked")
     assert sample.token_ids == [1, 2, 3, 4, 5] * 2
     assert sample.loss_mask == [False, False, False, True, True] * 2
     assert sample.weight_versions == [-1, -1, -1, 7, 7] * 2
     assert sample.turn_of_token == [0] * 5 + [1] * 5
     assert sample.logprobs == [0, 0, 0, -0.5, -0.25] * 2
     assert (sample.reward, sample.turn_rewards) == (1.0, {"t0": 0.5})
-    traces = turn_traces(tree, tree.turns["t1"], "rllm", "s")
+    traces = rllm_traces(tree, [tree.turns["t1"]], "s")
     assert [len(each["prompt_token_ids"]) for each in traces] == [3, 8]
     assert traces[1]["messages"] == [USER, called(reasoning="Hm."), tool("5")]
 

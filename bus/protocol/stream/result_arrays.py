@@ -157,8 +157,8 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
     loras = np.repeat(np.array(lora_versions, "i4"), sizes)
     has_lora = is_known and bool((loras != NO_LORA).all())
     return {
-        "kv_version_spans": _find_spans(weights, found.tokens[-1], prompt_len) if is_known else None,
-        "kv_lora_version_spans": _find_spans(loras, found.tokens[-1], prompt_len) if has_lora else None,
+        "kv_version_spans": find_spans(weights, found.tokens[-1], prompt_len) if is_known else None,
+        "kv_lora_version_spans": find_spans(loras, found.tokens[-1], prompt_len) if has_lora else None,
         "kv_mixed": _find_mixed(weights, loras, found.tokens) if found.is_all_known else None,
     }
 
@@ -180,7 +180,7 @@ def _find_recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
     return _Recomputed(tokens, is_end_known, is_all_known, num_tokens, versions)
 
 
-def _find_spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
+def find_spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
     """Return the spans of the final KV, which was all recomputed before token `recomputed` and extended from there."""
     since = versions[recomputed:]
     changes = np.flatnonzero(np.diff(since))

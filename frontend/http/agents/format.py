@@ -23,7 +23,7 @@ from ..service import Service
 from ..writer import KEEP_ALIVE_S, AnswerWriter
 from . import messages, responses
 from .answers import ABORTED, AnswerEnd, BlockWriter, encode_events, whole_answer
-from .message_blocks import MessageWriter
+from .message_blocks import UNSEALED, MessageWriter
 from .response_items import ResponseWriter
 from .turns import renamed_errors
 
@@ -34,8 +34,8 @@ class AgentApi:
 
     body: type[Any]
     translate: Callable[[Any], ChatBody]
-    writer: Callable[[Any, str, str], BlockWriter]
-    """Creates the writer of an answer from the body, the answer's id and the name of the model."""
+    writer: Callable[[Any, str, str, str | None], BlockWriter]
+    """Creates the writer of an answer from the body, the answer's id, the name of the model and a signature."""
     names: Sequence[tuple[str, str]]
     """Names of fields, for `renamed_errors`."""
     fits_limit: bool = False
@@ -45,13 +45,15 @@ class AgentApi:
 RESPONSES: Final = AgentApi(
     body=responses.ResponsesBody,
     translate=responses.translate_response,
-    writer=ResponseWriter,
+    writer=lambda body, answer_id, model, seal: ResponseWriter(
+        body, answer_id, model, seal=seal if responses.ENCRYPTED in (body.include or ()) else None
+    ),
     names=responses.NAMES,
 )
 MESSAGES: Final = AgentApi(
     body=messages.MessagesBody,
     translate=messages.translate_message,
-    writer=lambda _, answer_id, model: MessageWriter(answer_id, model),
+    writer=lambda _, answer_id, model, seal: MessageWriter(answer_id, model, seal=seal or UNSEALED),
     names=messages.NAMES,
     fits_limit=True,
 )
@@ -91,7 +93,7 @@ class AgentFormat(ChatFormat):
             # The limit is above the rest of the context.
             unlimited = msgspec.structs.replace(chat, max_completion_tokens=None)
             writer = await prepare(service, request, unlimited, clock, session_prompt)
-        self._blocks = self._api.writer(self._body, writer.requests[0].request_id, writer.target.name)
+        self._blocks = self._api.writer(self._body, writer.requests[0].request_id, writer.target.name, self.seal)
         return writer
 
     async def whole(self, writer: AnswerWriter, choices: Sequence[AnswerChoice]) -> bytes:

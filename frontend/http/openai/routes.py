@@ -137,6 +137,8 @@ class ChatFormat(StreamEnd):
 
     names: Sequence[tuple[str, str]] = ()
     """Names of fields in errors, as pairs: of the chat route, and of this API."""
+    seal: str | None = None
+    """Signature of the answer's reasoning, with which its client shows the turn that it means; None: no session."""
 
     async def prepare(
         self,

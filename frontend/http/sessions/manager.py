@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -18,19 +19,26 @@ from msgspec.structs import replace
 
 from .... import bus
 from ....schemas.checks import describe
+from ....schemas.errors import RollbusError
 from ....schemas.rows import DTYPES, Rows, dtype_of
 from ...sessions.errors import SessionError
 from ...sessions.tree import SessionTree, Turn
 from ..errors import NO_RETRY, HttpError
 from ..requests import SESSION_ID
 from .running import RunningTurn
-from .store import MAX_SESSIONS, SessionHead, SessionLimits, SessionStore, TurnRecord, ended, unknown_session
+from .store import MAX_SESSIONS, Claim, SessionHead, SessionLimits, SessionStore, TurnRecord, ended, unknown_session
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_TOKENS: Final = 8_000_000
 """Stored tokens of the sessions that stay in memory, with their texts about 200 MB. Rows are not kept."""
 SWEEP_S: Final = 60.0
+FULL_SWEEP_S: Final = 1.0
+"""Seconds between two sweeps, and between two sweeps of a fleet that has as many sessions as it may."""
+WATCH_S: Final = 2.0
+"""Seconds between two reads of the heads of sessions with running turns: another service may have ended them."""
+CLAIM_S: Final = 30.0
+"""Seconds after which the turns of a service that is gone may run at another one."""
 STATUS: Final = {
     "unknown_session": 404,
     "session_ended": 410,
@@ -52,6 +60,10 @@ class Session:
     """These turns by the key that their client chose."""
     reserved_tokens: int = 0
     """Tokens that the running turns may still add."""
+    reserved_cost: float = 0.0
+    """What the running turns may still cost."""
+    ends: dict[str, str] = field(default_factory=dict)
+    """By leaf: how its whole prompt compares with the template at the end."""
 
 
 class Sessions:
@@ -63,14 +75,17 @@ class Sessions:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: asyncio.TaskGroup | None = None
         self._swept_at = -SWEEP_S
+        self._service = secrets.token_hex(8)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Own the tasks of running turns. At the end, stop the turns and store their tokens."""
         async with asyncio.TaskGroup() as self._tasks:
+            watching = self._tasks.create_task(self._watch())
             try:
                 yield
             finally:
+                watching.cancel()
                 for session in self._cached.values():
                     for turn in session.running:
                         turn.stop()
@@ -82,18 +97,88 @@ class Sessions:
             raise HttpError(503, "the service is starting", code="starting")
         self._tasks.create_task(turn)
 
+    async def _watch(self) -> None:
+        """Stop the turns of sessions that another service has ended. Renew leases and claims while turns run."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for session in [each for each in self._cached.values() if each.running]:
+                try:
+                    await self._watch_session(session)
+                except RollbusError as error:
+                    logger.warning("session.watch_failed session=%s error=%s", session.head.id, error)
+
+    async def _watch_session(self, session: Session) -> None:
+        name = session.head.id
+        try:
+            await self.load(name)
+            await self.renew(session)
+        except SessionError:
+            for turn in session.running:
+                turn.stop()
+            return
+        for turn in list(session.running):
+            async with self._lock(name):
+                if turn.claim:
+                    await self.store.write_claim(name, turn.claim, self._new_claim(), None)
+
     async def open(self, head: SessionHead) -> None:
         """Store a new session, and delete old ones from time to time.
+
+        The new session is counted too. So no fleet has more sessions than it may, and of two that are opened for the
+        last place at the same time, both may be rejected.
 
         Raises:
             SessionError: `session_limit`: the fleet has too many sessions, or its bucket is full.
         """
-        if time.monotonic() > self._swept_at + SWEEP_S:
-            left = await self.store.sweep()
-            if left >= MAX_SESSIONS:
-                raise SessionError("session_limit", f"the fleet has {left} sessions; allowed: {MAX_SESSIONS}")
-            self._swept_at = time.monotonic()
         await self.store.create(head)
+        left = len(await self.store.names())
+        if time.monotonic() > self._swept_at + (SWEEP_S if left <= MAX_SESSIONS else FULL_SWEEP_S):
+            left = await self.store.sweep()
+            self._swept_at = time.monotonic()
+        if left > MAX_SESSIONS:
+            await self.store.delete(head.id)
+            raise SessionError("session_limit", f"the fleet has {left - 1} sessions; allowed: {MAX_SESSIONS}")
+
+    def _new_claim(self) -> Claim:
+        return Claim(service=self._service, until=time.time() + CLAIM_S)
+
+    async def claim(self, session: Session, turn: RunningTurn, key: str, *, is_retry: bool) -> None:
+        """Claim a turn for this service. `release` gives it back.
+
+        Args:
+            key: the key that the client chose for the turn; empty: its body is its key.
+            is_retry: True: the turn may run already.
+
+        Raises:
+            HttpError: 409, another service runs this turn.
+            SessionError: `session_limit`: the bucket is full.
+        """
+        name = session.head.id
+        claim = f"run.{hashlib.blake2b((key or turn.body_digest).encode(), digest_size=16).hexdigest()}"
+        held = await self.store.read_claim(name, f"{claim}.*") if is_retry else None
+        is_free = held is None or time.time() > held[0].until
+        # Several turns may have one body, but only one may have a key.
+        turn.claim = f"{claim}.{'key' if key else secrets.token_hex(8)}"
+        sequence = (0 if held is None else held[1]) if key else None
+        if not is_free or not await self.store.write_claim(name, turn.claim, self._new_claim(), sequence):
+            turn.claim = ""
+            raise HttpError(
+                409,
+                "another service of this fleet runs this turn; repeat the request to get its answer",
+                code="turn_running",
+                headers={"Retry-After": "1"},
+            )
+
+    async def release(self, session: Session, turn: RunningTurn) -> None:
+        """Give a claim back. If this fails, it ends by itself."""
+        name = session.head.id
+        async with self._lock(name):
+            claim, turn.claim = turn.claim, ""
+            try:
+                if claim:
+                    await self.store.delete(name, claim)
+            except RollbusError as error:
+                logger.warning("session.release_failed session=%s error=%s", name, error)
 
     async def load(self, name: str) -> Session:
         """Return a session with all closed turns, also those of other services.
@@ -199,14 +284,17 @@ class Sessions:
                 turn.stop()
             return (await self._catch_up(head)).head
 
-    async def renew(self, session: Session) -> None:
+    async def renew(self, session: Session, *, is_asking: bool = False) -> None:
         """Renew the lease, and check that the session has not ended.
+
+        Args:
+            is_asking: True: one of the running turns has not begun.
 
         Raises:
             SessionError: `session_ended`.
         """
         now, head = time.time(), session.head
-        if head.ended_at is None and head.is_over(now) and not session.running:
+        if head.ended_at is None and head.is_over(now) and len(session.running) <= is_asking:
             head = await self.change(session, ended_at=head.used_at + head.limits.lease_s)
         if head.ended_at is not None:
             raise SessionError("session_ended", f"the session {head.id} has ended; open another one")
@@ -220,36 +308,37 @@ def decode_rows(data: bytes, record: TurnRecord) -> Rows:
     return np.frombuffer(data, DTYPES[record.row_dtype]).reshape(-1, *record.row_shape)
 
 
-def check_room(session: Session, *, turns: int, prompt: int, row_bytes: int) -> int:
+def check_room(session: Session, *, turns: int, new: int, prompt: int, row_bytes: int) -> int:
     """Return how many tokens each new turn may sample. The running turns include the one that asks.
 
     Args:
         turns: number of new turns.
-        prompt: prompt tokens that the turns add.
+        new: prompt tokens that each adds to the session.
+        prompt: all prompt tokens of each, which cost.
         row_bytes: bytes of the rows of one token; 0: rows are not kept.
 
     Raises:
         SessionError: `session_limit`.
     """
-    limits: SessionLimits = session.head.limits
-    num_turns = len(session.head.turns) + len(session.running) - 1
+    head, tree = session.head, session.tree
+    limits: SessionLimits = head.limits
+    num_turns = len(head.turns) + len(session.running) - 1
     if num_turns + turns > limits.max_turns:
         raise SessionError("session_limit", f"the session has {num_turns} turns; allowed: {limits.max_turns}")
-    used = session.tree.num_tokens + session.reserved_tokens
-    room = (limits.max_tokens - used) // turns - prompt
-    if room < 1:
-        raise SessionError(
-            "session_limit", f"the session has {used} tokens, and this turn adds more; allowed: {limits.max_tokens}"
-        )
+    used = tree.num_tokens + session.reserved_tokens
+    rooms = [((limits.max_tokens - used) // turns - new, f"{used} tokens", f"{limits.max_tokens}")]
     if row_bytes:
-        of_rows = (limits.max_row_bytes - session.head.row_bytes) // row_bytes - session.reserved_tokens
-        room = min(room, of_rows // turns - prompt)
+        rows = (limits.max_row_bytes - head.row_bytes) // row_bytes - session.reserved_tokens
+        rooms.append((rows // turns - new, f"{head.row_bytes} bytes of rows", f"{limits.max_row_bytes}"))
+    if limits.max_cost is not None:
+        spent = tree.cost + session.reserved_cost
+        left = (limits.max_cost - spent) / turns - limits.cost(prompt, 0, 0)
+        affordable = int(left / (limits.sampled_price / 1e6)) if limits.sampled_price else limits.max_tokens
+        rooms.append((affordable if left > 0 else 0, f"a cost of {spent:g}", f"{limits.max_cost:g}"))
+    for room, have, allowed in rooms:
         if room < 1:
-            have = session.head.row_bytes
-            raise SessionError(
-                "session_limit", f"the session has {have} bytes of rows; allowed: {limits.max_row_bytes}"
-            )
-    return room
+            raise SessionError("session_limit", f"the session has {have}, and this turn adds more; allowed: {allowed}")
+    return min(room for room, _, _ in rooms)
 
 
 def http_error_of(error: SessionError) -> HttpError:

@@ -16,7 +16,7 @@ from ....bus.control.session_bucket import MAX_AGE_S
 from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject
 from ...sessions.errors import SessionError
-from ...sessions.samples import Shape, join_rows, leaf_sample, turn_traces
+from ...sessions.samples import Shape, join_rows, leaf_sample, rllm_traces, verifiers_trace
 from .. import status
 from ..access import given_tokens
 from ..agents import messages, responses
@@ -34,9 +34,12 @@ from ..service import HttpRoute, RouteTable, Service
 from ..tokens import routed_experts_json
 from .manager import Session, digest_of, has_key, http_error_of
 from .store import Policy, SessionHead, SessionLimits
-from .turns import serve_turn
+from .turns import end_join, serve_turn
 
 Seconds = Annotated[float, Meta(gt=0, le=MAX_AGE_S / 4)]
+Price = Annotated[float, Meta(ge=0, le=1e12)]
+KEY: Final = "sk-session-"
+"""Begins the key of each session."""
 
 
 class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +54,14 @@ class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens of all branches. A shared prefix counts once."""
     max_seconds: Seconds = 24 * 3600.0
     max_row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 256 << 20
+    max_cost: Price | None = None
+    """Most that all turns together may cost. None: no bound."""
+    prompt_price: Price = 0.0
+    """Price of a million prompt tokens that were not in the prefix cache, in the unit of `max_cost`."""
+    cached_price: Price = 0.0
+    """Price of a million prompt tokens that were in the prefix cache."""
+    sampled_price: Price = 0.0
+    """Price of a million sampled tokens."""
     lease_s: Seconds = 1800.0
     """Seconds without a turn or a read of the session, after which it ends."""
     retention_s: Seconds = 3600.0
@@ -65,6 +76,8 @@ class SessionAnswer(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     num_turns: int
     num_tokens: int
     row_bytes: int
+    cost: float
+    """Sum of the costs of all turns, by the prices of the opening."""
     turns: list[JsonObject]
     """For each turn: its id, parent, finish reason, sampled tokens, and why it forked."""
     base_url: str = ""
@@ -95,11 +108,14 @@ class SamplesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 async def open_session(service: Service, request: Request) -> Response:
     """Open a session for an agent. The answer has its base URL and key, which are shown only here."""
     body = decode_body(await read_body(request, service.settings), OpenBody)
-    key, now = f"sk-{secrets.token_urlsafe(32)}", time.time()
+    if body.max_cost is not None and not (body.prompt_price or body.sampled_price):
+        raise invalid("max_cost", "is given without a price", "a prompt_price or sampled_price above 0 with it")
+    key, now = f"{KEY}{secrets.token_urlsafe(32)}", time.time()
     limits = {name: getattr(body, name) for name in SessionLimits.__struct_fields__}
     head = SessionHead(
         id=f"ses-{secrets.token_hex(16)}",
         key_digest=digest_of(key),
+        seal_key=secrets.token_hex(16),
         opened_at=now,
         used_at=now,
         limits=SessionLimits(**limits),
@@ -123,6 +139,7 @@ def _answer(session: Session, **more: str) -> SessionAnswer:
         num_turns=len(head.turns),
         num_tokens=tree.num_tokens,
         row_bytes=head.row_bytes,
+        cost=tree.cost,
         turns=[
             {
                 "id": turn.id,
@@ -180,7 +197,7 @@ async def set_reward(service: Service, request: Request) -> Response:
 async def read_samples(service: Service, request: Request) -> Response:
     """Return a sample for each leaf: its tokens, which of them were sampled, by which weights, and their experts.
 
-    With `shape`, return the turns as rllm's gateway and verifiers have them. With `leaf`, return one sample, so that an
+    With `shape`, return what rllm's gateway and verifiers have. With `leaf`, return one sample, so that an
     answer is bounded.
     """
     query = read_query(request, SamplesQuery)
@@ -191,14 +208,15 @@ async def read_samples(service: Service, request: Request) -> Response:
         if not leaves:
             raise invalid("leaf", f"is {describe(query.leaf)}", "the id of a leaf of this session")
     head, tree = session.head, session.tree
-    if query.shape != "rollbus":
-        traces = [each for leaf in leaves for each in turn_traces(tree, leaf, query.shape, head.id)]
-        # A turn of several leaves is one trace of rllm.
-        return json_response(list({each.get("trace_id", at): each for at, each in enumerate(traces)}.values()))
+    if query.shape == "rllm":
+        return json_response(rllm_traces(tree, leaves, head.id))
+    if query.shape == "verifiers":
+        return json_response(verifiers_trace(tree, leaves, head.id, head.reward))
     with_rows = head.routed_experts and query.rows
     pieces: list[Iterator[bytes]] = []
     for leaf in leaves:
-        sample = leaf_sample(tree, leaf, head.rewards, head.reward)
+        join = await end_join(service, request, session, leaf)
+        sample = leaf_sample(tree, leaf, head.rewards, head.reward, join)
         try:
             path = tree.path(leaf)
             rows = join_rows(path, await service.sessions.rows(session, path)) if with_rows else None
@@ -254,13 +272,17 @@ async def _with_key(service: Service, request: Request) -> Session:
             raise http_error_of(error) from error
         session = None
     if session is None or not any(has_key(session.head, given) for given in given_tokens(request)):
-        raise HttpError(
-            401,
-            "the session is unknown, or the token is not its key; allowed: Authorization: Bearer KEY, x-api-key: KEY",
-            code="unauthorized",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        raise _wrong_key()
     return session
+
+
+def _wrong_key() -> HttpError:
+    return HttpError(
+        401,
+        "the session is unknown, or the token is not its key; allowed: Authorization: Bearer KEY, x-api-key: KEY",
+        code="unauthorized",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 async def _turn(service: Service, request: Request, session: Session, asked: AskedTurn) -> Response:
@@ -274,8 +296,12 @@ async def _turn(service: Service, request: Request, session: Session, asked: Ask
 async def join_session(service: Service, request: Request, name: str, asked: AskedTurn) -> Response | None:
     """Answer a chat of an ordinary route that names a session; None: no such session is open, so the name is a hint.
 
+    The data token, which the ordinary routes require, may read and end every session. So it may also join them. But a
+    request that has the key of a session may only join that one.
+
     Raises:
-        HttpError: the turn failed before its first piece; 410, the session has ended.
+        HttpError: the turn failed before its first piece; 401, the key is that of another session; 410, the session has
+            ended.
     """
     try:
         session = await service.sessions.load(name)
@@ -283,6 +309,8 @@ async def join_session(service: Service, request: Request, name: str, asked: Ask
         if error.code == "unknown_session":
             return None
         raise http_error_of(error) from error
+    if any(given.startswith(KEY) and not has_key(session.head, given) for given in given_tokens(request)):
+        raise _wrong_key()
     return await _turn(service, request, session, asked)
 
 

@@ -51,12 +51,14 @@ class RunningTurn:
         body_digest: digest of the body, to recognize a retry.
         written: the pieces of the answer so far.
         has_ended: True if the answer is complete, or has failed.
+        claim: key of this service's claim of the turn; empty: it has none.
     """
 
     def __init__(self, body_digest: str, *, is_stream: bool) -> None:
         self.body_digest = body_digest
         self.is_stream = is_stream
         self.has_ended = False
+        self.claim = ""
         self.headers: dict[str, str] = {}
         self.written: list[bytes] = []
         self._error: HttpError | None = None

@@ -24,7 +24,6 @@ from ....bus.nats.jetstream import (
     ApiError,
     Retries,
     Unanswered,
-    ask,
     find,
     put,
 )
@@ -58,13 +57,24 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the opening, after which no turn begins, and a running one ends with `length`."""
     max_row_bytes: int = 256 << 20
     """Bytes of routed experts. 100,000 tokens of a model with 61 layers and 8 experts each have 49 MB."""
+    max_cost: float | None = None
+    """Sum of the costs of all turns. None: no bound."""
+    prompt_price: float = 0.0
+    cached_price: float = 0.0
+    sampled_price: float = 0.0
+    """Prices of a million tokens."""
     lease_s: float = 1800.0
     """Seconds without a turn or a read by the owner, after which the session ends: longer than the longest turn."""
     retention_s: float = 3600.0
     """Seconds after the end for which samples can be read and rewards set."""
 
+    def cost(self, prompt: int, cached: int, sampled: int) -> float:
+        """Return the cost of a turn with a prompt of so many tokens, of which `cached` were in the prefix cache."""
+        price = (prompt - cached) * self.prompt_price + cached * self.cached_price + sampled * self.sampled_price
+        return price / 1e6
 
-class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One closed turn in the head."""
 
     id: str
@@ -82,6 +92,8 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     key_digest: str
+    seal_key: str = ""
+    """Key of the codes in the signatures of reasoning."""
     opened_at: float
     used_at: float
     limits: SessionLimits
@@ -106,6 +118,14 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time at which the session may be deleted, if nobody uses it until then."""
         ended = self.used_at + self.limits.lease_s if self.ended_at is None else self.ended_at
         return ended + self.limits.retention_s
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A running turn, which its service stores so that no other service runs a retry of it."""
+
+    service: str
+    until: float
+    """Unix time after which the service is gone, if it has not stored the claim again."""
 
 
 class SessionStore:
@@ -198,24 +218,50 @@ class SessionStore:
             found.append(part[0])
         return b"".join(found)
 
+    async def read_claim(self, session: str, key: str) -> tuple[Claim, int] | None:
+        """Return a claim with its sequence number; None: there is none. A key may end with a wildcard."""
+        found = await self._thread.run(self._get(f"{session}.{key}"))
+        return None if found is None else (msgspec.json.decode(found[0], type=Claim), found[1])
+
+    async def write_claim(self, session: str, key: str, claim: Claim, sequence: int | None) -> bool:
+        """Store a claim. Return False if another write of this key was first.
+
+        Args:
+            sequence: number of the claim that it replaces, 0: none; None: whatever there is.
+        """
+        return await self._thread.run(self._put(f"{session}.{key}", msgspec.json.encode(claim), sequence)) is not None
+
+    async def delete(self, session: str, key: str = ">") -> None:
+        """Delete one key of a session, or all."""
+        await self._thread.run(
+            find(
+                self._nats,
+                f"STREAM.PURGE.{self._stream}",
+                {"filter": f"{self._subjects}.{session}.{key}"},
+                absent={NO_STREAM},
+                failing="the session cannot be deleted",
+            )
+        )
+
+    async def names(self) -> list[str]:
+        """Return the ids of all sessions."""
+        body = {"subjects_filter": f"{self._subjects}.*.head"}
+        failing = "the sessions cannot be listed"
+        info = await self._thread.run(
+            find(self._nats, f"STREAM.INFO.{self._stream}", body, absent={NO_STREAM}, failing=failing)
+        )
+        return [subject.split(".")[-2] for subject in (info or {"state": {}})["state"].get("subjects") or {}]
+
     async def sweep(self) -> int:
         """Delete the sessions whose retention has ended. Return the number of sessions that are left."""
-        return await self._thread.run(self._sweep())
-
-    async def _sweep(self) -> int:
-        body = {"subjects_filter": f"{self._subjects}.*.head"}
-        info = await find(self._nats, f"STREAM.INFO.{self._stream}", body, absent={NO_STREAM})
         left = 0
-        for subject in (info or {"state": {}})["state"].get("subjects") or {}:
-            session = subject.split(".")[-2]
-            found = await self._get(f"{session}.head")
-            if found is None:
-                continue
-            if time.time() <= msgspec.json.decode(found[0], type=SessionHead).frees_at():
+        for session in await self.names():
+            found = await self.read(session)
+            if found is not None and time.time() > found[0].frees_at():
+                await self.delete(session)
+                logger.info("session.deleted session=%s", session)
+            elif found is not None:
                 left += 1
-                continue
-            await ask(self._nats, f"STREAM.PURGE.{self._stream}", {"filter": f"{self._subjects}.{session}.>"})
-            logger.info("session.deleted session=%s", session)
         return left
 
     async def _get(self, key: str) -> tuple[bytes, int] | None:

@@ -6,6 +6,7 @@ The core takes one shape: a chat's body (messages, tools, parameters). Other API
 import asyncio
 import dataclasses
 import hashlib
+import hmac
 import logging
 import time
 import uuid
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -26,10 +27,11 @@ from ....schemas.errors import RollbusError
 from ....schemas.limits import MAX_N
 from ...sessions.errors import SessionError
 from ...sessions.joining import CannotJoin, ChatTemplate
-from ...sessions.messages import frame_of
+from ...sessions.messages import frame_of, make_seal, turn_of_seal
 from ...sessions.samples import ids_bytes
-from ...sessions.tree import CHECKED, TAIL, UNCHECKED, WHOLE, Fork, Match, Turn
+from ...sessions.tree import CHECKED, DIFFERS, TAIL, UNCHECKED, WHOLE, Fork, Match, Turn
 from ...tokenization import Tokenizer
+from ..agents.message_blocks import UNSEALED
 from ..answers import AnswerChoice
 from ..chat import template_message
 from ..edge import given_request_id
@@ -38,7 +40,7 @@ from ..openai.body import ChatBody
 from ..openai.requests import BodyPrompt, chat_tools, template_variables
 from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
-from ..requests import RequestTarget, id_headers
+from ..requests import RequestTarget, find_target, id_headers
 from ..service import RequestAborted, Service
 from ..writer import AnswerWriter, ServedAnswers
 from .manager import Session, check_room, http_error_of
@@ -46,6 +48,11 @@ from .running import RunningTurn, detached
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGES: Final = 1 << 15
+"""Messages of a history. The event loop compares so many in tenths of a second."""
+END_TIMEOUT_S: Final = 5.0
+"""Seconds for a worker of a leaf's model to serve, so that its template is known."""
+Found = TypeVar("Found", RunningTurn, Turn)
 NOT_IN_SESSIONS: Final = {
     "tokens": "the session makes the prompt",
     "add_special_tokens": "the session makes the prompt",
@@ -63,6 +70,8 @@ def check_turn(body: ChatBody) -> None:
     """
     if not body.messages:
         raise invalid("messages", "is missing", "at least one message")
+    if len(body.messages) > MAX_MESSAGES:
+        raise invalid("messages", f"has {len(body.messages)} messages", f"up to {MAX_MESSAGES}")
     for name, reason in NOT_IN_SESSIONS.items():
         if getattr(body, name, None) not in (None, False):
             raise invalid(name, f"is given in a session: {reason}", "null")
@@ -81,47 +90,92 @@ async def serve_turn(service: Service, request: Request, session: Session, asked
     """Answer a turn, or attach to a running turn or repeat a closed one if this is a retry of it.
 
     Raises:
-        HttpError: the turn failed before its first piece.
+        HttpError: the turn failed before its first piece; 409, another service runs it.
         SessionError: the session has ended or has no room.
     """
     check_turn(asked.body)
     digest = hashlib.blake2b(asked.data, digest_size=16).hexdigest()
-    key = _retry_key(request, asked.body)
-    running, turn = _find_retry(session, request, key, digest)
-    if running is None and turn is not None:
-        answer = await service.sessions.answer(session, turn)
-        kind = "text/event-stream" if turn.is_stream else "application/json"
-        return Response(answer, headers=id_headers(turn.request_id), media_type=kind)
+    given = request.headers.get("Idempotency-Key") or given_request_id(request.headers) or asked.body.request_id or ""
+    is_again = request.headers.get("X-Stainless-Retry-Count", "0") not in ("", "0")
+    retry = Retry(given[:512], digest, may_run=bool(given) or is_again)
+    running = retry.running_of(session)
     if running is None:
-        await service.sessions.renew(session)
+        if (turn := retry.closed_of(session)) is not None:
+            kind = "text/event-stream" if turn.is_stream else "application/json"
+            answer = await service.sessions.answer(session, turn)
+            return Response(answer, headers=id_headers(turn.request_id), media_type=kind)
         running = RunningTurn(digest, is_stream=bool(asked.body.stream))
-        job = _Job(service, request, session, asked, running, key)
-        service.sessions.start(job.run())
+        service.sessions.start(_Job(service, request, session, asked, running, retry).run())
+        session.running.append(running)
+        if retry.key:
+            session.retries[retry.key] = running
     return await running.response(request)
 
 
-def _retry_key(request: Request, body: ChatBody) -> str:
-    given = request.headers.get("Idempotency-Key") or given_request_id(request.headers) or body.request_id or ""
-    return given[:512]
+async def end_join(service: Service, request: Request, session: Session, leaf: Turn) -> str:
+    """Return how a leaf's prompt was joined. If the whole was not compared with the template then, compare it now.
 
-
-def _find_retry(session: Session, request: Request, key: str, digest: str) -> tuple[RunningTurn | None, Turn | None]:
-    """Return the running or the closed turn that a request repeats.
-
-    Raises:
-        HttpError: 400, the key belongs to another body.
+    A leaf whose model is not served now is `unchecked`.
     """
-    running, turn = session.retries.get(key) if key else None, None
-    turns = reversed(session.tree.turns.values())
-    if key and running is None:
-        turn = next((each for each in turns if each.retry_key == key), None)
-    elif not key and request.headers.get("X-Stainless-Retry-Count", "0") not in ("", "0"):
-        running = next((each for each in reversed(session.running) if each.body_digest == digest), None)
-        turn = next((each for each in turns if each.body_digest == digest and each.is_complete), None)
-    found = running or turn
-    if found is not None and found.body_digest != digest:
-        raise invalid("Idempotency-Key", "belongs to a turn with another body", "a new key for another body")
-    return running, turn if turn is not None and turn.is_complete else None
+    if leaf.join != TAIL or leaf.id in session.ends:
+        return session.ends.get(leaf.id, leaf.join)
+    tree = session.tree
+    setting = tree.path(leaf)[0].setting
+    if setting is None:
+        return UNCHECKED
+    try:
+        target = await find_target(service, request, setting["model"], END_TIMEOUT_S)
+        template = _template_of(await service.tokenizer(target.worker), setting)
+        equal = await asyncio.to_thread(template.check, tree.pieces(leaf), tree.messages(leaf)[:-1])
+    except (HttpError, RollbusError) as error:
+        logger.info("session.end_unchecked session=%s error=%s", session.head.id, error)
+        return UNCHECKED
+    session.ends[leaf.id] = UNCHECKED if equal is None else CHECKED if equal else DIFFERS
+    return session.ends[leaf.id]
+
+
+def _template_of(tokenizer: Tokenizer, setting: JsonObject) -> ChatTemplate:
+    return ChatTemplate(tokenizer, setting["tools"], setting["variables"], partial(template_message, "messages"))
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How the retries of a turn are recognized."""
+
+    key: str
+    """The key that the client chose; empty: the body is the key, if the client says that it repeats the request."""
+    digest: str
+    may_run: bool
+    """True: the turn may run already, or may be closed."""
+
+    def running_of(self, session: Session) -> RunningTurn | None:
+        """Return the turn of this service that the request repeats.
+
+        Raises:
+            HttpError: 400, the key belongs to another body.
+        """
+        if self.key:
+            return self._checked(session.retries.get(self.key))
+        if not self.may_run:
+            return None
+        return next((each for each in reversed(session.running) if each.body_digest == self.digest), None)
+
+    def closed_of(self, session: Session) -> Turn | None:
+        """Return the closed turn that the request repeats.
+
+        Raises:
+            HttpError: 400, the key belongs to another body.
+        """
+        turns = reversed(session.tree.turns.values()) if self.may_run else ()
+        if self.key:
+            found = self._checked(next((each for each in turns if each.retry_key == self.key), None))
+            return found if found is not None and found.is_complete else None
+        return next((each for each in turns if each.body_digest == self.digest and each.is_complete), None)
+
+    def _checked(self, found: Found | None) -> Found | None:
+        if found is not None and found.body_digest != self.digest:
+            raise invalid("Idempotency-Key", "belongs to a turn with another body", "a new key for another body")
+        return found
 
 
 @dataclass
@@ -133,7 +187,8 @@ class _Job:
     session: Session
     asked: AskedTurn
     running: RunningTurn
-    key: str
+    retry: Retry
+    turn_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     served: ServedAnswers = field(default_factory=ServedAnswers)
     match: Match | None = None
     prompt: Sequence[int] = ()
@@ -141,21 +196,23 @@ class _Job:
     join: str = WHOLE
     tokenizer: Tokenizer | None = None
     reserved: int = 0
+    reserved_cost: float = 0.0
+    setting: JsonObject = field(default_factory=dict)
     frame: str = ""
 
     async def run(self) -> None:
         """Answer the turn and store it. All errors end the answer."""
         session, running = self.session, self.running
-        session.running.append(running)
-        if self.key:
-            session.retries[self.key] = running
         error: HttpError | None = None
         limit = session.head.opened_at + session.head.limits.max_seconds - time.time()
         timer = asyncio.get_running_loop().call_later(max(limit, 0.0), running.stop, bus.FinishReason.LENGTH)
         try:
             if limit <= 0:
                 raise SessionError("session_limit", "the session's time is over; allowed: max_seconds from its opening")
-            await self._run()
+            await self.service.sessions.claim(session, running, self.retry.key, is_retry=self.retry.may_run)
+            if not await self._repeat():
+                await self.service.sessions.renew(session, is_asking=True)
+                await self._run()
         except SessionError as failure:
             error = http_error_of(failure)
         except HttpError as failure:
@@ -175,11 +232,25 @@ class _Job:
             timer.cancel()
             session.running.remove(running)
             session.reserved_tokens -= self.reserved
-            if self.key:
-                del session.retries[self.key]
+            session.reserved_cost -= self.reserved_cost
+            if self.retry.key:
+                del session.retries[self.retry.key]
         if error is not None and running.is_stream and running.written:
             running.write(self.asked.form.fail(error))
         running.end(error)
+        await self.service.sessions.release(session, running)
+
+    async def _repeat(self) -> bool:
+        """Return True if another service has closed this turn meanwhile. Its answer is then that of this turn."""
+        if not self.retry.may_run:
+            return False
+        sessions = self.service.sessions
+        self.session = await sessions.load(self.session.head.id)
+        if (turn := self.retry.closed_of(self.session)) is None:
+            return False
+        self.running.headers = id_headers(turn.request_id)
+        self.running.write(await sessions.answer(self.session, turn))
+        return True
 
     async def _run(self) -> None:
         with ExitStack() as until_closed:
@@ -223,6 +294,7 @@ class _Job:
     # The prompt.
 
     async def _prepare(self, request: Request) -> AnswerWriter:
+        self.asked.form.seal = make_seal(self.session.head.seal_key, self.turn_id)
         writer = await self.asked.form.prepare(
             self.service, request, self.asked.body, RequestClock(), self._make_prompt
         )
@@ -233,13 +305,15 @@ class _Job:
             raise invalid("routed_experts", "is true for this session", "false: this model returns no routed experts")
         n = first.sampling.n
         row_bytes = 0 if routing is None else routing.num_layers * routing.top_k * (1 if routing.dtype == "u1" else 2)
-        room = check_room(self.session, turns=n, prompt=len(self.prompt), row_bytes=row_bytes)
+        room = check_room(self.session, turns=n, new=len(self.prompt), prompt=first.prompt_len, row_bytes=row_bytes)
         wanted = (
             writer.target.room(first.prompt_len) if first.sampling.max_tokens is None else first.sampling.max_tokens
         )
         most = min(wanted, room)
         self.reserved = n * (len(self.prompt) + most)
         self.session.reserved_tokens += self.reserved
+        self.reserved_cost = n * head.limits.cost(first.prompt_len, 0, most)
+        self.session.reserved_cost += self.reserved_cost
         parent = None if self.match is None else self.match.parent
         logprobs = 0 if first.sampling.logprobs is None else first.sampling.logprobs
         sampling = replace(
@@ -257,15 +331,33 @@ class _Job:
     async def _make_prompt(self, tokenizer: Tokenizer, target: RequestTarget) -> BodyPrompt:
         self.tokenizer = tokenizer
         tools, variables = chat_tools(self.asked.body), template_variables(self.asked.body)
-        template = ChatTemplate(tokenizer, tools, variables, partial(template_message, "messages"))
-        frame = frame_of(target.name, tools, variables)
+        self.setting = {"model": target.name, "tools": tools, "variables": variables}
+        template = _template_of(tokenizer, self.setting)
+        frame = frame_of(self.setting)
         history = self.asked.body.messages or []
         for index, message in enumerate(history):
             template_message(f"messages[{index}]", message)
+            self._check_seal(f"messages[{index}]", message)
         self.match = self.session.tree.find(history, frame)
         ids = await asyncio.to_thread(self._join, template, history)
         self.frame = frame
         return BodyPrompt(ids, "messages")
+
+    def _check_seal(self, field: str, message: JsonObject) -> None:
+        """Check that signed reasoning is as it was served.
+
+        Raises:
+            HttpError: 400, the signature is not of this session, or the reasoning was edited.
+        """
+        seal, head = message.get("seal"), self.session.head
+        if seal in (None, "", UNSEALED):
+            return
+        turn = self.session.tree.turns.get(turn_of_seal(message))
+        if turn is None or not hmac.compare_digest(str(seal).encode(), make_seal(head.seal_key, turn.id).encode()):
+            raise invalid(f"{field}.signature", "is not of this session", "a signature that this session served")
+        given, served = message.get("reasoning") or "", turn.answer.get("reasoning") or ""
+        if given.strip() not in ("", served.strip()):
+            raise invalid(f"{field}.reasoning", "is not what was signed", "the reasoning as it was served, or none")
 
     def _join(self, template: ChatTemplate, history: Sequence[JsonObject]) -> list[int]:
         """Return the ids of the prompt: those of the parent and the new messages, or a rendering of all."""
@@ -293,7 +385,7 @@ class _Job:
         self.join = TAIL
         if depth & (depth - 1) and not is_strict:
             return None
-        pieces = [*(np.frombuffer(turn.prompt_ids, "<i4").tolist() for turn in path), tail]
+        pieces = [*tree.pieces(parent), tail]
         messages = [*tree.messages(parent), *new]
         equal = template.check(pieces, messages)
         if equal and is_strict:
@@ -316,26 +408,29 @@ class _Job:
             rows = tokens.rows if self.session.head.routed_experts else None
             parent = self.match.parent
             turn = Turn(
-                id=uuid.uuid4().hex,
+                id=uuid.uuid4().hex if choice.index else self.turn_id,
                 request_id=request.request_id,
                 parent=None if parent is None else parent.id,
                 messages=list((self.asked.body.messages or [])[self.match.index :]),
                 answer=self.served.message(choice),
                 frame=self.frame,
+                setting=self.setting if parent is None else None,
                 prompt_ids=ids_bytes(list(self.prompt)),
                 token_ids=ids_bytes(tokens.ids),
                 logprobs=np.asarray(tokens.scores.logprobs, "<f4").tobytes(),
                 weight_versions=ids_bytes(tokens.weight_versions),
+                kv_from=tokens.kv_from,
                 finish_reason=str(choice.finish_reason or "error"),
                 ended_by=self._ended_by(choice, int(tokens.ids[-1])),
                 is_complete=is_complete,
                 fork=self.match.fork,
                 join=self.join,
                 attempts=tokens.attempt + 1,
+                cost=self.session.head.limits.cost(request.prompt_len, choice.cached_tokens or 0, len(tokens.ids)),
                 num_rows=0 if rows is None else len(rows),
                 rows_start=request.routed_experts_prompt_start,
                 served_at=time.time(),
-                retry_key=self.key,
+                retry_key=self.retry.key,
                 body_digest=self.running.body_digest,
                 is_stream=self.running.is_stream,
             )

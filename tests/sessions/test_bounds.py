@@ -1,0 +1,198 @@
+"""Bounds of sessions, and sessions that two services answer: ends, retries, costs and numbers."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from msgspec.structs import replace
+
+from rollbus.frontend.http import Settings
+from rollbus.frontend.http.sessions import manager
+from rollbus.frontend.http.sessions.store import Claim, SessionStore
+from tests.http.support import Http, http_before
+from tests.sessions.support import CONFIG, Owner, agent_of, serving, writes
+from tests.support.waits import until
+
+__all__ = ["writes"]
+USER = {"role": "user", "content": "How much is 1 + 2?"}
+ASKED: dict[str, Any] = {"model": "synthetic", "messages": [USER]}
+
+
+@contextlib.asynccontextmanager
+async def two_services(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[tuple[Http, Owner, Http]]:
+    """Serve one fleet, whose engine is slow, with two services."""
+    settings = Settings(tokenizer=folder, tool_call_parser="hermes", reasoning_parser="qwen3")
+    async with (
+        serving(nats_url, fleet, folder, config=replace(CONFIG, step_s=0.005)) as (http, owner),
+        http_before(nats_url, fleet, settings) as other,
+    ):
+        await other.own.fleet.wait_for_workers()
+        yield http, owner, other
+
+
+async def begin(agent: openai.AsyncOpenAI, **fields: Any) -> Any:
+    """Return the stream of a turn that has begun."""
+    events = await agent.chat.completions.create(**ASKED, **fields, stream=True)
+    async for event in events:
+        if event.choices[0].delta.content:
+            return events
+    raise AssertionError("the turn has no content")
+
+
+async def test_an_end_at_another_service_stops_a_running_turn(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn stops and keeps its tokens if its session ends at another service. Later turns are 410 at both."""
+    monkeypatch.setattr(manager, "WATCH_S", 0.05)
+    writes += ["Slowly, " * 800]
+    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+        session = await owner.open()
+        async with agent_of(session) as agent:
+            events = await begin(agent)
+            assert (await other.client.delete(f"/v1/rl/sessions/{session['id']}")).status_code == 200
+            assert [event async for event in events][-1].choices[0].finish_reason == "abort"
+            (turn,) = (await owner.read(session))["turns"]
+            assert (turn["is_complete"], turn["num_sampled"] > 0) == (False, True)
+            for url in (http.url, other.url):
+                moved = {**session, "base_url": session["base_url"].replace(http.url, url)}
+                async with agent_of(moved) as later:
+                    with pytest.raises(openai.APIStatusError) as caught:
+                        await later.chat.completions.create(**ASKED)
+                    assert (caught.value.status_code, caught.value.code) == (410, "session_ended")
+
+
+@pytest.mark.parametrize("headers", [{"Idempotency-Key": "k"}, {"X-Stainless-Retry-Count": "1"}])
+async def test_a_retry_of_a_running_turn_at_another_service_generates_nothing(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], headers: dict[str, str]
+) -> None:
+    """While a turn runs at one service, its retry at another is a 409 that clients repeat; then it is its answer."""
+    writes += ["Slowly, " * 60, "Again."]
+    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+        session = await owner.open()
+        moved = {**session, "base_url": session["base_url"].replace(http.url, other.url)}
+        first_headers = {"X-Stainless-Retry-Count": "0"} | {each: v for each, v in headers.items() if "Key" in each}
+        async with agent_of(session) as agent, agent_of(moved) as retrying:
+            events = await begin(agent, extra_headers=first_headers)
+            with pytest.raises(openai.ConflictError) as caught:
+                await retrying.chat.completions.create(**ASKED, stream=True, extra_headers=headers)
+            assert caught.value.code == "turn_running"
+            assert "Retry-After" in caught.value.response.headers
+            text = "".join([event.choices[0].delta.content or "" async for event in events])
+            again = await retrying.chat.completions.create(**ASKED, stream=True, extra_headers=headers)
+            repeated = "".join([event.choices[0].delta.content or "" async for event in again])
+        assert repeated.endswith(text)
+        assert (await owner.read(session))["num_turns"] == 1
+
+
+async def test_two_services_that_get_a_turn_at_once_run_it_once(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """Of several simultaneous requests with one key, at two services, one is generated. The others are 409 or equal."""
+    writes += ["One.", "Two.", "Three.", "Four.", "Five.", "Six."]
+    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+        session = await owner.open()
+        headers = {"Authorization": f"Bearer {session['api_key']}", "Idempotency-Key": "k"}
+        path = f"/sessions/{session['id']}/v1/chat/completions"
+        async with asyncio.TaskGroup() as tasks:
+            posts = [each.client.post(path, json=ASKED, headers=headers) for each in (http, other) for _ in range(3)]
+            running = [tasks.create_task(post) for post in posts]
+        answers = [task.result() for task in running]
+        assert {answer.status_code for answer in answers} <= {200, 409}
+        assert len({answer.text for answer in answers if answer.status_code == 200}) == 1
+        assert (await owner.read(session))["num_turns"] == 1
+
+
+async def test_the_turn_of_a_service_that_is_gone_runs_again(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running turn renews its claim, and a claim that its service does not renew any more stops no retry."""
+    monkeypatch.setattr(manager, "WATCH_S", 0.02)
+    writes += ["Slowly, " * 60, "Again."]
+    keyed = {"Idempotency-Key": "k"}
+    async with two_services(nats_url, fleet, tmp_path) as (http, owner, _):
+        session, gone = await owner.open(), await owner.open()
+        store = SessionStore(http.own)
+        async with agent_of(session) as agent:
+            events = await begin(agent, extra_headers=keyed)
+            found = await store.read_claim(session["id"], "run.>")
+            assert found is not None
+
+            async def is_renewed() -> bool:
+                renewed = await store.read_claim(session["id"], "run.>")
+                return renewed is not None and renewed[0].until > found[0].until
+
+            await until(is_renewed, True)
+            await events.close()
+        key = f"run.{hashlib.blake2b(b'k', digest_size=16).hexdigest()}.key"
+        async with agent_of(gone) as agent:
+            for seconds in (60, -1):
+                await store.write_claim(gone["id"], key, Claim(service="gone", until=time.time() + seconds), None)
+                if seconds > 0:
+                    with pytest.raises(openai.ConflictError):
+                        await agent.chat.completions.create(**ASKED, extra_headers=keyed)
+            answer = await agent.chat.completions.create(**ASKED, extra_headers=keyed)
+            assert "Again." in str(answer.choices[0].message.content)
+
+        async def is_released() -> bool:
+            return await store.read_claim(gone["id"], "run.>") is None
+
+        await until(is_released, True)
+
+
+async def test_a_session_ends_at_its_cost(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+    """At the bound of the cost a turn ends with `length`, and the next one is a 400. The cost follows the prices."""
+    writes += ["It is three, I think. " * 60, "No."]
+    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+        session = await owner.open(max_cost=1.0, prompt_price=1000.0, sampled_price=10_000.0)
+        async with agent_of(session, max_retries=2) as agent:
+            answer = await agent.chat.completions.create(**ASKED)
+            usage, (choice,) = answer.usage, answer.choices
+            assert usage is not None
+            assert choice.finish_reason == "length"
+            cost = (usage.prompt_tokens * 1000 + usage.completion_tokens * 10_000) / 1e6
+            assert 0.98 < cost <= 1.0
+            assert (await owner.read(session))["cost"] == pytest.approx(cost)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await agent.chat.completions.create(**ASKED)
+            assert (caught.value.code, "cost" in caught.value.message) == ("session_limit", True)
+        refused = await owner.client.post("/v1/rl/sessions", json={"max_cost": 1.0})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_cost")
+
+
+async def test_a_fleet_has_no_more_sessions_than_it_may(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each opening is counted, also of several at once, and a session whose retention has ended makes room."""
+    monkeypatch.setattr(manager, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(manager, "FULL_SWEEP_S", 0.0)
+    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+
+        async def open_one(**fields: Any) -> httpx.Response:
+            return await owner.client.post("/v1/rl/sessions", json=fields)
+
+        first = (await open_one(retention_s=0.001)).json()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(open_one()) for _ in range(6)]
+        answers = [task.result() for task in running]
+        assert {answer.status_code for answer in answers} <= {200, 429}
+        assert all(answer.json()["error"]["code"] == "session_limit" for answer in answers if answer.status_code == 429)
+        assert sum(answer.status_code == 200 for answer in answers) <= 2
+        while (answer := await open_one()).status_code == 200:
+            pass
+        assert "has 3 sessions" in answer.text
+        assert (await owner.read(first))["is_open"]
+        await owner.client.delete(f"/v1/rl/sessions/{first['id']}")
+
+        async def opened() -> int:
+            return (await open_one()).status_code
+
+        await until(opened, 200)
+        assert (await owner.client.get(f"/v1/rl/sessions/{first['id']}")).status_code == 404
+        assert (await open_one()).status_code == 429
