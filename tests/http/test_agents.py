@@ -134,6 +134,37 @@ async def test_a_response_has_reasoning_and_calls_and_continues_streamed_or_not(
         assert found[0] == found[1]
 
 
+async def test_tools_of_coding_agents_are_functions_of_a_namespace_and_hosted_ones_are_left_out(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """The model sees `math.add` for a function of a namespace. Clients get both names, and continue with both."""
+    space = {"type": "namespace", "name": "math", "description": "Numbers", "tools": [FUNCTION]}
+    tools = [{**FUNCTION, "name": "other"}, space, {"type": "web_search", "external_web_access": True}]
+    async with both(nats_url, fleet, tmp_path) as (_, client, _):
+        for stream in (False, True):
+            writes[:] = [f"</think>{CALL.replace('add', 'math.add')}"]
+            answer = await responded(client, stream=stream, tools=tools, extra_body={"client_metadata": {"a": "b"}})
+            (call,) = answer["output"]
+            assert (call["namespace"], call["name"]) == ("math", "add")
+            assert [tool["type"] for tool in answer["tools"]] == ["function", "namespace"]
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
+            history = [{"role": "user", "content": ASKED["input"]}, call, result]
+            writes[:] = ["</think>It is 5."]
+            answer = await responded(client, stream=stream, input=history, tools=tools)
+            assert answer["output"][0]["content"][0]["text"] == "It is 5."
+        wrong: list[tuple[list[Any], str]] = [
+            ([{**space, "tools": None}], "tools[0].tools"),
+            ([{**space, "tools": [{**FUNCTION, "name": None}]}], "tools[0].tools[0].name"),
+            ([{**space, "tools": [{"type": "custom", "name": "a"}]}], "tools[0].tools[0].type"),
+            ([{**space, "name": ""}], "tools[0].name"),
+            ([FUNCTION, {"type": "mcp"}], "tools[1].type"),
+        ]
+        for given, param in wrong:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(**{**ASKED, "tools": given})
+            assert caught.value.param == param
+
+
 async def test_a_message_has_thinking_and_tool_use_and_continues_streamed_or_not(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
 ) -> None:
@@ -264,6 +295,7 @@ async def test_errors_have_the_format_of_each_api(nats_url: str, fleet: str, tmp
             ({"messages": [{"role": "user", "content": "the " * 5000}]}, "messages"),
             ({"stop_sequences": [""]}, "stop_sequences[0]"),
             ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+            ({"extra_body": {"thread": {"type": "create"}}}, "thread"),
         ]
         for fields, param in wrong_told:
             for stream in (False, True):
@@ -273,6 +305,9 @@ async def test_errors_have_the_format_of_each_api(nats_url: str, fleet: str, tmp
                 assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
                 assert error["error"]["param"] == param
                 assert ("prompt is too long" in error["error"]["message"]) == (param == "messages")
+                # With these details, the client's tool runner goes on without a thread.
+                details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+                assert error["error"].get("details") == (details if param == "thread" else None)
         with pytest.raises(anthropic.NotFoundError) as missing:
             await claude.messages.create(**{**TOLD, "model": "other"})
         assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]

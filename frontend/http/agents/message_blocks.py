@@ -28,6 +28,8 @@ ERROR_TYPES: Final = {
 }
 """Types of errors by status. Others are `invalid_request_error` below 500, and `api_error`."""
 TOO_LONG: Final = "context_length_exceeded"
+NO_THREADS: Final[JsonObject] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details of the error for `thread`, with which Anthropic's client sends the whole history instead."""
 
 
 class MessageWriter(BlockWriter):
@@ -129,7 +131,10 @@ def _error(error: HttpError) -> JsonObject:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # Clients compact a history if the message has these words.
     message = f"prompt is too long: {error.message}" if error.code == TOO_LONG else error.message
-    return {"type": "error", "error": {"type": kind, "message": message, "param": error.param, "code": error.code}}
+    told: JsonObject = {"type": kind, "message": message, "param": error.param, "code": error.code}
+    if error.param == "thread":
+        told["details"] = NO_THREADS
+    return {"type": "error", "error": told}
 
 
 def message_error(error: HttpError) -> Response:

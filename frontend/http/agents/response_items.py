@@ -8,7 +8,7 @@ from ..errors import HttpError
 from ..openai.parsers import CallPart
 from ..tokens import Usage
 from .answers import AnswerEnd, BlockWriter, Kind
-from .responses import ReasoningOptions, ResponsesBody, TextOptions
+from .responses import NAMESPACE, ReasoningOptions, ResponsesBody, TextOptions, namespaces, offered_tools
 
 PREFIXES: Final = {"reasoning": "rs", "text": "msg"}
 """Beginnings of the ids of items."""
@@ -33,6 +33,7 @@ class ResponseWriter(BlockWriter):
         self._sequence = 0
         self._items: list[JsonObject] = []
         self._item: JsonObject = {}
+        self._namespaces = namespaces(body)
         text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
         self.document = {
             "id": f"resp_{answer_id}",
@@ -59,7 +60,7 @@ class ResponseWriter(BlockWriter):
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": text.format or {"type": "text"}, "verbosity": "medium"},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": offered_tools(body),
             "top_logprobs": 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -125,12 +126,16 @@ class ResponseWriter(BlockWriter):
             "call_id": call.id,
             "name": call.name,
         }
+        for namespace in self._namespaces:
+            if call.name.startswith(namespace + NAMESPACE):
+                name = call.name.removeprefix(namespace + NAMESPACE)
+                item |= {"name": name, "namespace": namespace}
         begun = {**item, "arguments": "", "status": "in_progress"}
         self._item = {**item, "arguments": arguments, "status": "completed"}
         return [
             self._event("output_item.added", output_index=len(self._items), item=begun),
             self._part_event("function_call_arguments.delta", delta=arguments),
-            self._part_event("function_call_arguments.done", arguments=arguments, name=call.name),
+            self._part_event("function_call_arguments.done", arguments=arguments, name=item["name"]),
             self._add_item(),
         ]
 

@@ -21,6 +21,10 @@ TEXTS: Final = ("input_text", "output_text", "text", "refusal")
 """Types of content with text."""
 ITEMS: Final = ("message", "reasoning", "function_call", "function_call_output")
 """Types of items in `input`."""
+HOSTED: Final = ("web_search", "web_search_preview", "image_generation")
+"""Types of tools of OpenAI's servers that clients offer unasked. Beside functions they are left out."""
+NAMESPACE: Final = "."
+"""Stands between the names of a namespace and of a function, in the name that the model sees."""
 ENCRYPTED: Final = "reasoning.encrypted_content"
 INCLUDABLE: Final = frozenset(
     (
@@ -89,7 +93,8 @@ class ResponsesBody(AgentFields, kw_only=True, frozen=True):
     """The first system message."""
     max_output_tokens: int | None = None
     tools: list[JsonObject] | None = None
-    """Only tools of the type `function`."""
+    """Only functions, alone or in a `namespace`. Beside them, tools for web searches and images are left out, and the
+    answer's `tools` lacks them."""
     tool_choice: Literal["none", "auto", "required"] | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     """False: the answer omits all calls after the first."""
@@ -105,6 +110,7 @@ class ResponsesBody(AgentFields, kw_only=True, frozen=True):
     # Accepted without effect.
     store: bool | None = None
     """Answered as false."""
+    client_metadata: JsonObject | None = None
     metadata: dict[str, str] | None = None
     max_tool_calls: int | None = None
     """Limits only the tools of OpenAI's servers."""
@@ -126,6 +132,18 @@ class ResponsesBody(AgentFields, kw_only=True, frozen=True):
     top_logprobs: int | None = None
 
 
+def offered_tools(body: ResponsesBody) -> list[JsonObject]:
+    """Return the tools that the model is offered."""
+    tools = body.tools or []
+    found = [tool for tool in tools if tool.get("type") not in HOSTED]
+    return found or tools
+
+
+def namespaces(body: ResponsesBody) -> list[str]:
+    """Return the names of the namespaces of a request."""
+    return [str(tool.get("name")) for tool in body.tools or () if tool.get("type") == "namespace"]
+
+
 def translate_response(body: ResponsesBody) -> ChatBody:
     """Return the request of the chat route.
 
@@ -144,7 +162,7 @@ def translate_response(body: ResponsesBody) -> ChatBody:
     return ChatBody(
         **body.chat_fields(),
         messages=read_history(body),
-        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())] or None,
+        tools=_tools(body) or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         max_completion_tokens=body.max_output_tokens,
@@ -198,6 +216,8 @@ def _read_item(field: str, item: JsonObject, history: History) -> None:
         arguments = item.get("arguments")
         if not isinstance(arguments, str):
             raise invalid(f"{field}.arguments", "is missing or is not text", "JSON in a text")
+        if item.get("namespace") is not None:
+            name = read_string(field, item, "namespace") + NAMESPACE + name
         history.add_call(f"{field}.call_id", _turn(history, item, ()), call_id, name, arguments)
     else:
         call_id = read_string(field, item, "call_id")
@@ -226,6 +246,23 @@ def _reasoning(field: str, item: JsonObject) -> str:
     return text or read_text(f"{field}.summary", item.get("summary"), ("summary_text",))
 
 
+def _tools(body: ResponsesBody) -> list[JsonObject]:
+    offered, found = offered_tools(body), []
+    for index, tool in enumerate(body.tools or ()):
+        field = f"tools[{index}]"
+        if tool.get("type") == "namespace":
+            name, inner = read_string(field, tool, "name"), tool.get("tools")
+            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+                raise invalid(f"{field}.tools", f"is {describe(inner)}", "a list of functions")
+            for at, each in enumerate(inner):
+                made = _tool(f"{field}.tools[{at}]", each)
+                made["function"]["name"] = name + NAMESPACE + read_string(f"{field}.tools[{at}]", each, "name")
+                found.append(made)
+        elif tool in offered:
+            found.append(_tool(field, tool))
+    return found
+
+
 def _tool(field: str, tool: JsonObject) -> JsonObject:
     if tool.get("type") != "function":
         reason = "the service runs no tools; the client offers its own as functions"
@@ -245,7 +282,10 @@ def _tool_choice(given: str | JsonObject | None) -> str | JsonObject | None:
             f"{describe(given.get('type'))} selects other tools",
             allowed="none, auto, required, function",
         )
-    return {"type": "function", "function": {"name": given.get("name")}}
+    name = given.get("name")
+    if given.get("namespace") is not None:
+        name = read_string("tool_choice", given, "namespace") + NAMESPACE + read_string("tool_choice", given, "name")
+    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(given: JsonObject | None) -> JsonObject | None:
