@@ -127,8 +127,8 @@ class ResponseWriter(BlockWriter):
             "name": call.name,
         }
         for namespace in self._namespaces:
-            if call.name.startswith(namespace + NAMESPACE):
-                name = call.name.removeprefix(namespace + NAMESPACE)
+            begin, _, name = (call.name or "").partition(namespace + NAMESPACE)
+            if name and not begin:
                 item |= {"name": name, "namespace": namespace}
         begun = {**item, "arguments": "", "status": "in_progress"}
         self._item = {**item, "arguments": arguments, "status": "completed"}

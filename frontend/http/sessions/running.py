@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .... import bus
 from ..answers import AnswerChoice, Update, updates
+from ..calls import first_error
 from ..edge import ResponseSender, while_connected
 from ..errors import HttpError
 from ..service import Service
@@ -103,7 +105,8 @@ class RunningTurn:
         choices: Sequence[AnswerChoice],
     ) -> AsyncGenerator[Iterator[tuple[AnswerChoice, Update]], None]:
         """Yield updates until the answers end or `stop` ends them. An ended answer has a last update in any case."""
-        async with aclosing(updates(service, http_request, requests, choices)) as found:
+        source = updates if requests[0].sampling.is_continuable else self._at_once
+        async with aclosing(source(service, http_request, requests, choices)) as found:
             while not self._is_stopped:
                 try:
                     async with asyncio.timeout(None) as self._scope:
@@ -118,6 +121,41 @@ class RunningTurn:
                 yield added
         ended = [choice for choice in choices if choice.finish_reason is None]
         yield iter([(choice, choice.add(_nothing(choice, self._stop_reason))) for choice in ended])
+
+    async def _at_once(
+        self,
+        service: Service,
+        http_request: Request,
+        requests: Sequence[bus.GenerateRequest],
+        choices: Sequence[AnswerChoice],
+    ) -> AsyncGenerator[Iterator[tuple[AnswerChoice, Update]], None]:
+        """Yield one update for each answer, when all have ended or `stop` has ended them.
+
+        No other worker can continue an answer of a sampler with a state, for example a grammar. While the client has no
+        token of it, it starts over.
+        """
+        (request,) = requests
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(service.complete(http_request, request))
+                try:
+                    await asyncio.wait([running])
+                except asyncio.CancelledError:
+                    if not self._is_stopped:
+                        raise
+                    if not await service.rb.abort([request.request_id]):
+                        # It waits for its turn.
+                        running.cancel()
+        if running.cancelled():
+            return
+        result = running.result()
+        found = []
+        for choice, generation in zip(choices, (result, *result.siblings), strict=True):
+            tokens = Tokens.of_generation(generation, choice.request)
+            if self._is_stopped and tokens.finish_reason == bus.FinishReason.ABORT:
+                tokens = replace(tokens, finish_reason=self._stop_reason)
+            found.append((choice, choice.add(tokens)))
+        yield iter(found)
 
     async def response(self, request: Request) -> "Response":
         """Return the answer for one reader, after its first piece.

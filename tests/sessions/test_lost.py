@@ -1,0 +1,111 @@
+"""Turns whose sampler has a state, for example a seed or a grammar, which no other worker can continue."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rollbus.frontend.http import Settings
+from rollbus.frontend.http.sessions import running
+from rollbus.schemas.errors import EngineDead
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic.engine import SyntheticEngine
+from rollbus.workers.worker import Worker
+from tests.http.support import http_before
+from tests.sessions.support import CONFIG, Owner, agent_of, save_qwen3
+from tests.support.fleet import synthetic_worker, until_state
+from tests.support.waits import UNHURRIED_LEASE_S, until, until_true
+
+ASKED: dict[str, Any] = {
+    "model": "synthetic",
+    "messages": [{"role": "user", "content": "How much is 1 + 2?"}],
+    "seed": 7,
+    "max_tokens": 60,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+async def sampled(owner: Owner, session: dict[str, Any], **query: Any) -> tuple[list[int], list[float], list[int]]:
+    """Return the tokens of a session's only sample, its log probabilities and the attempts."""
+    (sample,) = await owner.samples(session, **query)
+    return sample["token_ids"], sample["logprobs"], sample["attempts"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_seeded_turn_starts_over_if_its_worker_is_lost(
+    nats_url: str, fleet: str, tmp_path: Path, stream: bool
+) -> None:
+    """A turn with a seed whose engine dies has the tokens of an undisturbed one, streamed or not."""
+    config = replace(CONFIG, step_s=0.05)
+    engines = {name: SyntheticEngine(config) for name in ("w0", "w1")}
+    fields: dict[str, Any] = {"nats_url": nats_url, "fleet": fleet, "model": "synthetic", "listen_s": 0.0}
+    workers = [
+        Worker(WorkerConfig(**fields, worker_id=name, lease_s=UNHURRIED_LEASE_S), engine)
+        for name, engine in engines.items()
+    ]
+
+    async def run(worker: Worker) -> None:
+        with contextlib.suppress(EngineDead):
+            await worker.run()
+
+    settings = Settings(tokenizer=save_qwen3(tmp_path))
+    async with asyncio.TaskGroup() as tasks:
+        for worker in workers:
+            tasks.create_task(run(worker))
+        async with http_before(nats_url, fleet, settings) as http:
+            await http.own.fleet.wait_for_workers(2)
+            owner, found = Owner(http.client), []
+
+            async def kill() -> None:
+                await until_true(lambda: any(engine.stats.running for engine in engines.values()))
+                await asyncio.sleep(config.step_s * 5)
+                next(engine for engine in engines.values() if engine.stats.running).kill()
+
+            for is_killed in (False, True):
+                session = await owner.open()
+                async with agent_of(session) as agent:
+                    killing = tasks.create_task(kill()) if is_killed else None
+                    answer = await agent.chat.completions.create(**ASKED, stream=stream)
+                    if stream:
+                        assert [event async for event in answer]
+                    if killing is not None:
+                        await killing
+                found.append(await sampled(owner, session))
+        for worker in workers:
+            worker.stop()
+    assert [each[2] for each in found] == [[1], [2]]
+    assert found[0][:2] == found[1][:2]
+
+
+async def test_a_seeded_turn_that_is_stopped_keeps_its_tokens(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its client leaves, a turn with a seed ends with the tokens so far, as one without."""
+    monkeypatch.setattr(running, "ATTACH_S", 0.05)
+    config = replace(CONFIG, step_s=0.01)
+    settings = Settings(tokenizer=save_qwen3(tmp_path))
+    async with (
+        synthetic_worker(nats_url, fleet, config=config),
+        http_before(nats_url, fleet, settings) as http,
+    ):
+        await http.own.fleet.wait_for_workers()
+        owner = Owner(http.client)
+        session = await owner.open()
+        async with agent_of(session) as agent, asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(agent.chat.completions.create(**{**ASKED, "max_tokens": 2000}))
+            await until_state(http.own, lambda state: any(each.in_flight for each in state.workers))
+            await asyncio.sleep(config.step_s * 5)
+            asked.cancel()
+        await until(lambda: _num_turns(owner, session), 1)
+        (turn,) = (await owner.read(session))["turns"]
+        assert (turn["is_complete"], turn["finish_reason"]) == (False, "abort")
+        assert 0 < turn["num_sampled"] < 2000
+        tokens, logprobs, _ = await sampled(owner, session, interrupted=True)
+        assert sum(each != 0 for each in logprobs) == turn["num_sampled"] < len(tokens)
+
+
+async def _num_turns(owner: Owner, session: dict[str, Any]) -> int:
+    return int((await owner.read(session))["num_turns"])
