@@ -54,6 +54,9 @@ test-trainers: setup .venv-trainers/ready
 
 test-trainers-all: test-trainers $(TRAINERS:%=test-%)
 
+# Verifiers needs an older client of OpenAI than the other agents.
+test-agents: .venv-trainers/ready
+
 # SkyRL asks for Python 3.12. Its files run on 3.11, the only Python for which PyPI's packages have a torch without CUDA.
 .venv-skyrl/ready: export PIP_IGNORE_REQUIRES_PYTHON := 1
 

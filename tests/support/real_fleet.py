@@ -34,18 +34,21 @@ ENGINE_ARGS = {
     "kv_cache_memory_bytes": 1 << 28,
 }
 STOP_TIMEOUT_S = SOON_S
+NOTES, DIES_AFTER = "ROLLBUS_TEST_NOTES", "ROLLBUS_TEST_DIES_AFTER"
+"""Variables of a worker process: the arguments of `note_steps`."""
 WEIGHT_VERSION = 5
 
 
 class ForkedWorker(psutil.Process):  # type: ignore[misc]
     """A worker process that was forked from the fork server of this process, with the interface of `psutil.Popen`."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         # The fork server keeps the environment of this moment, also for engine cores.
         set_environment(os.fspath(Path.cwd()), None)
         begin_preload()
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=run_worker, args=(arguments, dict(os.environ)), name="worker")
+        given = (arguments, {**os.environ, **(environment or {})})
+        self._process = context.Process(target=run_worker, args=given, name="worker")
         self._process.start()
         super().__init__(self._process.pid)
 
@@ -71,6 +74,13 @@ def run_worker(arguments: Sequence[str], environment: Mapping[str, str]) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The worker's engine core is forked from the same server. By default a forked process starts another server.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    if NOTES in os.environ:
+        # This import loads the engine's module, as the worker does anyway.
+        from tests.support.noted_steps import note_steps
+
+        dies_after = os.environ.get(DIES_AFTER)
+        worker = arguments[arguments.index("--worker-id") + 1]
+        note_steps(Path(os.environ[NOTES]), worker, None if dies_after is None else int(dies_after))
     sys.exit(main(arguments))
 
 
@@ -84,6 +94,7 @@ class RealWorkers:
         forked: False starts the workers as users do, for tests of their processes.
 
     Attributes:
+        notes: folder in which each forked worker notes what its engine samples, for `read_notes`; None: none.
         fleet: name of the fleet. `have` chooses a new name if a test has left workers that may not serve.
     """
 
@@ -99,6 +110,7 @@ class RealWorkers:
     ) -> None:
         self.fleet = _new_name()
         self._forked = forked
+        self.notes: Path | None = None
         self._nats_url = nats_url
         self._model = model
         self._version = version
@@ -116,7 +128,7 @@ class RealWorkers:
     async def have(self, count: int) -> dict[str, psutil.Popen | ForkedWorker]:
         """Start or stop workers until exactly `count` serve. One start takes long; several starts run in parallel."""
         if not await self._serve_still():
-            self._kill()
+            self.kill()
             self.fleet = _new_name()
         self._stop(*list(self.living)[count:])
         while len(self.living) < count:
@@ -125,9 +137,13 @@ class RealWorkers:
         self._served = {*self.living}
         return self.living
 
-    def add(self) -> str:
-        """Start a worker that need not come to serve, and return its id."""
-        self._start()
+    def add(self, *, dies_after: int | None = None) -> str:
+        """Start a worker that need not come to serve, and return its id.
+
+        Args:
+            dies_after: see `note_steps`.
+        """
+        self._start({} if dies_after is None else {DIES_AFTER: str(dies_after)})
         name = f"w{len(self._processes) - 1}"
         self._added.add(name)
         return name
@@ -156,14 +172,15 @@ class RealWorkers:
         try:
             self._stop(*self.living)
         finally:
-            self._kill()
+            self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill all workers that still run."""
         for process in self.living.values():
             process.kill()
             process.wait()
 
-    def _start(self) -> None:
+    def _start(self, environment: Mapping[str, str] | None = None) -> None:
         name = f"w{len(self._processes)}"
         arguments = ["--nats", self._nats_url, "--fleet", self.fleet, "--worker-id", name]
         # All checkpoints of weight updates lie in the parent folder of the first checkpoint.
@@ -173,7 +190,11 @@ class RealWorkers:
         options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0", *self._cache]
         arguments += [*model, *options]
         command = [sys.executable, "-m", "rollbus.workers", *arguments]
-        self._processes[name] = ForkedWorker(*arguments) if self._forked else psutil.Popen(command)
+        if self._forked:
+            notes = {} if self.notes is None else {NOTES: str(self.notes)}
+            self._processes[name] = ForkedWorker(*arguments, environment={**notes, **(environment or {})})
+        else:
+            self._processes[name] = psutil.Popen(command)
 
     def _stop(self, *names: str) -> None:
         for name in names:

@@ -1,144 +1,165 @@
 """Published agents, unchanged, with a tool loop of five turns on a real engine, over the three APIs, streamed and not.
 
-A model with random weights does not call tools. So the test adds a grammar to each request to the engine, which allows
-only the text of the agent's turn. The engine samples this text, and everything after it is as for any model.
+Each runs on the ordinary routes and in a session, from which its samples come out as the engine sampled them.
 """
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from msgspec.structs import replace
 
-import rollbus
-from rollbus.frontend.http import Settings
-from rollbus.frontend.http.openai import routes
-from rollbus.frontend.http.openai.body import ChatBody
-from tests.http.support import Http, http_before
-from tests.integrations.support import find_python, needs, run_program
-from tests.sessions.families import TEMPLATES
-from tests.support.real_fleet import RealWorkers
-
-pytestmark = [pytest.mark.vllm, needs("agents")]
-
-PROGRAM = Path(__file__).parent / "programs" / "harness.py"
-TURNS = 5
-ANSWER = "The sum is 5."
-PAIRS = [
-    *[("openai_sdk", api) for api in ("responses", "responses-stream")],
-    *[("anthropic_sdk", api) for api in ("messages", "messages-stream")],
-    *[("openai_agents", api) for api in ("responses", "responses-stream", "chat")],
-    *[("pydantic_ai", api) for api in ("chat", "responses", "responses-stream", "messages", "messages-stream")],
-    *[("litellm", api) for api in ("chat-stream", "responses", "responses-stream", "messages", "messages-stream")],
-    *[("smolagents", api) for api in ("chat", "chat-stream")],
-    *[("mini_swe_agent", api) for api in ("chat", "responses", "messages")],
-]
-WANTED: ContextVar[str] = ContextVar("wanted")
-
-
-def text_of_turn(body: ChatBody) -> str:
-    """Return what the model writes next: a call of the tool that the agent offers, then its answer."""
-    turn = sum(message["role"] == "assistant" for message in body.messages or ())
-    names = {tool["function"]["name"] for tool in body.tools or ()}
-    call: tuple[str, dict[str, Any]]
-    if "bash" in names:
-        last = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo '{ANSWER}'"
-        call = ("bash", {"command": f"echo {turn + 1} | tee -a sums" if turn < TURNS else last})
-    elif turn < TURNS:
-        call = ("add", {"a": turn, "b": 1})
-    elif "final_answer" in names:
-        call = ("final_answer", {"answer": ANSWER})
-    else:
-        return ANSWER
-    return f"<tool_call>{json.dumps({'name': call[0], 'arguments': call[1]})}</tool_call>"
-
-
-@pytest.fixture(scope="session")
-def agent_workers(nats_url: str, callers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """VLLM workers of a fleet whose tokenizer has the tokens of tool calls."""
-    workers = RealWorkers(nats_url, callers[0], version=0, cache=tmp_path_factory.mktemp("cache"))
-    yield workers
-    workers.stop()
-
-
-@asynccontextmanager
-async def forced(
-    workers: RealWorkers, nats_url: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Path | None = None
-) -> AsyncIterator[Http]:
-    """Serve the fleet. The engine may sample only the text of each turn."""
-    await workers.have(1)
-    chat_route: Any = routes
-    prepare_answer, build_request = chat_route.prepare_answer, chat_route.build_request
-
-    async def note_turn(service: Any, request: Any, body: ChatBody, *more: Any) -> Any:
-        WANTED.set(text_of_turn(body))
-        return await prepare_answer(service, request, body, *more)
-
-    def force(*given: Any, sampling: rollbus.SamplingParams, **more: Any) -> rollbus.GenerateRequest:
-        extra = {**(sampling.extra or {}), "structured_outputs": {"choice": [WANTED.get()]}}
-        request: rollbus.GenerateRequest = build_request(*given, sampling=replace(sampling, extra=extra), **more)
-        return request
-
-    monkeypatch.setattr(routes, "prepare_answer", note_turn)
-    monkeypatch.setattr(routes, "build_request", force)
-    async with http_before(nats_url, workers.fleet, Settings(tool_call_parser="hermes", tokenizer=tokenizer)) as http:
-        await http.own.fleet.wait_for_workers()
-        yield http
-
-
-@pytest.mark.parametrize(("agent", "api"), PAIRS)
-async def test_an_agent_calls_its_tool_in_five_turns_and_answers(
-    nats_url: str, agent_workers: RealWorkers, monkeypatch: pytest.MonkeyPatch, agent: str, api: str
-) -> None:
-    """Each agent calls its tool five times, in order and with the arguments that the model wrote, and then answers."""
-    async with forced(agent_workers, nats_url, monkeypatch) as http:
-        (worker,) = http.own.fleet.workers
-        seen = await run_program(PROGRAM, agent, api, http.url, worker.model, python=find_python("agents"))
-    assert seen == {"calls": [[turn, 1] for turn in range(TURNS)], "answer": ANSWER}
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [
-        ("openai_agents", "chat"),
-        *[("openai_sdk", api) for api in ("responses", "responses-stream")],
-        *[("anthropic_sdk", api) for api in ("messages", "messages-stream")],
-        *[("pydantic_ai", "responses"), ("litellm", "messages"), ("mini_swe_agent", "chat")],
-    ],
+from rollbus import FleetState
+from rollbus.schemas.presence import WorkerState
+from tests.http.support import Http, rows_of
+from tests.integrations.agents.support import (
+    ANSWER,
+    TURNS,
+    NotedWorkers,
+    check_sample,
+    forced,
+    noted_workers,
 )
-async def test_a_session_has_the_tokens_that_the_engine_sampled_for_an_agent(
-    nats_url: str,
-    agent_workers: RealWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-    callers: tuple[Path, Path],
-    tmp_path: Path,
-    pair: tuple[str, str],
+from tests.integrations.support import PYTHON, find_python, needs, run_program
+from tests.sessions.support import Owner, agent_of
+from tests.support.fleet import until_state
+from tests.support.noted_steps import read_notes, sampled_of
+from tests.support.second_pass import check_second_pass
+
+pytestmark = [pytest.mark.vllm, pytest.mark.routing, needs("agents")]
+
+PROGRAMS = Path(__file__).parent / "programs"
+APIS = {
+    "openai_sdk": ("chat", "chat-stream", "responses", "responses-stream"),
+    "anthropic_sdk": ("messages", "messages-stream"),
+    "openai_agents": ("responses", "responses-stream", "chat"),
+    "pydantic_ai": ("chat", "responses", "responses-stream", "messages", "messages-stream"),
+    "litellm": ("chat-stream", "responses", "responses-stream", "messages", "messages-stream"),
+    "smolagents": ("chat", "chat-stream"),
+    "mini_swe_agent": ("chat", "responses", "messages"),
+}
+CALLS = [[turn, 1] for turn in range(TURNS)]
+DIES_AFTER = 12
+"""Tokens of a turn after which its worker dies."""
+
+
+@pytest.fixture(scope="module")
+def noted(
+    nats_url: str, callers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NotedWorkers]:
+    """VLLM workers of a fleet whose tokenizer has the tokens of tool calls."""
+    with noted_workers(nats_url, callers[0], tmp_path_factory.mktemp("noted")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("agent", APIS)
+async def test_an_agent_calls_its_tool_in_five_turns_and_its_session_has_what_the_engine_sampled(
+    noted: NotedWorkers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, agent: str
 ) -> None:
-    """Six turns of each agent are one branch without a fork, whose sampled ids are the texts that were forced."""
-    # The template of the model's own tokenizer leaves calls out, and then every turn is a branch.
-    config = json.loads((callers[0] / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer.json").write_bytes((callers[0] / "tokenizer.json").read_bytes())
-    config["chat_template"] = (TEMPLATES / "hermes.jinja").read_text().removesuffix("\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    async with forced(agent_workers, nats_url, monkeypatch, tmp_path) as http:
-        (worker,) = http.own.fleet.workers
-        session = (await http.client.post("/v1/rl/sessions", json={})).json()
-        url, key = session["base_url"].removesuffix("/v1"), session["api_key"]
-        seen = await run_program(PROGRAM, *pair, url, worker.model, key, python=find_python("agents"))
-        assert seen["calls"] == [[turn, 1] for turn in range(TURNS)]
-        (sample,) = (await http.client.get(f"/v1/rl/sessions/{session['id']}/samples")).json()["samples"]
-        assert sample["forks"] == [None] * (TURNS + 1)
-        places, sampled = np.array(sample["turn_of_token"]), np.array(sample["loss_mask"])
-        texts = []
-        for place in range(len(sample["turns"])):
-            ids = np.array(sample["token_ids"])[(places == place) & sampled].tolist()
-            texts.append((await http.client.post("/detokenize", json={"tokens": ids})).json()["prompt"])
-    assert len(texts) == TURNS + 1
-    for turn, text in enumerate(texts[:-1]):
-        assert f'"a": {turn}, "b": 1' in text or f"echo {turn + 1}" in text
-    assert ANSWER in texts[-1]
+    """Each agent calls its tool five times, in order and with the arguments that the model wrote, and then answers.
+
+    Its session is one branch without a fork, except for smolagents, which writes earlier calls as text. Tokens, log
+    probabilities and rows of routed experts are those that the engine sampled, and a second forward pass computes the
+    same.
+    """
+    await noted.workers.have(1)
+    async with forced(noted, monkeypatch, tmp_path) as served:
+        (worker,) = served.http.own.fleet.workers
+        sessions = [await served.open() for _ in APIS[agent]]
+        runs = [(api, url, session["api_key"]) for api, (session, url) in zip(APIS[agent], sessions, strict=True)]
+        runs += [(api, served.http.url, "none") for api in APIS[agent]]
+        arguments = (agent, worker.model, json.dumps(runs))
+        seen = await run_program(PROGRAMS / "harness.py", *arguments, python=find_python("agents"))
+        assert seen["runs"] == [{"calls": CALLS, "answer": ANSWER}] * len(runs)
+        for session, _ in sessions:
+            await served.check_session(session, is_branch=agent != "smolagents")
+
+
+@needs("trainers")
+async def test_an_environment_of_verifiers_in_a_session_has_what_the_engine_sampled(
+    noted: NotedWorkers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool_environments: Path
+) -> None:
+    """An environment whose agent sends chats to a session gives the same sample as the engine, without tokens."""
+    await noted.workers.have(1)
+    async with forced(noted, monkeypatch, tmp_path) as served:
+        (worker,) = served.http.own.fleet.workers
+        session, url = await served.open()
+        arguments = (worker.model, url, session["api_key"], tool_environments, TURNS + 3)
+        seen = await run_program(PROGRAMS / "verifiers_chat.py", *arguments, python=PYTHON)
+        assert seen["errors"] == []
+        assert len(seen["results"]) == TURNS
+        assert all(f"turn {turn}" in result for turn, result in enumerate(seen["results"]))
+        assert seen["answer"] == ANSWER
+        await served.check_session(session)
+
+
+async def test_a_worker_killed_in_every_turn_changes_no_sample(
+    noted: NotedWorkers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If SIGKILL ends the worker of each turn while it samples, the sample is as exact as without it.
+
+    The turns of an agent, whose grammar no other worker can continue, start over. Turns of free text go on with the
+    tokens that the service has of the first attempt.
+    """
+    await noted.workers.have(0)
+    with noted_workers(noted.nats_url, noted.checkpoint, tmp_path) as dying:
+        workers = dying.workers
+
+        async def have_two() -> None:
+            def is_met(state: FleetState) -> bool:
+                serving = {each.worker for each in state.workers if each.state is WorkerState.SERVING}
+                return len(serving & workers.living.keys()) >= 2
+
+            await until_state(served.http.own, is_met)
+
+        async def replace_dead() -> None:
+            while True:
+                while len(workers.living) < 2:
+                    workers.add(dies_after=DIES_AFTER)
+                await asyncio.sleep(0.1)
+
+        async with asyncio.TaskGroup() as group:
+            replacing = group.create_task(replace_dead())
+            async with forced(dying, monkeypatch, tmp_path) as served:
+                session, url = await served.open()
+                served.before_turn = have_two
+                (worker, *_) = served.http.own.fleet.workers
+                arguments = ("openai_sdk", worker.model, json.dumps([("chat-stream", url, session["api_key"])]))
+                seen = await run_program(PROGRAMS / "harness.py", *arguments, python=find_python("agents"))
+                assert seen["runs"] == [{"calls": CALLS, "answer": ANSWER}]
+                await served.check_session(session, attempts=2)
+                monkeypatch.undo()
+                sample, requests = await talk(served.http, worker.model, have_two)
+            replacing.cancel()
+        notes = read_notes(dying.notes)
+        found = [sampled_of(notes[request]) for request in requests]
+        assert sample["attempts"] == [2] * TURNS
+        # Of the first attempts, the service has up to `DIES_AFTER` tokens each.
+        assert sum(each.num_resumed for each in found) > TURNS
+        check_sample(sample, found)
+        check_second_pass(noted.checkpoint, sample, rows_of(sample["routed_experts"]))
+
+
+async def talk(
+    http: Http, model: str, before_turn: Callable[[], Awaitable[object]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Send questions in a session, every second one streamed. Return its sample, and the ids of its requests."""
+    owner = Owner(http.client)
+    session = await owner.open(routed_experts=True)
+    messages: list[Any] = []
+    async with agent_of(session) as agent:
+        for turn in range(TURNS):
+            messages.append({"role": "user", "content": f"Question {turn}?"})
+            await before_turn()
+            asked: Any = {"model": model, "messages": messages, "max_tokens": 40, "extra_body": {"min_tokens": 30}}
+            if turn % 2:
+                async with agent.chat.completions.stream(**asked) as events:
+                    answer: Any = await events.get_final_completion()
+            else:
+                answer = await agent.chat.completions.create(**asked)
+            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+    (sample,) = await owner.samples(session)
+    requests = {turn["id"]: turn["request_id"] for turn in (await owner.read(session))["turns"]}
+    return sample, [requests[turn] for turn in sample["turns"]]

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""Run one published agent until it ends, and print the calls of its tool and its answer.
+"""Run one published agent several times, each until it ends, and print the calls of its tool and its answers.
 
-    python harness.py AGENT API URL MODEL [KEY]
+    python harness.py AGENT MODEL RUNS
 
-AGENT is a function of this module. API is `chat`, `responses` or `messages`, with `-stream` for streams.
+AGENT is a function of this module. RUNS is JSON: a list of `[API, URL, KEY]`. API is `chat`, `responses` or `messages`,
+with `-stream` for streams.
 """
 
 import asyncio
@@ -14,9 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-KEY = sys.argv[5] if len(sys.argv) > 5 else "none"
-for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
-    os.environ[name] = KEY
 os.environ |= {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -28,6 +26,11 @@ TASK = "Add 1 five times, beginning with 0, and tell me the sum."
 STEPS = 8
 """Limit on turns."""
 CALLS: list[list[int]] = []
+
+
+def key() -> str:
+    """Return the key of the present run."""
+    return os.environ["OPENAI_API_KEY"]
 
 
 def add(a: int, b: int) -> str:
@@ -53,6 +56,8 @@ def openai_sdk(api: str, url: str, model: str) -> str:
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", max_retries=0)
+    if api.startswith("chat"):
+        return chat_of_openai(client, model, stream=api.endswith("-stream"))
     tools: Any = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}]
     items: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(STEPS):
@@ -72,6 +77,27 @@ def openai_sdk(api: str, url: str, model: str) -> str:
     return "no end"
 
 
+def chat_of_openai(client: Any, model: str, *, stream: bool) -> str:
+    """Loop over the chat API of OpenAI's client."""
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+    history: list[Any] = [{"role": "user", "content": TASK}]
+    for _ in range(STEPS):
+        if stream:
+            with client.chat.completions.stream(model=model, messages=history, tools=tools) as events:
+                for _ in events:
+                    pass
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(model=model, messages=history, tools=tools).choices[0].message
+        history.append(message)
+        if not message.tool_calls:
+            return str(message.content)
+        for call in message.tool_calls:
+            result = add(**json.loads(call.function.arguments))
+            history.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return "no end"
+
+
 def anthropic_sdk(api: str, url: str, model: str) -> str:
     """Run the tool runner of Anthropic's client."""
     import anthropic
@@ -85,7 +111,6 @@ def anthropic_sdk(api: str, url: str, model: str) -> str:
         tools=[tool],
         messages=[{"role": "user", "content": TASK}],
         stream=stream,
-        thread=False,
     )
     message: Any = None
     for turn in runner:
@@ -128,9 +153,9 @@ def pydantic_ai(api: str, url: str, model: str) -> str:
 
     chosen: Any
     if api.startswith("messages"):
-        chosen = AnthropicModel(model, provider=AnthropicProvider(api_key=KEY, base_url=url))
+        chosen = AnthropicModel(model, provider=AnthropicProvider(api_key=key(), base_url=url))
     else:
-        provider = OpenAIProvider(api_key=KEY, base_url=f"{url}/v1")
+        provider = OpenAIProvider(api_key=key(), base_url=f"{url}/v1")
         chosen = (OpenAIChatModel if api.startswith("chat") else OpenAIResponsesModel)(model, provider=provider)
     agent = Agent(chosen, instructions="Use the tool.", tools=[add], model_settings={"max_tokens": 200})
     if not api.endswith("-stream"):
@@ -163,7 +188,7 @@ def litellm(api: str, url: str, model: str) -> str:
     for _ in range(STEPS):
         given: Any = {"model": f"{provider}/{model}", "messages": history, "tools": tools, "max_tokens": 200}
         stream = api.endswith("-stream")
-        answer: Any = lite.completion(**given, api_base=base, api_key=KEY, num_retries=0, stream=stream)
+        answer: Any = lite.completion(**given, api_base=base, api_key=key(), num_retries=0, stream=stream)
         if stream:
             answer = lite.stream_chunk_builder(list(answer), messages=history)
         message = answer.choices[0].message
@@ -180,7 +205,7 @@ def smolagents(api: str, url: str, model: str) -> str:
     """Run the agent of smolagents that calls tools. It ends with the tool `final_answer`."""
     import smolagents as smol
 
-    chosen = smol.OpenAIModel(model, api_base=f"{url}/v1", api_key=KEY, client_kwargs={"max_retries": 0})
+    chosen = smol.OpenAIModel(model, api_base=f"{url}/v1", api_key=key(), client_kwargs={"max_retries": 0})
     agent = smol.ToolCallingAgent(
         tools=[smol.tool(add)], model=chosen, max_steps=STEPS, stream_outputs=api.endswith("-stream"), verbosity_level=0
     )
@@ -197,7 +222,7 @@ def mini_swe_agent(api: str, url: str, model: str) -> str:
 
     config = get_config_from_spec("mini.yaml")
     provider, base = ("anthropic", url) if api == "messages" else ("openai", f"{url}/v1")
-    kwargs = {"api_base": base, "api_key": KEY, "drop_params": True}
+    kwargs = {"api_base": base, "api_key": key(), "drop_params": True}
     names = ("observation_template", "format_error_template")
     kept = {name: config["model"][name] for name in names if name in config["model"]}
     made = (LitellmResponseModel if api == "responses" else LitellmModel)(
@@ -213,7 +238,13 @@ def mini_swe_agent(api: str, url: str, model: str) -> str:
 
 
 if __name__ == "__main__":
-    _, chosen_agent, *arguments = sys.argv[:5]
-    said = globals()[chosen_agent](*arguments)
+    _, chosen_agent, chosen_model, wanted = sys.argv
+    seen = []
+    for chosen_api, chosen_url, given_key in json.loads(wanted):
+        os.environ |= {"OPENAI_API_KEY": given_key, "ANTHROPIC_API_KEY": given_key}
+        CALLS.clear()
+        print("begins", chosen_api, chosen_url, flush=True)
+        said = globals()[chosen_agent](chosen_api, chosen_url, chosen_model)
+        seen.append({"calls": list(CALLS), "answer": said.strip()})
     # Some agents write to stdout without a line end.
-    print("\nseen", json.dumps({"calls": CALLS, "answer": said}))
+    print("\nseen", json.dumps({"runs": seen}))
