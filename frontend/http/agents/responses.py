@@ -1,9 +1,9 @@
 """OpenAI's Responses API: the request, and its translation to a request of the chat route.
 
-No response is stored: a request has the whole history in `input`.
+No response is stored outside of sessions: a request has the whole history in `input`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -33,9 +33,10 @@ INCLUDABLE: Final = frozenset(
     )
 )
 """Values of `include`. Answers without the tools of OpenAI's servers have none of it but the first."""
+PREVIOUS: Final = "previous_response_id"
 NOT_STORED: Final = "responses are not stored; send the whole history as input"
 REFUSED: Final = {
-    "previous_response_id": (NOT_STORED, (), "null"),
+    PREVIOUS: (NOT_STORED, (), "null"),
     "conversation": (NOT_STORED, (), "null"),
     "background": (NOT_STORED, (False,), "false"),
     "prompt": ("the service stores no prompts; use instructions and input", (), "null"),
@@ -121,6 +122,7 @@ class ResponsesBody(AgentFields, kw_only=True, frozen=True):
 
     # Known but not supported, unless they have a harmless value.
     previous_response_id: str | None = None
+    """Only in sessions: the response whose history `input` continues."""
     conversation: str | JsonObject | None = None
     background: bool | None = None
     prompt: JsonObject | None = None
@@ -144,13 +146,16 @@ def namespaces(body: ResponsesBody) -> list[str]:
     return [str(tool.get("name")) for tool in body.tools or () if tool.get("type") == "namespace"]
 
 
-def translate_response(body: ResponsesBody) -> ChatBody:
+def translate_response(body: ResponsesBody, served: Sequence[JsonObject] = ()) -> ChatBody:
     """Return the request of the chat route.
+
+    Args:
+        served: the messages up to the response `previous_response_id`; empty: it is not supported.
 
     Raises:
         HttpError: 400, naming the field.
     """
-    refuse_fields(body, REFUSED)
+    refuse_fields(body, {name: reason for name, reason in REFUSED.items() if not served or name != PREVIOUS})
     for index, name in enumerate(body.include or ()):
         if name not in INCLUDABLE:
             reason = f"{describe(name)} is unknown, or needs logprobs, which parts of an answer do not have"
@@ -161,7 +166,7 @@ def translate_response(body: ResponsesBody) -> ChatBody:
     choice: Any = _tool_choice(body.tool_choice)
     return ChatBody(
         **body.chat_fields(),
-        messages=read_history(body),
+        messages=read_history(body, served),
         tools=_tools(body) or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -174,8 +179,10 @@ def translate_response(body: ResponsesBody) -> ChatBody:
     )
 
 
-def read_history(body: ResponsesBody) -> list[JsonObject]:
-    """Return the messages of the chat: the instructions and the input.
+def read_history(body: ResponsesBody, served: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return the messages of the chat: the instructions, the served messages and the input.
+
+    Instructions replace a served system message at the beginning.
 
     Raises:
         HttpError: 400, naming the item.
@@ -183,12 +190,14 @@ def read_history(body: ResponsesBody) -> list[JsonObject]:
     history = History()
     if body.instructions:
         history.add({"role": "system", "content": body.instructions})
+    if served:
+        history.resume(served, with_system=not body.instructions)
     if isinstance(body.input, str):
         history.add({"role": "user", "content": body.input})
     else:
         for index, item in enumerate(body.input):
             _read_item(f"input[{index}]", item, history)
-        history.check_answered("the end of input")
+    history.check_answered("the end of input")
     if not history.messages:
         raise invalid("input", "has no message", "a text, or at least one item that is not an instruction")
     return history.finish()

@@ -1,12 +1,15 @@
 """`POST /v1/responses`, `/v1/messages` and `/v1/messages/count_tokens`, whole or streamed, through the chat route."""
 
 import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....schemas.decoding import JsonObject
 from ..body import decode_body, read_body
 from ..calls import json_response
 from ..openai.body import ChatBody
@@ -20,6 +23,11 @@ from .format import MESSAGES, RESPONSES, AgentApi, AgentFormat, aborted
 from .message_blocks import message_error
 from .turns import renamed_errors
 
+FindServed = Callable[[str], Sequence[JsonObject]]
+"""Returns the messages up to a response with this id.
+
+Raises HttpError: 400, no such response was served.
+"""
 SHORT_BODY: Final = 64 << 10
 """Bytes of a body that is translated in less time than a switch to a thread takes."""
 
@@ -37,22 +45,31 @@ async def create_message(service: Service, request: Request) -> Response:
     return await _answer(service, request, MESSAGES)
 
 
-async def read_turn(service: Service, request: Request, api: AgentApi) -> AskedTurn:
+async def read_turn(
+    service: Service, request: Request, api: AgentApi, find_served: FindServed | None = None
+) -> AskedTurn:
     """Return the request of an API as one of the chat route.
+
+    Args:
+        find_served: finds the messages up to a response that the request continues; None: no response is known.
 
     Raises:
         HttpError: 400, naming the field; 413, the body is too large.
     """
-    body, chat, data = await _translate(service, request, api.body, api)
+    body, chat, data = await _translate(service, request, api.body, api, find_served)
     return AskedTurn(chat, data, AgentFormat(api, body))
 
 
-async def _translate(service: Service, request: Request, body: type[Any], api: AgentApi) -> tuple[Any, ChatBody, bytes]:
+async def _translate(
+    service: Service, request: Request, body: type[Any], api: AgentApi, find_served: FindServed | None = None
+) -> tuple[Any, ChatBody, bytes]:
     data = await read_body(request, service.settings)
-    decoded = decode_body(data, body)
+    decoded, translate = decode_body(data, body), api.translate
+    if find_served is not None and decoded.previous_response_id is not None:
+        translate = partial(responses.translate_response, served=find_served(decoded.previous_response_id))
     if len(data) <= SHORT_BODY:
-        return decoded, api.translate(decoded), data
-    return decoded, await asyncio.to_thread(api.translate, decoded), data
+        return decoded, translate(decoded), data
+    return decoded, await asyncio.to_thread(translate, decoded), data
 
 
 async def _answer(service: Service, request: Request, api: AgentApi) -> Response:

@@ -145,6 +145,18 @@ class History:
         self._system: list[str] = []
         self._open_calls: dict[str, str] = {}
 
+    def resume(self, served: Sequence[JsonObject], *, with_system: bool) -> None:
+        """Begin with served messages, of which the last one is an answer.
+
+        Args:
+            with_system: False: leave out the system message at their beginning.
+        """
+        for message in served:
+            if message["role"] != "system" or self.messages or with_system:
+                self.add(message)
+        for call in served[-1].get("tool_calls") or ():
+            self._open_calls[call["id"]] = "previous_response_id"
+
     def add(self, message: JsonObject) -> None:
         """Add a message that is not a result."""
         if message["role"] == "system" and not self.messages:

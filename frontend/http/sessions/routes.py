@@ -236,9 +236,19 @@ async def session_chat(service: Service, request: Request) -> Response:
 
 
 async def session_response(service: Service, request: Request) -> Response:
-    """Answer a turn of a session, as in OpenAI's Responses API. `input` has the whole history."""
+    """Answer a turn of a session, as in OpenAI's Responses API.
+
+    `input` has the whole history, or what follows a response of the session, `previous_response_id`.
+    """
     session = await _with_key(service, request)
-    return await _turn(service, request, session, await read_turn(service, request, RESPONSES))
+
+    def find_served(response: str) -> list[JsonObject]:
+        for turn in reversed(session.tree.turns.values()):
+            if response == f"resp_{turn.request_id}":
+                return session.tree.messages(turn)
+        raise invalid("previous_response_id", f"is {describe(response)}", "a response of this session")
+
+    return await _turn(service, request, session, await read_turn(service, request, RESPONSES, find_served))
 
 
 async def session_message(service: Service, request: Request) -> Response:
