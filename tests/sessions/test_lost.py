@@ -68,7 +68,7 @@ async def test_a_seeded_turn_starts_over_if_its_worker_is_lost(
                 session = await owner.open()
                 async with agent_of(session) as agent:
                     killing = tasks.create_task(kill()) if is_killed else None
-                    answer = await agent.chat.completions.create(**ASKED, stream=stream)
+                    answer: Any = await agent.chat.completions.create(**ASKED, stream=stream)
                     if stream:
                         assert [event async for event in answer]
                     if killing is not None:
