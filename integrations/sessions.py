@@ -1,6 +1,6 @@
 """A client of agents' sessions for trainers: it opens one over HTTP, and returns its samples for training.
 
-async with open_session("http://127.0.0.1:8000", routed_experts=True) as session:
+async with open_session("http://127.0.0.1:8080", routed_experts=True) as session:
 agent = openai.AsyncOpenAI(base_url=session.url, api_key=session.api_key)
 ...
 samples = await session.samples()
@@ -11,15 +11,17 @@ import base64
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from ..bus.client.record_writer import RunRecorder
 from ..schemas.errors import RollbusError
+from ..trainer.errors import PackError, check_integer
+from ..trainer.losses import group_advantages
 from ..trainer.stitching import Sample
 
 TIMEOUT_S: Final = 300.0
@@ -140,6 +142,43 @@ async def open_session(service: str, *, token: str | None = None, **limits: Any)
         yield session
     finally:
         await session.end()
+
+
+async def run_group(
+    service: str, agent: Callable[[AgentSession], Awaitable[float]], *, n: int, token: str | None = None, **limits: Any
+) -> list[SessionSample]:
+    """Run an agent in n sessions at the same time. Return the samples of all leaves with the group's advantages.
+
+    All leaves of a session have its reward and advantage. If an agent fails, the others are cancelled and all sessions
+    end.
+
+    Args:
+        agent: called once with each open session; returns its reward.
+        n: number of sessions, at least 1.
+        token: as in `open_session`.
+        limits: as in `open_session`.
+
+    Raises:
+        PackError: `n` is less than 1.
+        ExceptionGroup: an agent failed, or a call of its session (`SessionFailed`).
+    """
+    check_integer(PackError, "n", n, 1)
+
+    async def run_member() -> tuple[float, list[SessionSample]]:
+        async with open_session(service, token=token, **limits) as session:
+            reward = float(await agent(session))
+            await session.set_reward(reward)
+            return reward, await session.samples()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run_member()) for _ in range(n)]
+    members = [task.result() for task in running]
+    advantages = group_advantages([reward for reward, _ in members])
+    return [
+        replace(each, sample=replace(each.sample, advantage=float(advantage)))
+        for advantage, (_, samples) in zip(advantages, members, strict=True)
+        for each in samples
+    ]
 
 
 async def _call(service: str, token: str | None, method: str, path: str, body: object = None) -> Any:

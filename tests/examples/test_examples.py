@@ -117,6 +117,23 @@ def test_grpo_raises_the_reward(place: Place) -> None:
     np.testing.assert_allclose(np.nanmean(record.column("reward")), np.mean(rewards), atol=0.001)
 
 
+def test_a_coding_agent_learns_in_groups_of_sessions(place: Place) -> None:
+    """Each step publishes a version, sampler and trainer agree under the grammar, and the mean reward rises."""
+    before = place.version()
+    said = place.run("coding_agent", "--nats", place.nats, "--http", place.http, "--steps", "4")
+
+    line = r"step (\d+): mean reward of 32 sessions (\S+), (\S+) turns, KL (\S+); weights are now (\d+)\n"
+    steps = re.findall(line, said)
+    assert [int(step) for step, *_ in steps] == [*range(1, 5)]
+    assert [int(version) for *_, version in steps] == [*range(before + 2, before + 6)]
+    assert place.version() == before + 5
+    rewards = [float(reward) for _, reward, *_ in steps]
+    assert sum(rewards[-2:]) > sum(rewards[:2])
+    assert all(1 <= float(turns) <= 4 for _, _, turns, *_ in steps)
+    # Without the grammar or the sampler's experts in the trainer, it is above 0.1.
+    assert max(float(divergence) for *_, divergence, _ in steps) < 0.01
+
+
 def test_the_agent_calls_its_tool_and_has_a_sample_for_each_conversation(place: Place) -> None:
     """Each conversation has two tool calls, an answer, cached prompt tokens from turn 2 on, and all its rows."""
     said = place.run("multi_turn_agent", "--nats", place.nats, "--steps", "2")

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.sessions import running
-from rollbus.integrations.sessions import SessionFailed, open_session
-from rollbus.trainer import Sample
+from rollbus.integrations.sessions import AgentSession, SessionFailed, open_session, run_group
+from rollbus.trainer import PackError, Sample
 from tests.http.support import client_of, http_before, rows_of
 from tests.sessions.families import tokenizer_of
 from tests.sessions.support import CONFIG, EOS, TOOL, Owner, agent_of, serving, write_call, writes
@@ -425,3 +425,36 @@ async def test_the_client_of_trainers_returns_samples(
         with pytest.raises(SessionFailed, match="max_turns"):
             async with open_session(http.url, max_turns=0):
                 pass
+
+
+async def test_a_group_of_sessions_has_the_advantages_of_its_rewards(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """Each member has its own session, and its leaves have the member's advantage. A failed agent ends all sessions."""
+    opened: list[str] = []
+
+    async def agent(session: AgentSession) -> float:
+        opened.append(session.id)
+        number = len(opened)
+        if number > 2:
+            raise ValueError("the sandbox is gone")
+        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.api_key) as client:
+            for _ in range(number):
+                await turn(client, [USER])
+        return float(number)
+
+    async with serving(nats_url, fleet, tmp_path) as (http, _):
+        found = await run_group(http.url, agent, n=2, max_turns=5)
+        assert sorted((each.reward, round(float(each.sample.advantage), 3)) for each in found) == [
+            (1.0, -1.0),
+            (2.0, 1.0),
+            (2.0, 1.0),
+        ]
+        with pytest.raises(ExceptionGroup) as failed:
+            await run_group(http.url, agent, n=2)
+        assert failed.group_contains(ValueError, match="sandbox")
+        states = [(await http.client.get(f"/v1/rl/sessions/{name}")).json() for name in opened]
+        assert len(set(opened)) == len(opened)
+        assert not any(state["is_open"] for state in states)
+        with pytest.raises(PackError, match="n is 0"):
+            await run_group(http.url, agent, n=0)
