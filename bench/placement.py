@@ -43,7 +43,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import rollbus
-from bench.placement_choices import Ours, Simple, Spill, Static
+from bench.placement_choices import LeastLoaded, Moving, Ours, RoundRobin, Simple, Spill, Static
 from bench.placement_sim import EngineShape, QueueOnly, Simulation
 from bench.placement_traces import GROUP, TRACES, Shape, Tokens, Trace, block_keys, least_computed, make_trace
 from bench.placement_ways import SLOW, WAYS
@@ -132,6 +132,9 @@ BUSY: Final = 0.75
 SIMULATED: Final[Mapping[str, Callable[[], QueueOnly]]] = {
     "queue": QueueOnly,
     "static": Static,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "moving": Moving,
     "simple": Simple,
     "spill": Spill,
     "ours": Ours,

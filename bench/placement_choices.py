@@ -1,12 +1,20 @@
 """The simulated ways to choose a worker of `bench.placement`. Each class is a `QueueOnly` of `bench.placement_sim`."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from bench.placement_sim import Job, QueueOnly
 from bench.placement_traces import Conversation
 from rollbus.bus.protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
-from rollbus.bus.protocol.queue.placement import Placement, PlacementNeeds, PlacementPolicy, PlacementReason, rendezvous
+from rollbus.bus.protocol.queue.placement import (
+    Placement,
+    PlacementNeeds,
+    PlacementPolicy,
+    PlacementReason,
+    may_wait,
+    rendezvous,
+)
 from rollbus.schemas.presence import WorkerPresence
 
 
@@ -33,6 +41,70 @@ class Static(QueueOnly):
         session = session_of(job.conversation)
         worker = self._chosen[session] = self._chosen[session] or rendezvous(session, self._workers)
         return [worker] * count
+
+
+class RoundRobin(QueueOnly):
+    """Chooses one worker after the other. The request waits there."""
+
+    waits_at_worker = True
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        """Requests in flight at each worker, in the order in which the workers were chosen last."""
+
+    def announced(self, presence: WorkerPresence, now: float) -> None:
+        """Add the worker if it is new."""
+        self._requests.setdefault(presence.worker, 0)
+
+    def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
+        """Return the next worker for all samples."""
+        worker = self._choose(job)
+        self._requests[worker] = self._requests.pop(worker) + count
+        return [worker] * count
+
+    def _choose(self, job: Job) -> str:
+        return next(iter(self._requests))
+
+    def ended(self, job: Job, worker: str, now: float) -> None:
+        """Count the request that has ended."""
+        self._requests[worker] -= 1
+
+
+class LeastLoaded(RoundRobin):
+    """Chooses the worker with the fewest open sessions for a new session, and the same worker until its end.
+
+    The rule is that of `sticky_least_loaded` in vLLM's router (vllm-project/router 235, prime-rl 3563).
+    """
+
+    margin: float = math.inf
+    """Requests in flight above those of the worker with the fewest, at which the session moves there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen: dict[str, str] = {}
+
+    def _choose(self, job: Job) -> str:
+        session, requests = session_of(job.conversation), self._requests
+        worker = self._chosen.get(session)
+        if worker is None:
+            sessions = Counter(self._chosen.values())
+            worker = min(requests, key=sessions.__getitem__)
+        elif requests[worker] - min(requests.values()) > self.margin:
+            worker = min(requests, key=requests.__getitem__)
+        self._chosen[session] = worker
+        return worker
+
+    def ended(self, job: Job, worker: str, now: float) -> None:
+        """Count the request, and forget the session after its last turn."""
+        super().ended(job, worker, now)
+        if job.turn + 1 == len(job.conversation.turns):
+            self._chosen.pop(session_of(job.conversation), None)
+
+
+class Moving(LeastLoaded):
+    """The rule `LeastLoaded`, but a session leaves a worker with many more requests than another (verl 7435)."""
+
+    margin = 2
 
 
 class Simple(QueueOnly):
@@ -95,6 +167,7 @@ class Ours(QueueOnly):
     def __init__(self) -> None:
         self._policy = PlacementPolicy()
         self._caches: dict[Job, CacheId | None] = {}
+        self._waiting: set[Job] = set()
         self._able: dict[str, WorkerLoad] = {}
         self._unanswered: Counter[str] = Counter()
 
@@ -112,7 +185,12 @@ class Ours(QueueOnly):
         """Return the workers that the policy chooses."""
         wanted, able = _wanted(job), list(self._able.values())
         if count == 1:
-            placements = [self._policy.place(wanted, able, now)]
+            placement = self._policy.place(wanted, able, now)
+            if placement.worker is None:
+                placement = self._policy.keep_place(wanted, able, now)
+            if placement.worker is not None and wanted.group is None and may_wait(wanted, placement):
+                self._waiting.add(job)
+            placements = [placement]
         else:
             placements = self._policy.place_group(wanted, count, able, now)
         for placement in placements:
@@ -123,6 +201,10 @@ class Ours(QueueOnly):
         self._policy.placed(wanted, placement, now)
         if placement.worker is not None:
             self._unanswered[placement.worker] += 1
+
+    def may_wait(self, job: Job) -> bool:
+        """Return True if the job is a turn of a session that waits at its worker's cache."""
+        return job in self._waiting
 
     def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
         """Return another worker with free slots if no request waits, otherwise the worker that has the prompt."""
@@ -137,6 +219,7 @@ class Ours(QueueOnly):
     def admitted(self, job: Job, worker: str, now: float) -> None:
         """Pass the admission to the policy, which stores the prompt."""
         self._unanswered[worker] -= job.is_placed
+        self._waiting.discard(job)
         self._caches[job] = self._policy.admitted(_wanted(job), worker, now, was_placed=job.is_placed)
 
     def ended(self, job: Job, worker: str, now: float) -> None:
@@ -148,6 +231,7 @@ class Ours(QueueOnly):
     def refused(self, job: Job, worker: str, now: float) -> None:
         """Pass the rejection to the policy, which places no request at this worker for some time."""
         self._unanswered[worker] -= 1
+        self._waiting.discard(job)
         self._policy.refused(_wanted(job), worker, now)
 
 

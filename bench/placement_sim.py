@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.placement_traces import Conversation, Tokens, Trace, block_keys
+from rollbus.bus.protocol.queue.fairness import MAX_FOLLOWERS
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 
 MODEL: Final = "simulated"
@@ -228,6 +229,8 @@ class Engine:
 LATENCY_S: Final = 0.001
 """Seconds of one message."""
 PRESENCE_S: Final = 1.0
+MAX_WAITING: Final = MAX_FOLLOWERS // 2
+"""Turns of sessions that wait at a worker. The simulation does not reject a line that stands still for 2 s."""
 SLOW: Final = 0.5
 """Speed of a slow worker."""
 
@@ -255,6 +258,10 @@ class QueueOnly:
             is_queueing: True if other requests wait in the queue.
         """
         return worker
+
+    def may_wait(self, job: Job) -> bool:
+        """Return True if a placed request may wait at its worker for a placed turn."""
+        return False
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
         """Record that a worker has started a request."""
@@ -326,15 +333,15 @@ class Simulation:
             self._in_flight += conversation.samples
             self._submit(conversation, 0, np.empty(0, np.int32))
 
-    def _submit(self, conversation: Conversation, turn: int, before: Tokens) -> None:
+    def _submit(self, conversation: Conversation, turn: int, before: Tokens, known: Sequence[int] = ()) -> None:
         wanted = conversation.turns[turn]
         prompt = np.concatenate([before, wanted.new_tokens])
-        keys = block_keys(prompt, self.shape.block_tokens)
+        keys = block_keys(prompt, self.shape.block_tokens, known)
         jobs = []
         for sample in range(conversation.samples):
             made = np.random.default_rng([sample, len(self.jobs)]).integers(10, 500, wanted.max_tokens, np.int32)
             sequence = np.concatenate([prompt, made])
-            sequence_keys = block_keys(sequence, self.shape.block_tokens)
+            sequence_keys = block_keys(sequence, self.shape.block_tokens, keys)
             jobs.append(Job(conversation, turn, sample, prompt, keys, sequence, sequence_keys, self.now))
         self.jobs.extend(jobs)
         began = time.perf_counter()
@@ -375,7 +382,8 @@ class Simulation:
         self.way.ended(job, worker, self.now)
         conversation = job.conversation
         if job.turn + 1 < len(conversation.turns):
-            self._submit(conversation, job.turn + 1, job.sequence)
+            pause_s = conversation.turns[job.turn + 1].pause_s
+            self._at(pause_s, self._submit, conversation, job.turn + 1, job.sequence, job.sequence_keys)
         else:
             self._in_flight -= 1
             self._begin()
@@ -390,7 +398,7 @@ class Simulation:
         if engine.free_slots > 0 and (engine.may_take_placed or not self._queue):
             engine.may_take_placed = not self._queue
             self._start(engine, job)
-        elif self.way.waits_at_worker:
+        elif self.way.waits_at_worker or (self.way.may_wait(job) and len(engine.line) < MAX_WAITING):
             engine.line.append(job)
         else:
             self._at(LATENCY_S, self._refuse, engine, job)
@@ -412,7 +420,9 @@ class Simulation:
     def _pull(self, engine: Engine, count: int) -> None:
         """Give the worker at most `count` waiting requests, as long as it has free slots."""
         while count > 0 and engine.free_slots > 0 and (engine.line or self._queue):
-            if engine.line:
+            if engine.line and (engine.may_take_placed or not self._queue or not self.way.may_wait(engine.line[0])):
+                if self.way.may_wait(engine.line[0]):
+                    engine.may_take_placed = not self._queue
                 self._start(engine, engine.line.popleft())
             else:
                 engine.may_take_placed = True

@@ -32,6 +32,8 @@ class Turn:
     """Tokens that the prompt adds to all tokens before it."""
     max_tokens: int
     """Exact number of generated tokens."""
+    pause_s: float = 0.0
+    """Seconds for which a tool runs before the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,29 @@ def _agents(shape: Shape, make: _Maker) -> Trace:
     return Trace("agents", conversations, shape.in_flight)
 
 
+def _sessions(shape: Shape, make: _Maker) -> Trace:
+    """Coding agents with tools that run for 4 s in the mean, some for a minute, and a third short requests of others.
+
+    Four are open for each slot: the fleet is full, and the caches of its workers just have their prompts.
+    """
+    conversations = []
+    for i in range(2 * shape.samples):
+        turns = [Turn(make.prompt(256), make.near(shape.short))]
+        if i % 3:
+            turns = [Turn(make.prompt(2048), make.near(shape.short * 4))]
+            turns += [
+                Turn(make.prompt(make.length(512)), make.near(shape.short * 4), make.length(4000) / 1000)
+                for _ in range(2 * TURNS)
+            ]
+        conversations.append(Conversation(f"c{i}", tuple(turns)))
+    return Trace("sessions with tools", tuple(conversations), 4 * shape.slots)
+
+
+def _crowd(shape: Shape, make: _Maker) -> Trace:
+    """The trace `sessions` with six for each slot: more prompts than the caches have."""
+    return replace(_sessions(shape, make), name="too many sessions", max_in_flight=6 * shape.slots)
+
+
 def _system(shape: Shape, make: _Maker) -> Trace:
     """A system prompt of 4,000 tokens before each of many short prompts."""
     system = make.prompt(4000)
@@ -244,6 +269,8 @@ TRACES: Final[dict[str, Callable[[Shape, _Maker], Trace]]] = {
     "group-ids": _group_ids,
     "flood": _flood,
     "agents": _agents,
+    "sessions": _sessions,
+    "crowd": _crowd,
     "system": _system,
     "tails": _tails,
     "nothing": _nothing,
@@ -262,15 +289,18 @@ def make_trace(name: str, shape: Shape) -> Trace:
     return TRACES[name](shape, _Maker(shape, name))
 
 
-def block_keys(tokens: Tokens, block_tokens: int) -> list[int]:
+def block_keys(tokens: Tokens, block_tokens: int, known: Sequence[int] = ()) -> list[int]:
     """Return a number for each whole block of `tokens` that may be in a cache.
 
     The number stands for the block and all blocks before it. The last token is always computed, so a block that ends
     with it does not count.
+
+    Args:
+        known: the numbers of the first blocks.
     """
-    keys, key = [], 0
+    keys, key = [*known], known[-1] if known else 0
     data = tokens.tobytes()
-    for end in range(block_tokens, len(tokens), block_tokens):
+    for end in range((len(keys) + 1) * block_tokens, len(tokens), block_tokens):
         key = hash((key, data[4 * (end - block_tokens) : 4 * end]))
         keys.append(key)
     return keys

@@ -160,6 +160,7 @@ class Player:
     async def _converse(self, conversation: Conversation, room: "_Room", tasks: asyncio.TaskGroup) -> None:
         before = np.empty(0, np.int32)
         for turn in conversation.turns:
+            await asyncio.sleep(turn.pause_s)
             prompt = np.concatenate([before, turn.new_tokens])
             if self._way == "static":
                 workers = [worker.worker for worker in self._rb.fleet.workers]

@@ -109,7 +109,7 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Further samples of the same request and attempt; only in direct messages to workers with `request_groups`."""
     may_wait: bool = False
     """True: the requests may wait at the worker behind one of their group (`group_id`, else `request_id`) that it has
-    accepted; only in direct messages to workers with `group_backlog`."""
+    accepted, or as turns of a session; only in direct messages to workers with `group_backlog`."""
     placed_for: Name = ""
     """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()

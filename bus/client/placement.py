@@ -21,12 +21,14 @@ from ..protocol.fleet.presence import FleetSnapshot, LostWorker, PresenceTable
 from ..protocol.queue.fairness import MAX_FOLLOWERS
 from ..protocol.queue.load import PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
 from ..protocol.queue.placement import (
+    QUEUED,
     SIBLINGS_PER_PIECE,
     GroupLeaders,
     ModelPolicies,
     Placement,
     PlacementNeeds,
     PlacementReason,
+    may_wait,
 )
 from .config import ClientStats
 from .coordinator import ChildRequest
@@ -172,11 +174,28 @@ class RequestPlacement:
         placed = self._note_all(siblings, placements, wanted, scope, now)
         left = [other for other in siblings if other not in self._held]
         if not is_group:
-            return *placed, *self._queue(left)
+            return *placed, *(self._keep(left, wanted, scope, able, now) or self._queue(left))
         if placed:
             leader = placed[0].children[0]
             self._leaders_of(leader).add_leader(wanted.group or 0, leader, leader.lane)
         return *placed, *self._follow(left, wanted)
+
+    def _keep(
+        self,
+        children: Sequence[ChildRequest],
+        wanted: PlacementNeeds,
+        scope: PrefixScope,
+        able: Sequence[WorkerLoad],
+        now: float,
+    ) -> list[Placed]:
+        """Send a turn of a session to the full worker of its last turn, where it waits. Return [] for the queue."""
+        if len(children) != 1 or children[0].num_refusals:
+            return []
+        kept = self._policies.of(children[0].open_call.model).keep_place(wanted, able, now)
+        if kept.worker is None or not self._presents(kept.worker, "group_backlog"):
+            return []
+        self._note(children[0], kept, wanted, scope, now)
+        return [Placed(kept.worker, children)]
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
         """Return True if both requests go out together: they must have the same number of rejections."""
@@ -230,9 +249,11 @@ class RequestPlacement:
         return [*placed, *self._queue(left)]
 
     def may_wait(self, child: ChildRequest) -> bool:
-        """Return True if a placed request may wait at its worker behind others of its group."""
+        """Return True if a placed request may wait at its worker: behind its group, or at its session's cache."""
         held = self._held.get(child)
-        return held is not None and held.wanted.group is not None and self._presents(held.worker, "group_backlog")
+        if held is None or not may_wait(held.wanted, held.placement or QUEUED):
+            return False
+        return self._presents(held.worker, "group_backlog")
 
     def reason(self, child: ChildRequest) -> str:
         """Return the reason for the placement of a request. Empty if it was not placed."""

@@ -16,8 +16,10 @@ SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
 @pytest.mark.parametrize("name", SIMULATED_TRACES)
 def test_every_policy_completes_every_simulated_trace(name: str, way: str) -> None:
     """In a simulation, each sample of each turn ends once, and no engine computes less than the minimum."""
-    trace = make_trace(name, SHAPE)
-    played = Simulation(trace, SIMULATED[way](), ENGINE, 4)
+    # Sessions have many turns, and fill few slots.
+    slots = 2 if name in {"sessions", "crowd"} else ENGINE.slots
+    trace = make_trace(name, replace(SHAPE, slots=4 * slots))
+    played = Simulation(trace, SIMULATED[way](), replace(ENGINE, slots=slots), 4)
     played.run()
 
     assert len(played.jobs) == sum(one.samples * len(one.turns) for one in trace.conversations)
@@ -44,3 +46,15 @@ def test_placement_places_nothing_if_no_work_can_be_saved(name: str) -> None:
 
     assert ours["placed_percent"] == 0
     assert (ours["p99_s"], ours["wait_s"]) == (queue["p99_s"], queue["wait_s"])
+
+
+@pytest.mark.parametrize("name", ["sessions", "crowd"])
+def test_a_fleet_full_of_sessions_uses_its_caches_and_starves_no_request(name: str) -> None:
+    """Placement has more throughput than the queue and each rule that pins sessions, and no longer waits than those."""
+    shape, trace = EngineShape(slots=4, cache_tokens=100_000), make_trace(name, Shape(slots=8, rounds=4, long=64))
+    found = {way: simulate(trace, way, 2, shape) for way in ("queue", "round-robin", "static", "least-loaded", "ours")}
+    ours = found.pop("ours")
+
+    assert all(ours["tokens_per_s"] > other["tokens_per_s"] for other in found.values())
+    assert ours["computed"] < 0.6 * found["queue"]["computed"]
+    assert all(ours["wait_s"] <= other["wait_s"] for other in found.values())

@@ -478,3 +478,34 @@ async def test_a_cancelled_call_leaves_no_follower_behind(nats_url: str, fleet: 
             call.cancel()
         await until_true(lambda: not num_waiting(workers) and workers[0][0].presence().in_flight == 0)
         assert len((await rb.complete(group(9))).siblings) == GROUP - 1
+
+
+@pytest.mark.parametrize("has_backlog", [True, False])
+async def test_a_turn_of_a_session_waits_at_its_full_worker(nats_url: str, fleet: str, has_backlog: bool) -> None:
+    """The second turn goes to the full worker of the first, which may reject it, and then to the queue.
+
+    With a worker of an earlier release, it goes to the queue at once.
+    """
+    turns = [tuple(range(1500)), tuple(range(1502))]
+    options: dict[str, Any] = {"free_slots": 0, "has_backlog": has_backlog}
+    async with scripted_workers(nats_url, fleet, **options) as both, asyncio.TaskGroup() as tasks:
+        await both.announce(both.a, in_flight=4)
+        first = tasks.create_task(both.rb.complete(long(prompt_token_ids=turns[0], session_id="s")))
+        [queued] = await both.take_queued(1)
+        await both.answer(both.a, queued)
+        await first
+        # The next presence has no free slot either.
+        await both.announce(both.a)
+        second = tasks.create_task(both.rb.complete(long(prompt_token_ids=turns[1], session_id="s")))
+        if has_backlog:
+            direct = await both.a.take()
+            assert direct.queued is None
+            assert direct.message.may_wait
+            await both.frame(both.a, failure(direct.key, 0, ErrorCode.QUEUE_FULL), admitted=direct.keys)
+        [again] = await both.take_queued(1)
+        assert not again.message.may_wait
+        await both.answer(both.a, again)
+        await second
+
+    kept = {PlacementReason.PLACED_SESSION: 1} if has_backlog else {}
+    assert both.placed() == {PlacementReason.QUEUED: 2 - len(kept), **kept}

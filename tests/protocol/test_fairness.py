@@ -529,3 +529,43 @@ def test_rejected_followers_of_a_client_do_not_reduce_those_of_another_client() 
     begun = [worker.free_slot() for _ in range(7)]
     assert begun == [None] * 7
     assert worker.got[-7:] == [("other", "follower")] * 7
+
+
+@pytest.mark.proves("P49")
+@given(st.lists(st.sampled_from(["turn", "freed", "new"]), max_size=80))
+@example(["turn"] * 3 + ["freed"] * 6)
+def test_waiting_turns_of_sessions_get_at_most_every_second_slot(events: list[str]) -> None:
+    """While requests wait in the queue, no two slots in a row go to turns of sessions, and none is left unused."""
+    turns: SlotTurns[str] = SlotTurns()
+    given: list[str] = []
+    for number, event in enumerate(events):
+        if event == "turn":
+            request = SlotRequest("a", "normal")
+            if turns.keep(request, NORMAL, capacity=CAPACITY // 2 - len(turns), now=number) is not None:
+                turns.add(f"{number}", request, "placed", number)
+        elif event == "new":
+            pull(turns)
+            given.append("queue")
+        elif turns.num_due(NORMAL, 1):
+            assert turns.pop(NORMAL, 1, number) is not None
+            given.append("session")
+        else:
+            assert turns.pop(NORMAL, 1, number) is None
+            pull(turns)
+            given.append("queue")
+    for size in range(1, len(given) + 1):
+        assert given[:size].count("session") <= given[:size].count("queue") + 1
+    assert given.count("queue") + given.count("session") == len(events) - events.count("turn")
+
+
+def test_a_turn_of_a_session_waits_only_within_its_share_and_lane() -> None:
+    """A turn waits only in free places, behind no more urgent request, and if its client has no more than others."""
+    turns: SlotTurns[str] = SlotTurns()
+    request = SlotRequest("a", "normal")
+    assert turns.keep(request, EMPTY, capacity=1, now=0) == "placed"
+    assert turns.keep(request, EMPTY, capacity=0, now=0) is None
+    assert turns.keep(request, HIGH, capacity=1, now=0) is None
+    assert turns.keep(SlotRequest("b", "normal"), NORMAL, capacity=1, now=0) == "placed"
+    assert place(turns, "a")
+    assert turns.keep(request, NORMAL, capacity=1, now=0) is None
+    assert turns.keep(SlotRequest("b", "normal"), NORMAL, capacity=1, now=0) == "placed"

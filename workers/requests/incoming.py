@@ -21,6 +21,7 @@ MAX_INDEX = 2**31 - 1
 class _Ids(msgspec.Struct):
     request_id: str
     group_id: str | None = None
+    session_id: str | None = None
 
 
 _ids_decoder = msgspec.msgpack.Decoder(_Ids)
@@ -63,13 +64,17 @@ class IncomingRequest(msgspec.Struct, frozen=True):
         request_id = request_id_of(incoming.envelope.request)
         return [] if request_id is None else incoming.origins(request_id)
 
-    def group(self) -> str | None:
-        """Return the group of the samples, as written by the client, or None without usable ids."""
+    def group(self) -> tuple[str | None, bool]:
+        """Return the group of the samples, as written by the client, and True if the request is a turn of a session.
+
+        Without usable ids, the group is None.
+        """
         try:
             ids = _ids_decoder.decode(self.envelope.request)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        return ids.request_id if ids.group_id is None else ids.group_id
+            return None, False
+        is_session = ids.session_id is not None and ids.group_id is None
+        return ids.request_id if ids.group_id is None else ids.group_id, is_session
 
     def check_queued(self) -> None:
         """Check what only a message of the queue must not have.

@@ -208,15 +208,19 @@ class RequestIntake:
         waiting = () if self._is_prefill else self._puller.lanes_waiting()
         envelope, now = incoming.envelope, time.monotonic()
         may_wait = envelope.may_wait and envelope.kv is None and self._lifecycle.may_accept() and not self._is_stopping
-        lane, group = lane_of(priority_of(envelope.request)), incoming.group() if may_wait else None
-        request = SlotRequest(incoming.client, lane, group)
+        group, is_session = incoming.group() if may_wait else (None, False)
+        request = SlotRequest(incoming.client, lane_of(priority_of(envelope.request)), group)
         room, capabilities = self.room(), self._engine.capabilities
         slots = 0 if capabilities is None else capabilities.max_num_seqs
-        capacity = max(slots, MAX_FOLLOWERS) - self._num_coming - len(self._turns)
+        most = max(slots, MAX_FOLLOWERS)
+        capacity = most - self._num_coming - len(self._turns)
         found: defaultdict[Turn | Literal["now"] | None, list[Sibling]] = defaultdict(list)
         for sample in incoming.samples:
             num_free, left = room - len(found["now"]), capacity - len(found["queued"]) - len(found["placed"])
             begins = self._turns.admit(request, waiting, num_free=num_free, capacity=left, now=now)
+            if begins is None and is_session:
+                # The other half of the places is for followers of groups.
+                begins = self._turns.keep(request, waiting, capacity=left - most // 2, now=now)
             found[begins].append(sample)
         return found
 

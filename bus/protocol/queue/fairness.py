@@ -104,7 +104,8 @@ class SlotTurns(Generic[K]):
     - No client gets more than its share of placed requests while another client asks for some.
     - Each turn of the queue gives its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`. A client gets no
       follower if its requests in the lane and their followers would exceed `MAX_AHEAD`.
-    - While requests wait in the queue, a placed request gives no followers.
+    - While requests wait in the queue, a placed request gives no followers. Turns of sessions may wait even then: they
+      begin in the turns of placed requests too.
     - Followers of one kind begin in the order of their arrival. A follower waits at most `STALLED_S` while no follower
       of its lane begins.
     """
@@ -182,6 +183,16 @@ class SlotTurns(Generic[K]):
             self._add_leader(request, "placed", now)
         return "now"
 
+    def keep(self, request: SlotRequest, waiting: Lanes, *, capacity: int, now: float) -> Turn | None:
+        """Return when a turn of a session begins that `admit` did not admit; None: it must go to the queue.
+
+        It waits like a follower of a placed request, because this worker has the earlier turns in its prefix cache.
+
+        Args:
+            capacity: the number of further turns of sessions that may wait.
+        """
+        return "placed" if capacity > 0 and self._may_ask(request, waiting, now) else None
+
     def add(self, key: K, request: SlotRequest, turn: Turn, now: float) -> None:
         """Let an admitted follower wait."""
         self._followers[key] = _Follower(request, turn, now)
@@ -238,14 +249,18 @@ class SlotTurns(Generic[K]):
 
     def _may_begin(self, request: SlotRequest, waiting: Lanes, num_free: int, now: float) -> bool:
         """Return True if a placed request gets one of `num_free` slots, at least one."""
+        may_ask = self._may_ask(request, waiting, now)
+        return _is_empty(waiting) or (may_ask and self._count_placed(waiting, num_free) > 0)
+
+    def _may_ask(self, request: SlotRequest, waiting: Lanes, now: float) -> bool:
+        """Return True if no more urgent requests wait, and its client has no more than its share."""
         if _is_empty(waiting):
             return True
         share = self._ask(request.client, now)
         if waiting:
             self._num_unseen = 0
         is_behind = _is_behind(request.lane, waiting) or "high" in (waiting or ())
-        is_ahead = share.given > min(other.given for other in self._shares.values())
-        return not is_behind and not is_ahead and self._count_placed(waiting, num_free) > 0
+        return not is_behind and share.given <= min(other.given for other in self._shares.values())
 
     def _take_turn(self, client: str, waiting: Lanes, now: float) -> None:
         """Count a placed request that begins."""

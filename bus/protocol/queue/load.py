@@ -257,6 +257,10 @@ class WorkerLoad:
         """Return how many more requests may be placed there."""
         return 0 if now < self.closed_until else max(self.free_slots, 0)
 
+    def may_queue(self, now: float) -> bool:
+        """Return True if a request may wait there: above its free slots, it got fewer than its slots since presence."""
+        return now >= self.closed_until and self.free_slots > -self.slots
+
     def backlog(self, now: float) -> float:
         """Return how many prompt tokens of this client's requests it must still compute, estimated by its rate."""
         return max(self.computing_until - now, 0.0) * self.assumed_rate

@@ -34,6 +34,10 @@ BACKLOG_SHARE: Final = 0.5
 """
 GROUP_ROOM: Final = 8
 """Free slots of the worker that gets the first request of a group of unknown size."""
+WAIT_TOKENS: Final = 1_024
+"""Cached prompt tokens for which a turn of a session waits for a slot of its worker: four pieces. Fewer are computed
+elsewhere in about the time of such a wait.
+"""
 SIBLINGS_PER_PIECE: Final = 8
 """Siblings that one worker gets for each piece of their prompt, if others have room. More siblings would slow each
 other down for longer than the prompt takes. Groups of the usual 8 stay together, also with the shortest known prompt.
@@ -96,6 +100,11 @@ class Placement(NamedTuple):
 
 
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
+
+
+def may_wait(wanted: PlacementNeeds, placement: Placement) -> bool:
+    """Return True if a placed request may wait for a slot of its worker: for its group, or for its session's cache."""
+    return wanted.group is not None or (wanted.session_id is not None and placement.cached_tokens >= WAIT_TOKENS)
 
 
 class PlacementPolicy:
@@ -212,6 +221,24 @@ class PlacementPolicy:
             for load in order:
                 if load.room(now):
                     return Placement(load.worker, PlacementReason.PLACED_ABLE, cached.get(load.worker, 0))
+        return QUEUED
+
+    def keep_place(self, wanted: PlacementNeeds, able: Sequence[WorkerLoad], now: float) -> Placement:
+        """Decide whether a turn of a session that `place` sends to the queue waits at the full worker of its last turn.
+
+        It keeps this place while the worker's cache holds enough of its prompt. A tool that runs until the cache has
+        evicted it, or for `MAX_AGE_S` if the worker does not report evictions, loses the place. The worker that then
+        takes the turn from the queue is its next place.
+        """
+        if wanted.session is None or wanted.group is not None:
+            return QUEUED
+        last = self.index.last_holder(wanted.session, now)
+        for load in able:
+            if load.worker == last and not load.room(now) and load.may_queue(now):
+                kept = Placement(
+                    last, PlacementReason.PLACED_SESSION, self.index.longest(wanted.pieces, now).get(last, 0)
+                )
+                return kept if may_wait(wanted, kept) else QUEUED
         return QUEUED
 
     def place_group(

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from rollbus.bus.protocol.queue.load import MAX_REQUESTS, PIECE_TOKENS, CacheId, PrefixScope, WorkerLoad, piece_hashes
 from rollbus.bus.protocol.queue.placement import (
     RUNNING_TOKENS,
+    WAIT_TOKENS,
     ModelPolicies,
     Placement,
     PlacementNeeds,
     PlacementPolicy,
     PlacementReason,
+    may_wait,
     rendezvous,
 )
 from rollbus.schemas.presence import EngineStats
@@ -194,6 +196,46 @@ def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
     policy.update(presence("a", free_slots=1000, in_flight=100), 60)
 
     assert policy.place(request, able, 60) == QUEUED
+
+
+def test_a_turn_of_a_session_waits_at_the_full_worker_that_has_its_prompt() -> None:
+    """A turn keeps its place at a full worker for 1,024 cached tokens and more, until the worker's cache evicts it."""
+    policy = fleet(presence("a", free_slots=3), presence("b"))
+    request, short = placement_needs(prompt(1), session="x"), placement_needs(prompt(2, WAIT_TOKENS - 1), session="y")
+    able = loads(policy, "a", "b")
+    for each in (request, short):
+        policy.admitted(each, "a", 0, was_placed=False)
+    assert policy.keep_place(request, able, 1) == QUEUED  # it has a free slot
+    policy.update(presence("a", free_slots=0, in_flight=2), 1)
+    assert policy.place(request, able, 1) == QUEUED
+    assert policy.keep_place(request, able, 1) == ("a", PlacementReason.PLACED_SESSION, 8 * PIECE_TOKENS)
+    assert may_wait(request, policy.keep_place(request, able, 1))
+    assert policy.keep_place(short, able, 1) == QUEUED
+    assert policy.keep_place(placement_needs(prompt(1), session="other"), able, 1) == QUEUED
+    assert policy.keep_place(placement_needs(prompt(1), session="x", group="g"), able, 1) == QUEUED
+    assert policy.keep_place(request, loads(policy, "b"), 1) == QUEUED
+    policy.update(presence("a", free_slots=0, in_flight=2, oldest_prefix_s=30.0), 60)
+    assert policy.keep_place(request, able, 60) == QUEUED
+    policy.admitted(request, "b", 61, was_placed=False)
+    policy.update(presence("b", free_slots=0, in_flight=8), 62)
+    assert policy.keep_place(request, able, 62).worker == "b"
+
+
+def test_the_turns_that_one_client_sends_to_a_full_worker_are_bounded() -> None:
+    """Above its free slots, a worker gets at most as many turns as it has slots until its next presence, or rejects."""
+    policy = fleet(presence("a", free_slots=0, in_flight=4))
+    able, request = loads(policy, "a"), placement_needs(prompt(1), session="x")
+    policy.admitted(request, "a", 0, was_placed=False)
+    policy.update(presence("a", free_slots=0, in_flight=4), 1)
+    num_sent = 0
+    while (kept := policy.keep_place(request, able, 1)).worker:
+        policy.placed(request, kept, 1)
+        num_sent += 1
+    assert num_sent == 4
+    policy.update(presence("a", free_slots=0, in_flight=4), 2)
+    assert policy.keep_place(request, able, 2).worker == "a"
+    policy.refused(request, "a", 2)
+    assert policy.keep_place(request, able, 2) == QUEUED
 
 
 def test_all_clients_place_an_unknown_session_on_the_same_worker() -> None:
