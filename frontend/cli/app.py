@@ -28,7 +28,7 @@ from ...schemas.errors import (
 )
 from ...schemas.options import add_options
 from .arguments import COMMANDS, CliCommand
-from .commands import fleet, machine, views  # noqa: F401 - they declare the subcommands
+from .commands import fleet, machine, prove, views  # noqa: F401 - they declare the subcommands
 from .console import log_notes, note, write
 from .exits import INTERRUPTED, CommandFailed, ExitCode, cause_of, exit_code_of
 from .options import START_SOME, no_workers

@@ -1,0 +1,64 @@
+"""The subcommand that compares a fleet with its model."""
+
+from pathlib import Path
+
+from ....schemas.options import ENGINE_OPTIONS, arg, flag, non_negative_int
+from ..arguments import command
+
+
+@command(
+    "prove that what you train on is what was sampled",
+    "prove.command:run",
+    arg("file", "FILE", "file for the JSON (default: none; --json alone prints it)", nargs="?"),
+    arg(
+        "--model",
+        "DIR|ID",
+        "directory of the checkpoint, or its id on Hugging Face (default with --nats: the only model of the fleet)",
+    ),
+    arg("--workers", "N", "workers of the command's own fleet (default: 1)", default=1),
+    arg(
+        "--gpus-per-worker",
+        "K",
+        "GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)",
+        type=non_negative_int,
+    ),
+    arg(
+        "--reference",
+        ("hf", "none"),
+        "forward passes of transformers with the checkpoint, or only the engine against itself (default: %(default)s)",
+        default="hf",
+    ),
+    arg(
+        "--dtype",
+        ("float32", "bfloat16", "float16"),
+        "dtype of the reference: that of your trainer (default: that of the engine)",
+    ),
+    arg(
+        "--minutes",
+        "N",
+        "minutes for all stages, after the fleet serves (default: %(default)g)",
+        type=float,
+        default=10,
+    ),
+    arg("--prompts", "FILE", "your own prompts, as for `generate` (default: random ones)"),
+    arg("--stages", "NAME", "stages to run (default: all)", nargs="+"),
+    flag("--disruptive", "on a fleet in use, also run stages that stop workers and change weights"),
+    arg("--picture", "FILE", "file for the picture, an SVG (default: none)", type=Path),
+    arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0),
+    arg("--state-dir", "DIR", "folder of temporary files (default: ~/.cache/rollbus)"),
+    *ENGINE_OPTIONS,
+)
+def prove() -> None:
+    """Prove on your model and machines that what you train on is what was sampled.
+
+    Each stage has a bar, a number and a verdict: ok, look, wrong, or not run with the reason. The exit code is 1 only
+    with a `wrong`. The result is a table, and on request a JSON and a picture that need nothing else.
+
+    Without --nats, the command starts a fleet on this machine and ends it. With --nats it measures a fleet in use; then
+    stages that stop workers or change weights need --disruptive. FILE gets the JSON.
+
+    Examples:
+        rollbus prove --model /models/qwen3 --json prove.json --picture prove.svg
+        rollbus prove --model Qwen/Qwen3-0.6B --minutes 5 --stages agreement routing
+        rollbus prove --nats nats://10.0.0.5:4222 --prompts prompts.jsonl
+    """

@@ -1,0 +1,261 @@
+"""Runs `rollbus prove`: the fleet, the stages in their order, and the table, the JSON and the picture at the end."""
+
+import argparse
+import asyncio
+import itertools
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from .... import __version__
+from ....bus import GenerateRequest
+from ....schemas.options import check_start, check_writable, computes_on_cpu
+from ...tokenization import load_tokenizer
+from ..app import until_signalled
+from ..console import note, waiting, write
+from ..exits import INTERRUPTED, ExitCode, WrongUsage
+from ..generate.inputs import open_input
+from ..generate.rows import Defaults, read_prompts
+from ..local.fleet import DRIVER_TIMEOUT_S, check_vllm, default_state_dir
+from ..options import refuse_options, use_model
+from ..tables import machine
+from .report import Report, StageReport, picture, table, verdict_of
+from .stage import NONE, Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
+from .verdicts import Finding, Outcome, Verdict
+
+STAGES: Final[tuple[Callable[[], Stage], ...]] = ()
+"""The stages, in the order of the table."""
+MAX_PROMPTS: Final = 512
+"""Prompts of a user's file that are read. Agreement needs some thousand tokens and not more."""
+OF_OWN: Final = ("workers", "gpus_per_worker", "engine", "engine_args", "kv_transfer_config", "weight_version")
+"""Options that describe the command's own fleet."""
+
+
+def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
+    """Check the options, then run the stages and print their table."""
+    stages = choose_stages([make() for make in STAGES], args.stages)
+    for option, path in (("FILE", args.file), ("--picture", args.picture)):
+        if path is not None:
+            check_writable(f"directory of {option}", path.absolute().parent)
+    is_own = not args.is_nats_named
+    if is_own:
+        if args.model is None:
+            raise WrongUsage("--model is required without --nats: the directory of the checkpoint, or its model id")
+        if args.engine == "vllm":
+            check_vllm()
+        use_model(args)
+        check_start(args)
+    else:
+        refuse_options(args, OF_OWN, "with --nats: the fleet in use has its own")
+    state_dir = args.state_dir or default_state_dir()
+    check_writable("--state-dir", state_dir)
+    return _prove(args, stages, state_dir)
+
+
+async def _prove(args: argparse.Namespace, stages: Sequence[Stage], state_dir: Path) -> int:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    code: int = INTERRUPTED
+    with tempfile.TemporaryDirectory(prefix="prove-", dir=state_dir) as scratch, until_signalled():
+        folder = None if args.model is None else Path(args.model)
+        proof = Proof(
+            args=args,
+            model=args.served_model_name or ("" if folder is None else folder.resolve().name),
+            folder=folder if folder is not None and folder.is_dir() else None,
+            is_own=not args.is_nats_named,
+            scratch=Path(scratch),
+            # The minutes begin when the fleet serves.
+            budget=Budget(0.0, ()),
+        )
+        reports = await _run_stages(proof, stages)
+        code = _end(make_report(proof, reports, created), args)
+    return code
+
+
+def choose_stages(stages: Sequence[Stage], names: Sequence[str] | None) -> list[Stage]:
+    """Return the stages of these names, in their order; all of them if there are no names.
+
+    Raises:
+        CommandFailed: a name is unknown.
+    """
+    known = [stage.name for stage in stages]
+    for name in names or ():
+        if name not in known:
+            raise WrongUsage(f"--stages: no stage {name!r}; allowed: {', '.join(known)}")
+    return [stage for stage in stages if not names or stage.name in names]
+
+
+async def _run_stages(proof: Proof, stages: Sequence[Stage]) -> list[StageReport]:
+    """Run all phases: those that measure with the shared fleet, then, after its end if it is our own, the others."""
+    outcomes: dict[str, Outcome] = {}
+    seconds = dict.fromkeys((stage.name for stage in stages), 0.0)
+
+    async def run_phases(*, concluding: bool) -> None:
+        for stage in stages:
+            share = stage.conclude_share if concluding else stage.measure_share
+            if not share or outcomes.get(stage.name, ANY).verdict is Verdict.NOT_RUN:
+                continue
+            started = time.monotonic()
+            with waiting(f"{stage.name}: {stage.bar}"):
+                outcome = await run_phase(stage, proof, share, concluding=concluding)
+            seconds[stage.name] += time.monotonic() - started
+            if outcome is not None:
+                before = outcomes.get(stage.name)
+                outcomes[stage.name] = outcome if before is None else before.joined(outcome)
+                note(f"{stage.name}: {outcome.verdict}")
+
+    async with AsyncExitStack() as fleet:
+        with waiting("starting the fleet"):
+            proof.shared = await fleet.enter_async_context(_shared_fleet(proof))
+        proof.prompts = _read_prompts(proof)
+        for stage in stages:
+            refusal = refusal_of(stage, proof)
+            if refusal is not None:
+                outcomes[stage.name] = not_run(refusal)
+        shares = [
+            share
+            for stage in stages
+            if stage.name not in outcomes
+            for share in (stage.measure_share, stage.conclude_share)
+        ]
+        proof.budget = Budget(proof.args.minutes * 60, shares)
+        await run_phases(concluding=False)
+        if not proof.is_own:
+            await run_phases(concluding=True)
+    if proof.is_own:
+        await run_phases(concluding=True)
+    return [
+        StageReport(
+            stage=stage.name,
+            bar=stage.bar,
+            verdict=outcome.verdict,
+            headline=outcome.headline or NONE,
+            seconds=round(seconds[stage.name], 1),
+            findings=outcome.findings,
+            details=outcome.details,
+        )
+        for stage in stages
+        for outcome in [outcomes.get(stage.name) or not_run("it made no result")]
+    ]
+
+
+ANY: Final = Outcome(findings=(Finding(verdict=Verdict.OK, what=""),))
+
+
+@asynccontextmanager
+async def _shared_fleet(proof: Proof) -> AsyncIterator[FleetInUse]:
+    """Yield the fleet that the stages share, and set the model of the proof if the fleet knows it."""
+    args = proof.args
+    if proof.is_own:
+        async with proof.own_fleet(num_workers=args.workers) as fleet:
+            yield fleet
+        return
+    names = {name for name in (args.served_model_name or args.model, proof.model) if name}
+    async with use_fleet(args.nats, args.fleet, names) as fleet:
+        first = fleet.workers[0]
+        proof.model = first.model
+        if proof.folder is None and first.model_path is not None:
+            path = Path(first.model_path)
+            proof.folder = path if await asyncio.to_thread(path.is_dir) else None
+        yield fleet
+
+
+def _read_prompts(proof: Proof) -> list[GenerateRequest]:
+    """Return the requests of --prompts, as `rollbus generate` reads them.
+
+    Raises:
+        CommandFailed: the file cannot be read, or a row is wrong.
+    """
+    path: Path | None = proof.args.prompts
+    if path is None:
+        return []
+    lines = list(itertools.islice(read_prompts(open_input(str(path)), Defaults()), MAX_PROMPTS))
+    tokenizer = None
+    if any(line.prompt is not None for line in lines) and proof.folder is not None:
+        tokenizer = load_tokenizer(proof.folder)
+    return [line.request(tokenizer) for line in lines]
+
+
+def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Report:
+    """Return the report of a run."""
+    fleet, args = proof.fleet, proof.args
+    config = {}
+    if proof.folder is not None and (proof.folder / "config.json").is_file():
+        config = json.loads((proof.folder / "config.json").read_text())
+    engine = fleet.engine
+    return Report(
+        verdict=verdict_of(stages),
+        created=created,
+        rollbus=__version__,
+        commit=_commit(),
+        device=_device(),
+        machine=machine(),
+        engine=engine.engine,
+        engine_version=engine.engine_version,
+        signature=engine.signature,
+        model=proof.model,
+        architecture=next(iter(config.get("architectures") or ()), None),
+        dtype=engine.dtype,
+        logprobs_mode=engine.logprobs_mode,
+        reference=proof.reference,
+        workers=len(fleet.workers),
+        is_own=proof.is_own,
+        seed=args.seed,
+        minutes=args.minutes,
+        options={"engine_args": json.loads(args.engine_args or "{}"), "reference": args.reference, "dtype": args.dtype},
+        stages=tuple(stages),
+    )
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout from which rollbus runs; None if it does not run from one."""
+    folder = Path(__file__).resolve().parent
+    asked = subprocess.run(
+        ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", "."], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or None
+
+
+def _device() -> str:
+    """Return the accelerators of this machine with their driver, or its CPU."""
+    if not computes_on_cpu():
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        try:
+            listed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=DRIVER_TIMEOUT_S).stdout
+            return "; ".join(line.strip() for line in listed.splitlines() if line.strip()) or "no GPU"
+        except (OSError, subprocess.SubprocessError) as exc:
+            note(f"nvidia-smi tells nothing: {exc}")
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        info = ""
+    return next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "CPU")
+
+
+def _end(report: Report, args: argparse.Namespace) -> int:
+    """Write the files, print the table, and return the exit code."""
+    text = msgspec.json.encode(report)
+    if args.file is not None:
+        args.file.write_bytes(msgspec.json.format(text) + b"\n")
+    if args.picture is not None:
+        args.picture.write_text(picture(report))
+    if args.json and args.file is None:
+        note(table(report))
+        write(text.decode())
+    else:
+        write(table(report))
+    match report.verdict:
+        case Verdict.WRONG:
+            return ExitCode.FAILED
+        case Verdict.NOT_RUN:
+            note("rollbus prove: no stage ran, so nothing is proven")
+            return ExitCode.USAGE
+        case _:
+            return ExitCode.OK
