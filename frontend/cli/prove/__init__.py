@@ -19,8 +19,8 @@ The command runs stages. Each stage has a name, a bar (what must hold), and a ve
         async def conclude(self, proof): ...     # after it has stopped, if it is the command's own: the GPU is free
 
 Each phase returns None or an `Outcome`: findings with numbers, a headline of a few words for the table, and details for
-the JSON. Outcomes of both phases are joined. Phases get a part of the minutes, of which `proof.seconds_left()` is left. A
-phase that takes longer is cancelled (`not run`). A phase may raise `StageRefused(reason)`: `not run`. Any other
+the JSON. Outcomes of both phases are joined. Each phase gets a part of the minutes: `proof.seconds_left()`. A phase
+that takes longer is cancelled (`not run`). A phase may raise `StageRefused(reason)`: `not run`. Any other
 `RollbusError` or `OSError` is a fault of the fleet: `wrong`, with the error's text.
 
 `proof.own_fleet(num_workers=2, num_prefill=1, flags=(...))` starts a fleet for one stage and yields its `FleetInUse`.

@@ -27,11 +27,13 @@ from ..generate.rows import Defaults, read_prompts
 from ..local.fleet import DRIVER_TIMEOUT_S, check_vllm, default_state_dir
 from ..options import refuse_options, use_model
 from ..tables import machine
+from .agreement import Agreement
 from .report import Report, StageReport, picture, table, verdict_of
+from .routing import Routing
 from .stage import NONE, Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
 from .verdicts import Finding, Outcome, Verdict
 
-STAGES: Final[tuple[Callable[[], Stage], ...]] = ()
+STAGES: Final[tuple[Callable[[], Stage], ...]] = (Agreement, Routing)
 """The stages, in the order of the table."""
 MAX_PROMPTS: Final = 512
 """Prompts of a user's file that are read. Agreement needs some thousand tokens and not more."""

@@ -1,0 +1,147 @@
+"""The stage `agreement`: are the log probabilities of sampled tokens those of a trainer?"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from .causes import CERTAIN, Signs, name_causes, read_signs
+from .evidence import Evidence, add_reference, collect
+from .figures import Figures, batch_pairs, by_position, by_rank, reference_pairs, second_pairs
+from .stage import Proof, Stage
+from .verdicts import Finding, Number, Outcome, Verdict, judge, limit_of
+
+WAYS = {
+    "alone": "decode against prefill, one request at a time",
+    "batch": "decode against prefill, in a batch",
+    "again": "prefix hits against prefill",
+    "sampled": "sampled tokens against prefill",
+    "yours": "your prompts with your sampling against prefill",
+}
+
+
+class Agreement(Stage):
+    """Compares the answers with the engine's second pass and with the reference."""
+
+    name: ClassVar[str] = "agreement"
+    bar: ClassVar[str] = "log probabilities of sampled tokens equal those of a forward pass, within rounding"
+    measure_share: ClassVar[float] = 2.0
+    conclude_share: ClassVar[float] = 3.0
+
+    async def measure(self, proof: Proof) -> Outcome | None:
+        """Collect the answers."""
+        await collect(proof)
+        return None
+
+    async def conclude(self, proof: Proof) -> Outcome | None:
+        """Run the reference and judge."""
+        return judge_agreement(await add_reference(proof), proof.dtype)
+
+
+def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
+    """Return the verdict on the answers. This function is pure."""
+    signs = read_signs(evidence, dtype)
+    causes = name_causes(signs, evidence, dtype)
+    findings = [_batch_finding(evidence, dtype)]
+    for arm, way in WAYS.items():
+        pairs = second_pairs(one for one in evidence.sampled if one.arm == arm)
+        if pairs:
+            findings.append(compare(f"engine against itself: {way}", Figures.of(pairs), dtype, (signs.floor,)))
+    findings += _reference_findings(evidence, signs, dtype)
+    for test in signs.sampling:
+        verdict = Verdict.WRONG if abs(test.z) > CERTAIN else Verdict.LOOK
+        number = Number(name=f"{test.name}: deviation", value=abs(test.z), unit="standard deviations", limit=CERTAIN)
+        findings.append(Finding(verdict=verdict, what=f"the tokens are not sampled so: {test.text}", numbers=(number,)))
+    findings += _facts(evidence)
+    findings += [Finding(verdict=Verdict.NOT_RUN, what=note) for note in evidence.notes]
+    worst = next(
+        (i for word in (Verdict.WRONG, Verdict.LOOK) for i, f in enumerate(findings) if f.verdict is word), None
+    )
+    if worst is not None and causes:
+        named = findings[worst]
+        findings[worst] = Finding(verdict=named.verdict, what=named.what, numbers=named.numbers, causes=causes)
+    main = signs.second if signs.reference is None else signs.reference
+    return Outcome(
+        findings=tuple(findings),
+        headline=f"k3 {main.k3:.1e}, p99 {main.p99:.1e}",
+        details=_details(evidence, signs),
+    )
+
+
+def compare(what: str, figures: Figures, dtype: str, floors: Sequence[Figures]) -> Finding:
+    """Return the finding for the differences of two passes. The largest one alone is at most `look`."""
+    numbers, verdicts = [], []
+    for name in ("k3", "p99", "largest"):
+        floor = max(getattr(each, name) for each in floors)
+        value, limit = getattr(figures, name), limit_of(name, dtype, floor)
+        number = Number(name=name, value=value, unit="nats", floor=floor, limit=limit.value, why=limit.why)
+        numbers.append(number)
+        verdict = judge(value, limit.value)
+        # One token of a thousand may lie behind a tie of two routers.
+        verdicts.append(Verdict.LOOK if name == "largest" and verdict is Verdict.WRONG else verdict)
+    worst = max(range(3), key=lambda i: list(Verdict).index(verdicts[i]) if verdicts[i] is not Verdict.NOT_RUN else 0)
+    chosen = numbers[worst]
+    sign = "<=" if verdicts[worst] is Verdict.OK else ">"
+    text = f"{what}: {chosen.name} {chosen.value:.2g} {sign} {chosen.limit:.2g} nats ({chosen.why})"
+    return Finding(verdict=verdicts[worst], what=text, numbers=(*numbers, Number(name="k1", value=figures.k1)))
+
+
+def _batch_finding(evidence: Evidence, dtype: str) -> Finding:
+    """Return the finding for alone against batch. It is the floor of the others, so it is never `wrong` by itself."""
+    none = Figures.of(())
+    found = compare("engine against itself: other batch", Figures.of(batch_pairs(evidence.sampled)), dtype, (none,))
+    if found.verdict is Verdict.WRONG:
+        return Finding(verdict=Verdict.LOOK, what=found.what, numbers=found.numbers)
+    return found
+
+
+def _reference_findings(evidence: Evidence, signs: Signs, dtype: str) -> list[Finding]:
+    if signs.reference is None:
+        reason = evidence.reference_refusal or "the reference computed nothing"
+        return [Finding(verdict=Verdict.NOT_RUN, what=f"no reference: {reason}")]
+    floors = (signs.floor, signs.noise)
+    chosen = [one for one in evidence.sampled if one.is_neutral] or evidence.sampled
+    groups = [
+        ("sampled", [one for one in chosen if one.arm in ("sampled", "yours")]),
+        ("greedy", [one for one in evidence.sampled if one.arm not in ("sampled", "yours")]),
+    ]
+    yours = [one for one in evidence.sampled if not one.is_neutral and one.arm == "yours"]
+    if yours:
+        groups.append(("your sampling", yours))
+    return [
+        compare(f"reference, {name} tokens", Figures.of(pairs), dtype, floors)
+        for name, group in groups
+        if (pairs := reference_pairs(group))
+    ]
+
+
+def _facts(evidence: Evidence) -> list[Finding]:
+    found = []
+    if evidence.changes:
+        found.append(
+            f"your prompts set {', '.join(evidence.changes)}: the tokens do not come from the distribution that a "
+            "trainer computes without these sampling parameters"
+        )
+    if len({version for one in evidence.sampled for version in one.versions}) > 1:
+        found.append("the weights changed while the tokens were sampled")
+    if evidence.facts.get("double_bos"):
+        found.append("prompts begin with two BOS tokens: the chat template and the tokenizer both add one")
+    return [Finding(verdict=Verdict.LOOK, what=text) for text in found]
+
+
+def _details(evidence: Evidence, signs: Signs) -> dict[str, Any]:
+    pairs = reference_pairs(evidence.sampled) or second_pairs(evidence.sampled)
+    details: dict[str, Any] = {
+        "answers": len(evidence.sampled),
+        "tokens": sum(len(one.logprobs) for one in evidence.sampled),
+        "prompt_lengths": sorted({one.prompt_len for one in evidence.sampled}),
+        "cached_answers": sum(one.cached > 0 for one in evidence.sampled),
+        "by_position": by_position(pairs),
+        "by_rank": by_rank(evidence.sampled),
+        "facts": evidence.facts,
+        "floor": signs.floor._asdict(),
+        "noise": signs.noise._asdict(),
+        "second_pass": signs.second._asdict(),
+    }
+    for name, figures in (("reference", signs.reference), ("replayed", signs.replayed)):
+        if figures is not None:
+            details[name] = figures._asdict()
+    return details

@@ -1,0 +1,374 @@
+"""Collects what `agreement` and `routing` judge: tokens of a fleet, computed twice, and a reference's passes.
+
+Each prompt is sent in several ways. What the engine computes must depend on none of them:
+
+- `alone`: greedy, without other requests, with a salt of its own, so that no prefix is cached
+- `batch`: greedy, all prompts at once; the prefix cache may have earlier KV, which must be of the same weights
+- `again`: the same once more, so that the prefix cache has the prompt
+- `sampled`: temperature 1 and nothing that changes the distribution
+- `yours`: the user's prompts with the user's sampling parameters
+
+Then the engine computes each sequence a second time as a prompt (`prompt_logprobs`). This pass reads no prefix cache. A
+long sequence runs in chunks.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ....bus import GenerateRequest, Generation, SamplingParams
+from ....schemas.presence import Capabilities
+from ....schemas.reference import (
+    ABOVE,
+    MAX_FILE_BYTES,
+    MAX_SEQUENCES,
+    RANKS,
+    Dtype,
+    ReferenceJob,
+    ReferencePass,
+    ReferenceResult,
+    ReferenceSequence,
+    floats,
+)
+from ..exits import CommandFailed
+from ..generate.results import first_error
+from ..local.processes import ProcessSpec, run_tool
+from ..options import python_env, python_module
+from .stage import Proof, StageRefused
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+LENGTHS: Final = (5, 33, 150, 600)
+"""Tokens of the prompts of a round: below, within and above usual block sizes of the KV cache."""
+NUM_TOKENS: Final = 32
+"""Tokens of an answer."""
+NUM_SAMPLES: Final = 4
+"""Samples of each prompt with temperature 1."""
+MAX_ROUNDS: Final = 24
+"""Rounds of new prompts: about 15,000 sampled tokens. More change no figure."""
+TIME_SHARE: Final = 0.6
+"""Part of the phase after which no round is begun. A round takes about as long as the one before."""
+IN_FLIGHT: Final = 64
+"""Requests at once. A batch of this size uses other kernels than a single request."""
+FIRST_ID: Final = 3
+"""Ids below are often special tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scores:
+    """What the reference computes for the n - 1 next tokens of one sequence."""
+
+    logprobs: Floats
+    ranks: Ints
+    above: Floats
+    above_tail: Floats
+    rank_tail: Floats
+    margins: Floats
+    replayed: Floats | None = None
+    misses: Floats | None = None
+    others: Floats | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """One answer, and its sequence of n tokens as the engine and the reference compute it again."""
+
+    arm: str
+    """The way it was sent."""
+    prompt: int
+    """Number of the prompt. Greedy answers of one prompt are equal but for ties."""
+    prompt_len: int
+    token_ids: Ints
+    """i4[n]: prompt and answer."""
+    logprobs: Floats
+    """f4[G]: log probabilities of the answer."""
+    cached: int = 0
+    """Tokens of the prompt that the prefix cache had."""
+    is_neutral: bool = True
+    """True: the sampling parameters keep the model's distribution."""
+    versions: tuple[int, ...] = ()
+    rows: Ints | None = None
+    """i4[n - 1, layers, top_k]."""
+    second: Floats | None = None
+    """f4[n - 1]: log probabilities of all tokens but the first, of the second pass."""
+    second_rows: Ints | None = None
+    scores: Scores | None = None
+    noise: Scores | None = None
+    """The reference in another dtype: how much rounding changes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """All answers, and what is known of the reference."""
+
+    sampled: list[Sampled]
+    num_experts: int = 0
+    layers: Sequence[int] = ()
+    """Index in the rows of each layer with experts."""
+    notes: list[str] = field(default_factory=list)
+    """What was not measured, and why."""
+    changes: list[str] = field(default_factory=list)
+    """Sampling parameters of the user's prompts that change the distribution."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Facts of the model and the fleet that explain differences."""
+    reference_refusal: str | None = None
+    routing_refusal: str | None = None
+
+
+async def collect(proof: Proof) -> Evidence:
+    """Return the answers of the fleet, which the first stage that needs them collects."""
+    if "answers" not in proof.evidence:
+        proof.evidence["answers"] = await _Collection(proof).run()
+    found: Evidence = proof.evidence["answers"]
+    return found
+
+
+class _Collection:
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+        self._engine: Capabilities = proof.fleet.engine
+        self._rng = np.random.default_rng(proof.args.seed)
+        self._has_second = True
+        routing = self._engine.routed_experts
+        facts = {"logprobs_mode": self._engine.logprobs_mode, "dtype": proof.dtype}
+        self._evidence = Evidence(sampled=[], num_experts=routing.num_experts if routing else 0, facts=facts)
+        if routing is None and self._engine.routing_refusal is not None:
+            self._evidence.routing_refusal = self._engine.routing_refusal
+
+    async def run(self) -> Evidence:
+        """Send rounds of prompts until the time is used."""
+        left, before = self._proof.seconds_left(), 0.0
+        for number in range(MAX_ROUNDS):
+            started = self._proof.seconds_left()
+            if number and left - started + before > TIME_SHARE * left:
+                break
+            await self._round(number)
+            before = started - self._proof.seconds_left()
+        return self._evidence
+
+    def _prompts(self, number: int) -> list[Ints]:
+        if number == 0 and self._proof.prompts:
+            room = self._engine.max_model_len - NUM_TOKENS
+            return [np.asarray(request.prompt_token_ids, "i4")[-room:] for request in self._proof.prompts]
+        lengths = [min(length, max(self._engine.max_model_len - NUM_TOKENS, 1)) for length in LENGTHS]
+        return [
+            self._rng.integers(min(FIRST_ID, self._engine.vocab_size - 1), self._engine.vocab_size, length, "i4")
+            for length in lengths
+        ]
+
+    async def _round(self, number: int) -> None:
+        prompts, model = self._prompts(number), self._proof.model
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=NUM_SAMPLES)
+        salted = [
+            GenerateRequest(prompt_token_ids=ids, sampling=greedy, model=model, cache_salt=uuid.uuid4().hex)
+            for ids in prompts
+        ]
+        plain = [GenerateRequest(prompt_token_ids=ids, sampling=greedy, model=model) for ids in prompts]
+        sampled = [GenerateRequest(prompt_token_ids=ids, sampling=sampling, model=model) for ids in prompts]
+        for arm, requests, at_once in (
+            ("batch", plain, IN_FLIGHT),
+            ("alone", salted, 1),
+            ("again", [msgspec.structs.replace(each, request_id=uuid.uuid4().hex) for each in plain], IN_FLIGHT),
+            ("sampled", sampled, IN_FLIGHT),
+        ):
+            await self._send(arm, number, requests, at_once)
+        if number == 0 and self._proof.prompts:
+            await self._send("yours", number, self._yours(), IN_FLIGHT)
+
+    def _yours(self) -> list[GenerateRequest]:
+        requests = []
+        for request in self._proof.prompts:
+            sampling = request.sampling
+            for name in CHANGING:
+                value = getattr(sampling, name)
+                if value != getattr(SamplingParams(), name) and not (name == "temperature" and value == 0.0):
+                    self._evidence.changes.append(f"{name}={value}")
+            limit = min(sampling.max_tokens or NUM_TOKENS, self._engine.max_model_len - request.prompt_len, 512)
+            if limit < 1:
+                raise StageRefused(f"a prompt of --prompts has {request.prompt_len} tokens, which is too long")
+            minimum = min(sampling.min_tokens, limit)
+            changed = msgspec.structs.replace(sampling, max_tokens=limit, min_tokens=minimum, logprobs=0, n=1)
+            requests.append(
+                msgspec.structs.replace(
+                    request, sampling=changed, model=self._proof.model, request_id=uuid.uuid4().hex,
+                    return_routed_experts=None, routed_experts_prompt_start=0, timeout_s=None,
+                )
+            )  # fmt: skip
+        self._evidence.changes = sorted(set(self._evidence.changes))
+        return requests
+
+    async def _send(self, arm: str, number: int, requests: Sequence[GenerateRequest], at_once: int) -> None:
+        """Complete the requests, and compute their sequences again as prompts."""
+        numbers = {request.request_id: number * 10_000 + i for i, request in enumerate(requests)}
+        answers = [each async for each in self._complete(requests, at_once)]
+        added = [_sampled(arm, numbers[answer.request_id], answer) for answer in answers if len(answer.token_ids)]
+        self._evidence.sampled += added
+        if not self._has_second:
+            return
+        seconds = [
+            GenerateRequest(
+                prompt_token_ids=each.token_ids,
+                sampling=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+                model=self._proof.model,
+            )
+            for each in added
+            # The engine must have room for one more token.
+            if len(each.token_ids) < self._engine.max_model_len
+        ]
+        by_id = dict(zip([request.request_id for request in seconds], added, strict=False))
+        try:
+            async for answer in self._complete(seconds, IN_FLIGHT):
+                one = by_id[answer.request_id]
+                one.second = answer.prompt_logprobs
+                if answer.routed_experts is not None:
+                    one.second_rows = answer.routed_experts[: len(one.token_ids) - 1].astype("i4")
+        except StageRefused as exc:
+            self._has_second = False
+            self._evidence.notes.append(f"no second pass: {exc}")
+
+    async def _complete(self, requests: Sequence[GenerateRequest], at_once: int) -> AsyncIterator[Generation]:
+        async for first in self._proof.rb.complete_many(requests, max_in_flight=at_once):
+            error = first_error(first)
+            if error is not None and error.code == "unsupported":
+                raise StageRefused(str(error))
+            if error is not None:
+                raise error
+            for answer in (first, *first.siblings):
+                yield answer
+
+
+CHANGING: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "allowed_token_ids", "bad_words_token_ids", "extra"),
+)
+"""Sampling parameters that change the distribution from which tokens are sampled."""
+
+
+def _sampled(arm: str, prompt: int, answer: Generation) -> Sampled:
+    sampling = answer.request.sampling
+    if answer.logprobs is None:
+        raise StageRefused("the fleet returns no log probabilities")
+    rows = answer.routed_experts
+    return Sampled(
+        arm=arm,
+        prompt=prompt,
+        prompt_len=answer.prompt_len,
+        token_ids=np.concatenate([np.asarray(answer.request.prompt_token_ids, "i4"), answer.token_ids]),
+        logprobs=answer.logprobs,
+        cached=answer.cached_tokens or 0,
+        is_neutral=all(getattr(sampling, name) == getattr(SamplingParams(), name) for name in CHANGING),
+        versions=tuple(sorted(set(answer.weight_versions.tolist()))),
+        rows=None if rows is None or answer.start else rows.astype("i4"),
+    )
+
+
+async def add_reference(proof: Proof) -> Evidence:
+    """Return the evidence with the reference's passes, which the first stage that needs them computes."""
+    evidence: Evidence = proof.evidence["answers"]
+    if "passes" in proof.evidence:
+        return evidence
+    proof.evidence["passes"] = True
+    if proof.args.reference == "none":
+        evidence.reference_refusal = "--reference none"
+        return evidence
+    if proof.folder is None:
+        evidence.reference_refusal = "the checkpoint is not on this machine; name its directory with --model DIR"
+        return evidence
+    chosen = list(_spread(evidence.sampled))[:MAX_SEQUENCES]
+    engine = proof.fleet.engine
+    dtypes: tuple[Dtype, ...] = get_args(Dtype)
+    main: Dtype = next((name for name in dtypes if name == (proof.args.dtype or engine.dtype)), "bfloat16")
+    with_rows = next((each.rows for each in chosen if each.rows is not None), None)
+    job = ReferenceJob(
+        folder=str(proof.folder),
+        dtypes=[main] if main == "float32" else [main, "float32"],
+        sequences=[
+            ReferenceSequence(
+                token_ids=each.token_ids.astype("<i4").tobytes(),
+                rows=None if each.rows is None else each.rows.astype("<i4").tobytes(),
+            )
+            for each in chosen
+        ],
+        num_layers=0 if with_rows is None else with_rows.shape[1],
+        top_k=0 if with_rows is None else with_rows.shape[2],
+        seconds=proof.seconds_left() * TIME_SHARE,
+    )
+    try:
+        result = await run_reference(job, proof.scratch)
+    except StageRefused as exc:
+        evidence.reference_refusal = str(exc)
+        return evidence
+    _add_passes(evidence, chosen, result)
+    first = result.passes[0]
+    proof.reference = f"transformers {result.release} in {first.dtype} on {first.device}"
+    if len(first.sequences) < len(chosen) or len(chosen) < len(evidence.sampled):
+        evidence.notes.append(f"the reference computed {len(first.sequences)} of {len(evidence.sampled)} answers")
+    return evidence
+
+
+def _spread(sampled: Sequence[Sampled]) -> Iterator[Sampled]:
+    """Yield the answers in turns of their arms, so that each part of them has all arms."""
+    arms: dict[str, list[Sampled]] = {}
+    for each in sampled:
+        arms.setdefault(each.arm, []).append(each)
+    for i in range(max(map(len, arms.values()), default=0)):
+        yield from (found[i] for found in arms.values() if i < len(found))
+
+
+async def run_reference(job: ReferenceJob, folder: Path) -> ReferenceResult:
+    """Run the program of the reference and return its result.
+
+    Cancellation: kills the program.
+
+    Raises:
+        StageRefused: it cannot compute the job. The message has its last line.
+    """
+    job_path, result_path = folder / "job.msgpack", folder / "result.msgpack"
+    data = msgspec.msgpack.encode(job)
+    if len(data) > MAX_FILE_BYTES:
+        raise StageRefused(f"the answers are larger than {MAX_FILE_BYTES} bytes")
+    await asyncio.to_thread(job_path.write_bytes, data)
+    command = [*python_module("rollbus.trainer.reference"), str(job_path), str(result_path)]
+    try:
+        await run_tool(ProcessSpec("the reference", command, python_env()))
+        if (await asyncio.to_thread(result_path.stat)).st_size > MAX_FILE_BYTES:
+            raise StageRefused(f"the result of the reference is larger than {MAX_FILE_BYTES} bytes")
+        return msgspec.msgpack.decode(await asyncio.to_thread(result_path.read_bytes), type=ReferenceResult)
+    except (CommandFailed, msgspec.MsgspecError) as exc:
+        raise StageRefused(str(exc)) from exc
+
+
+def _add_passes(evidence: Evidence, chosen: Sequence[Sampled], result: ReferenceResult) -> None:
+    evidence.layers = result.layers
+    evidence.routing_refusal = evidence.routing_refusal or result.routing_refusal
+    evidence.facts |= result.facts
+    for name, done in zip(("scores", "noise"), result.passes, strict=False):
+        for one, scores in zip(chosen, _scores(done, len(result.layers)), strict=False):
+            setattr(one, name, scores)
+
+
+def _scores(done: ReferencePass, num_routers: int) -> Iterator[Scores]:
+    for tokens in done.sequences:
+        fields: dict[str, Any] = {
+            "logprobs": floats(tokens.logprobs),
+            "ranks": np.frombuffer(tokens.ranks, "<i4"),
+            "above": floats(tokens.above),
+            "above_tail": floats(tokens.above_tail, len(ABOVE)),
+            "rank_tail": floats(tokens.rank_tail, len(RANKS)),
+            "margins": floats(tokens.margins),
+            "replayed": None if tokens.replayed is None else floats(tokens.replayed),
+        }
+        if num_routers:
+            for name in ("misses", "others"):
+                data = getattr(tokens, name)
+                fields[name] = None if data is None else floats(data, num_routers)
+        yield Scores(**fields)

@@ -1,0 +1,272 @@
+"""The figures of `agreement` and `routing`, as pure functions over what was collected.
+
+r is the log probability of a token by the trainer (the second pass, or the reference) minus the sampler's. k1 = -r
+and k3 = exp(r) - 1 - r estimate KL(sampler || trainer) for sampled tokens (J. Schulman, "Approximating KL Divergence",
+2020). k3 is never negative and varies less.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ....schemas.reference import ABOVE, RANKS
+from .evidence import Evidence, Floats, Sampled, Scores
+from .verdicts import LARGEST, limit_of
+
+Pair = tuple[Floats, Floats]
+"""Log probabilities of the same tokens, of the sampler and of another pass."""
+
+
+class Figures(NamedTuple):
+    """The differences of two passes over the same tokens."""
+
+    tokens: int
+    k1: float
+    k3: float
+    p99: float
+    largest: float
+
+    @classmethod
+    def of(cls, pairs: Iterable[Pair]) -> "Figures":
+        """Return the figures of all pairs together. Without tokens all are 0."""
+        r = differences(pairs)
+        if not len(r):
+            return cls(0, 0.0, 0.0, 0.0, 0.0)
+        size = np.abs(r)
+        k3 = float(np.mean(np.expm1(np.minimum(r, 50.0)) - r))
+        return cls(len(r), float(-r.mean()), k3, float(np.percentile(size, 99)), float(size.max()))
+
+
+def differences(pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
+    """Return r of all pairs, one after the other. A difference that is no number is the largest one."""
+    parts = [np.asarray(other, float) - np.asarray(first, float) for first, other in pairs]
+    r = np.concatenate(parts) if parts else np.empty(0)
+    return np.nan_to_num(r, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST)
+
+
+def answer_of(one: Sampled, values: Floats) -> Floats:
+    """Return the part of [n - 1, ...] values that belongs to the tokens of the answer."""
+    return values[one.prompt_len - 1 :]
+
+
+def second_pairs(sampled: Iterable[Sampled]) -> list[Pair]:
+    """Return the answers beside the engine's second pass."""
+    return [(one.logprobs, answer_of(one, one.second)) for one in sampled if one.second is not None]
+
+
+def reference_pairs(sampled: Iterable[Sampled], field: str = "logprobs") -> list[Pair]:
+    """Return the answers beside the reference: its `logprobs`, or `replayed` with the engine's experts."""
+    return [
+        (one.logprobs, answer_of(one, values))
+        for one in sampled
+        if one.scores is not None and (values := getattr(one.scores, field)) is not None
+    ]
+
+
+def noise_pairs(sampled: Iterable[Sampled]) -> list[Pair]:
+    """Return the reference beside itself in another dtype."""
+    return [
+        (answer_of(one, one.scores.logprobs), answer_of(one, one.noise.logprobs))
+        for one in sampled
+        if one.scores is not None and one.noise is not None
+    ]
+
+
+def batch_pairs(sampled: Sequence[Sampled]) -> list[Pair]:
+    """Return greedy answers that ran alone beside those of a batch, up to the first token that differs.
+
+    There, both tokens are the most likely one, so their log probabilities are equal if it is a tie.
+    """
+    alone = {one.prompt: one for one in sampled if one.arm == "alone"}
+    pairs = []
+    for one in sampled:
+        if one.arm == "batch" and one.prompt in alone:
+            other = alone[one.prompt]
+            length = min(len(one.logprobs), len(other.logprobs))
+            differ = np.flatnonzero(one.token_ids[-length:] != other.token_ids[-length:])
+            end = length if not len(differ) else int(differ[0]) + 1
+            pairs.append((other.logprobs[:end], one.logprobs[:end]))
+    return pairs
+
+
+class Sampling(NamedTuple):
+    """A test of the sampled tokens against the reference's distribution, which needs no log probabilities."""
+
+    name: str
+    z: float
+    """Standard deviations from what is expected."""
+    text: str
+
+
+NUM_EXPECTED: Final = 14.0
+"""If so many tokens are expected beyond a cut, none of them is seen by chance once in a million runs."""
+
+
+def sampling_tests(sampled: Iterable[Sampled]) -> list[Sampling]:
+    """Return tests of temperature, top-p and top-k over answers that were sampled from the whole distribution.
+
+    A token's place is the probability of more likely tokens plus half of its own. Its mean is exactly 0.5, and its
+    variance at most 1/12, whatever the distribution is.
+    """
+    chosen = [(one, one.scores) for one in sampled if one.scores is not None]
+    if not chosen:
+        return []
+
+    def of(get: Callable[[Scores], npt.NDArray[np.generic]]) -> npt.NDArray[np.float64]:
+        return np.concatenate([np.asarray(get(scores)[one.prompt_len - 1 :], float) for one, scores in chosen])
+
+    above, ranks = of(lambda scores: scores.above), of(lambda scores: scores.ranks)
+    places = above + np.exp(of(lambda scores: scores.logprobs)) / 2
+    z = (float(places.mean()) - 0.5) * np.sqrt(12 * len(places))
+    tests = [Sampling("temperature", float(z), f"mean place {places.mean():.3f} of {len(places)} tokens, not 0.5")]
+    for name, values, cuts, tails in (
+        ("top-p", above, ABOVE, of(lambda scores: scores.above_tail)),
+        ("top-k", ranks, RANKS, of(lambda scores: scores.rank_tail)),
+    ):
+        for cut, tail in zip(cuts, tails.T, strict=True):
+            expected, seen = float(tail.sum()), int((values >= cut).sum())
+            if not seen and expected > NUM_EXPECTED:
+                spread = float(np.sqrt((tail * (1 - tail)).sum()))
+                text = f"no token beyond {name} {cut:g}, though {expected:.0f} of {len(values)} are expected"
+                tests.append(Sampling(name, -expected / max(spread, 1e-9), text))
+                break
+    return tests
+
+
+class Misses(NamedTuple):
+    """How the engine's sets of experts fit the reference's routers, by layer."""
+
+    equal: list[float]
+    """Share of equal sets without replay, as a trainer without replay would choose."""
+    ties: list[float]
+    """Share of sets that differ by a tie, when each router sees what the engine's experts computed."""
+    faults: list[float]
+    """Share of sets that differ by more than a tie."""
+    limit: float
+    why: str
+    typical: float
+    """Median miss of the faults, in the router's logits. 0 without faults."""
+    rows: int
+
+
+def misses_of(evidence: Evidence, dtype: str) -> Misses | None:
+    """Return the comparison of the rows with the reference's routers. None: there is none."""
+    chosen = [one for one in evidence.sampled if one.scores is not None and one.scores.others is not None]
+    if not chosen:
+        return None
+    free = np.concatenate([one.scores.misses for one in chosen if one.scores and one.scores.misses is not None])
+    others = np.concatenate([one.scores.others for one in chosen if one.scores and one.scores.others is not None])
+    rounding = [
+        np.abs(one.scores.others - one.noise.others)
+        for one in chosen
+        if one.scores and one.noise and one.scores.others is not None and one.noise.others is not None
+    ]
+    moved = np.concatenate(rounding).ravel() if rounding else np.empty(0)
+    moved = moved[moved > 0]
+    limit = limit_of("gap", dtype, float(np.percentile(moved, 99)) if len(moved) else None)
+    faults = others > limit.value
+    return Misses(
+        equal=(free == 0).mean(0).tolist(),
+        ties=((others > 0) & ~faults).mean(0).tolist(),
+        faults=faults.mean(0).tolist(),
+        limit=limit.value,
+        why=limit.why,
+        typical=float(np.median(others[faults])) if faults.any() else 0.0,
+        rows=len(others),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How many experts of a layer some prompt reached."""
+
+    layer: int
+    unreached: tuple[int, ...]
+
+
+def reached(evidence: Evidence) -> list[Reached]:
+    """Return for each layer with experts those that no row has."""
+    rows = [one.rows.reshape(-1, *one.rows.shape[1:]) for one in evidence.sampled if one.rows is not None]
+    if not rows:
+        return []
+    joined = np.concatenate(rows)
+    # Without the reference, layers of which all rows are expert 0 have no experts.
+    layers = evidence.layers or [i for i in range(joined.shape[1]) if joined[:, i].any()]
+    return [
+        Reached(
+            i, tuple(np.flatnonzero(np.bincount(joined[:, i].ravel(), minlength=evidence.num_experts) == 0).tolist())
+        )
+        for i in layers
+    ]
+
+
+class Suspect(NamedTuple):
+    """The expert whose tokens are off most."""
+
+    expert: int
+    z: float
+    """Standard deviations between the tokens of this expert and all others."""
+
+
+MIN_MEMBERS: Final = 10
+STANDS_OUT: Final = 6.0
+"""Standard deviations from which the expert is named."""
+
+
+def suspect_of(evidence: Evidence, layer: int) -> Suspect | None:
+    """Return the expert of a layer whose tokens differ most from the reference with replay. None: no one stands out."""
+    sizes, members = [], []
+    for one in evidence.sampled:
+        if one.second is None or one.rows is None or one.scores is None or one.scores.replayed is None:
+            continue
+        sizes.append(np.abs(one.second - one.scores.replayed))
+        members.append((one.rows[:, layer, :, None] == np.arange(evidence.num_experts)).any(1))
+    if not sizes:
+        return None
+    size, is_member = np.log(np.concatenate(sizes) + 1e-7), np.concatenate(members)
+    found: list[Suspect] = []
+    for expert in range(evidence.num_experts):
+        inside, outside = size[is_member[:, expert]], size[~is_member[:, expert]]
+        if min(len(inside), len(outside)) >= MIN_MEMBERS:
+            error = np.sqrt(inside.var() / len(inside) + outside.var() / len(outside))
+            found.append(Suspect(expert, float((inside.mean() - outside.mean()) / max(error, 1e-9))))
+    found.sort(key=lambda suspect: -suspect.z)
+    if not found or found[0].z < STANDS_OUT or (len(found) > 1 and found[1].z > found[0].z / 2):
+        return None
+    return found[0]
+
+
+def slope_of(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Return slope and R squared of r as a linear function of the log probability of the second pass."""
+    r = differences(pairs)
+    x = np.concatenate([other for _, other in pairs]).astype(float) if pairs else np.empty(0)
+    if len(r) < MIN_MEMBERS or not np.isfinite(x).all() or x.std() < 1e-6 or r.std() < 1e-12:
+        return 0.0, 0.0
+    slope, offset = np.polyfit(x, r, 1)
+    return float(slope), float(1 - (r - slope * x - offset).var() / r.var())
+
+
+def by_position(pairs: Sequence[Pair], parts: int = 4) -> list[float]:
+    """Return the mean difference in each quarter of the answers."""
+    columns: list[list[float]] = [[] for _ in range(parts)]
+    for first, other in pairs:
+        size = np.abs(differences([(first, other)]))
+        for column, values in zip(columns, np.array_split(size, parts), strict=True):
+            column.extend(values)
+    return [float(np.mean(column)) if column else 0.0 for column in columns]
+
+
+def by_rank(sampled: Iterable[Sampled]) -> dict[str, float]:
+    """Return the mean difference from the reference of the most likely tokens, of the next nine and of all others."""
+    parts: dict[str, list[Floats]] = {"0": [], "1-9": [], "10 and more": []}
+    for one in sampled:
+        if one.scores is not None:
+            size = np.abs(answer_of(one, one.scores.logprobs) - one.logprobs)
+            ranks = one.scores.ranks[one.prompt_len - 1 :]
+            for name, chosen in zip(parts, (ranks == 0, (ranks > 0) & (ranks < 10), ranks >= 10), strict=True):
+                parts[name].append(size[chosen])
+    means = {name: np.concatenate(values) for name, values in parts.items() if values}
+    return {name: float(values.mean()) for name, values in means.items() if len(values)}
