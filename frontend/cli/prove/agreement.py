@@ -7,7 +7,7 @@ from .causes import CERTAIN, Signs, name_causes, read_signs
 from .evidence import Evidence, add_reference, collect
 from .figures import Figures, batch_pairs, by_position, by_rank, reference_pairs, second_pairs
 from .stage import Proof, Stage
-from .verdicts import Finding, Number, Outcome, Verdict, judge, limit_of
+from .verdicts import FLOOR_MOST, Finding, Number, Outcome, Verdict, judge, limit_of
 
 WAYS = {
     "alone": "decode against prefill, one request at a time",
@@ -85,12 +85,13 @@ def compare(what: str, figures: Figures, dtype: str, floors: Sequence[Figures]) 
 
 
 def _batch_finding(evidence: Evidence, dtype: str) -> Finding:
-    """Return the finding for alone against batch. It is the floor of the others, so it is never `wrong` by itself."""
-    none = Figures.of(())
-    found = compare("engine against itself: other batch", Figures.of(batch_pairs(evidence.sampled)), dtype, (none,))
-    if found.verdict is Verdict.WRONG:
-        return Finding(verdict=Verdict.LOOK, what=found.what, numbers=found.numbers)
-    return found
+    """Return the finding for alone against batch. It is the floor of the others, so it is `wrong` only far above."""
+    figures, none = Figures.of(batch_pairs(evidence.sampled)), Figures.of(())
+    found = compare("engine against itself: other batch", figures, dtype, (none,))
+    if found.verdict is Verdict.OK:
+        return found
+    is_noise = all(number.value <= FLOOR_MOST * number.limit for number in found.numbers if number.limit is not None)
+    return Finding(verdict=Verdict.LOOK if is_noise else Verdict.WRONG, what=found.what, numbers=found.numbers)
 
 
 def _reference_findings(evidence: Evidence, signs: Signs, dtype: str) -> list[Finding]:

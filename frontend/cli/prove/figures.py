@@ -20,6 +20,10 @@ Pair = tuple[Floats, Floats]
 """Log probabilities of the same tokens, of the sampler and of another pass."""
 
 
+MOST: Final = 50.0
+"""Bound of r in k3, which is then 1e21."""
+
+
 class Figures(NamedTuple):
     """The differences of two passes over the same tokens."""
 
@@ -36,7 +40,8 @@ class Figures(NamedTuple):
         if not len(r):
             return cls(0, 0.0, 0.0, 0.0, 0.0)
         size = np.abs(r)
-        k3 = float(np.mean(np.expm1(np.minimum(r, 50.0)) - r))
+        bounded = np.clip(r, -MOST, MOST)
+        k3 = float(np.mean(np.expm1(bounded) - bounded))
         return cls(len(r), float(-r.mean()), k3, float(np.percentile(size, 99)), float(size.max()))
 
 
@@ -129,9 +134,9 @@ def sampling_tests(sampled: Iterable[Sampled]) -> list[Sampling]:
         for cut, tail in zip(cuts, tails.T, strict=True):
             expected, seen = float(tail.sum()), int((values >= cut).sum())
             if not seen and expected > NUM_EXPECTED:
-                spread = float(np.sqrt((tail * (1 - tail)).sum()))
                 text = f"no token beyond {name} {cut:g}, though {expected:.0f} of {len(values)} are expected"
-                tests.append(Sampling(name, -expected / max(spread, 1e-9), text))
+                # The chance of none is exp(-expected), which is that of so many standard deviations.
+                tests.append(Sampling(name, -float(np.sqrt(2 * expected)), text))
                 break
     return tests
 

@@ -96,6 +96,8 @@ LARGEST: Final = 1e30
 """Stands for infinity, which JSON does not have, and for NaN."""
 FLOORS: Final = 3.0
 """A limit is at least this many times the floor: a maximum over some hundred tokens varies by a factor of two."""
+FLOOR_MOST: Final = 10.0
+"""A floor counts up to this many times the table: an engine that differs more from itself is wrong, not noisy."""
 WRONG_FROM: Final = 3.0
 """A number up to this many times its limit is `look`, because no table fits every model. A larger one is `wrong`."""
 
@@ -123,6 +125,7 @@ def limit_of(figure: str, dtype: str, floor: float | None = None) -> Limit:
     """
     row = dtype if dtype in TABLE else "quantized"
     table = TABLE[row][figure]
+    floor = None if floor is None else min(floor, FLOOR_MOST * table)
     if floor is not None and FLOORS * floor > table:
         return Limit(FLOORS * floor, f"{FLOORS:g} times what the engine differs from itself ({floor:.2g})")
     return Limit(table, f"the table for {row}")
