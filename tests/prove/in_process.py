@@ -219,7 +219,7 @@ def run_case(folder: Path, family: str, fault: str, seed: int) -> dict[str, Any]
     settings: dict[str, Any] = {
         "logprobs_mode": "processed_logprobs" if fault == "top-p-processed" else "raw_logprobs",
         "enable_prefix_caching": True,
-        "block_size": 16,
+        "block_size": 32,
         **({"enable_return_routed_experts": True} if has_experts else {}),
     }
     with engine(served, dtype="bfloat16" if family in HALF else "float32", **settings) as llm:

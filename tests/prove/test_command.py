@@ -1,0 +1,153 @@
+"""The command itself: its phases, its three forms of the result, and one run on a real engine."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from rollbus.frontend.cli.app import build_parser
+from rollbus.frontend.cli.exits import CommandFailed, ExitCode
+from rollbus.frontend.cli.prove import command, evidence
+from rollbus.frontend.cli.prove.report import Report
+from rollbus.frontend.cli.prove.stage import Budget, Proof, Stage, StageRefused
+from rollbus.frontend.cli.prove.verdicts import Finding, Limit, Outcome, Verdict, measured
+
+
+def parse(*words: str) -> argparse.Namespace:
+    """Return the options of a command line, with the fleet that the command line would have."""
+    args = build_parser().parse_args(["prove", *words])
+    args.fleet = args.fleet or "default"
+    return args
+
+
+class Sound(Stage):
+    name, bar = "sound", "both phases run"
+    conclude_share: ClassVar[float] = 1.0
+
+    async def measure(self, proof: Proof) -> Outcome | None:
+        answer = await proof.rb.complete([1, 2, 3], max_tokens=4)
+        assert proof.seconds_left() > 0
+        return Outcome(findings=(measured("lost tokens", 4 - len(answer.token_ids), Limit(0.0, "each token counts")),))
+
+    async def conclude(self, proof: Proof) -> Outcome | None:
+        # The shared fleet has stopped.
+        async with proof.own_fleet(num_workers=2) as fleet:
+            found = Finding(verdict=Verdict.LOOK, what=f"{len(fleet.workers)} <workers>", causes=("a cause",))
+        return Outcome(findings=(found,), headline="two & more")
+
+
+class Broken(Stage):
+    name, bar = "broken", "no request fails"
+
+    async def measure(self, proof: Proof) -> Outcome | None:
+        raise OSError("the disk is gone")
+
+
+class Unable(Stage):
+    name, bar = "unable", "it can run"
+
+    async def measure(self, proof: Proof) -> Outcome | None:
+        raise StageRefused("there is no GPU")
+
+
+class Slow(Stage):
+    name, bar = "slow", "it ends in time"
+    measure_share: ClassVar[float] = 1e-9
+
+    async def measure(self, proof: Proof) -> Outcome | None:
+        await proof.rb.fleet.wait_for_workers(99)
+        return None
+
+
+class Changing(Stage):
+    name, bar = "changing", "it changes weights"
+    changes_fleet: ClassVar[bool] = True
+
+
+@pytest.mark.slow
+async def test_stages_end_with_one_of_four_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Failures are `wrong`, all else that does not run has a reason, and all three forms have the verdicts."""
+    monkeypatch.setattr(command, "STAGES", (Sound, Broken, Unable, Slow))
+    monkeypatch.delenv("ROLLBUS_NATS", raising=False)
+    files = [tmp_path / "prove.json", tmp_path / "prove.svg"]
+    options = ("--engine", "synthetic", "--state-dir", str(tmp_path / "state"), "--json")
+    args = parse("--model", str(tmp_path), str(files[0]), "--picture", str(files[1]), *options)
+
+    code = await command.run(args)
+
+    assert code == ExitCode.FAILED
+    report = msgspec.json.decode(files[0].read_bytes(), type=Report)
+    words = {stage.stage: (stage.verdict, stage.reason) for stage in report.stages}
+    assert words["sound"] == (Verdict.LOOK, "2 <workers>")
+    assert words["broken"] == (Verdict.WRONG, "the fleet failed: the disk is gone")
+    assert words["unable"] == (Verdict.NOT_RUN, "there is no GPU")
+    assert words["slow"][0] is Verdict.NOT_RUN
+    assert "--minutes" in words["slow"][1]
+    assert report.verdict is Verdict.WRONG
+    assert report.is_own
+    table = capsys.readouterr().out
+    assert all(f"{name}" in table and str(word) in table for name, (word, _) in words.items())
+    assert "likely cause: a cause" in table
+    texts = " ".join(element.text or "" for element in ElementTree.parse(files[1]).iter())
+    assert "2 <workers>" in texts
+    assert "two & more" in texts
+
+
+def test_an_unknown_stage_is_an_error_of_usage() -> None:
+    """--stages rejects a name and lists the allowed ones."""
+    with pytest.raises(CommandFailed, match="no stage 'nope'; allowed: sound, broken") as failed:
+        command.choose_stages([Sound(), Broken()], ["nope"])
+    assert failed.value.exit_code == ExitCode.USAGE
+
+
+def test_phases_share_the_minutes() -> None:
+    """A phase gets its part of what is left, so the time that one saves is left to the others."""
+    now = [0.0]
+    budget = Budget(60.0, [1.0, 1.0, 2.0], lambda: now[0])
+    assert budget.begin(1.0) == 15.0
+    now[0] = 6.0
+    assert budget.left_s() == 9.0
+    assert budget.begin(1.0) == 18.0
+    now[0] = 70.0
+    assert budget.begin(2.0) == 0.0
+    assert budget.left_s() == 0.0
+
+
+@pytest.mark.vllm
+@pytest.mark.routing
+async def test_a_sound_worker_is_ok(
+    nats_url: str,
+    real_fleet: str,
+    tiny_moe_float32: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A worker in float32 agrees with transformers: no row differs, and a fleet in use is not changed."""
+    monkeypatch.setattr(evidence, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(evidence, "LENGTHS", (5, 70))
+    monkeypatch.setattr(command, "STAGES", (*command.STAGES[:2], Changing))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": [17, 42, 99] * 30, "top_p": 0.9, "max_tokens": 8}))
+    monkeypatch.setattr(command, "MAX_PROMPTS", 8)
+    options = ("--nats", nats_url, "--fleet", real_fleet, "--state-dir", str(tmp_path), "--prompts", str(prompts))
+
+    code = await command.run(parse("--model", str(tiny_moe_float32), *options, "--minutes", "60", "--json"))
+
+    out: Any = json.loads(capsys.readouterr().out)
+    stages = {stage["stage"]: stage for stage in out["stages"]}
+    assert code == ExitCode.OK, out
+    assert stages["routing"]["details"]["faults_with_replay"] == [0.0] * 4
+    assert stages["agreement"]["details"]["reference"]["p99"] < 1e-3
+    texts = [finding["what"] for finding in stages["agreement"]["findings"]]
+    assert any("top_p=0.9" in text for text in texts)
+    assert any(text.startswith("reference, sampled tokens") for text in texts)
+    assert stages["changing"]["verdict"] == "not run"
+    assert "--disruptive" in stages["changing"]["findings"][0]["what"]
+    assert out["reference"].startswith("transformers")
