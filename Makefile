@@ -7,13 +7,14 @@ export PYTHON
 .DEFAULT_GOAL := help
 # Published trainers and agents whose pins exclude each other's: an environment, a lock and a directory of tests for each.
 TRAINERS := verl skyrl nemo gateways agents
-.PHONY: help setup demo test test-trainers test-trainers-all $(TRAINERS:%=test-%) test-deploy test-vllm-next vllm-contract soak elastic check quick docs format lock clean
+.PHONY: help setup demo test test-prove test-trainers test-trainers-all $(TRAINERS:%=test-%) test-deploy test-vllm-next vllm-contract soak elastic check quick docs format lock clean
 
 help:
 	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
 	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-trainers    test TRL, verifiers, prime-rl's calls and Megatron, unchanged, in a separate environment"
 	@echo "make test-trainers-all    also $(TRAINERS:%=test-%), each in an environment of its own"
+	@echo "make test-prove       prove sound and faulty models of five families on a real vLLM, in half an hour"
 	@echo "make test-deploy      run all tests of Ray, and those of the Helm chart with Helm itself, which it installs into .make"
 	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
 	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
@@ -38,6 +39,10 @@ demo: setup
 
 test: setup
 	@.ci/test $(ARGS)
+
+test-prove: setup
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_PROVE=1 $(BIN)/pytest -n 0 $(or $(ARGS),tests/prove/test_families.py)
+	@$(if $(ARGS),:,.ci/unchanged test-prove --record)
 
 test-deploy: setup
 	@.ci/deploy-packages

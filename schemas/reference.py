@@ -72,6 +72,8 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     others: bytes | None = None
     """f4[n - 1, routers]: the same with the engine's experts replayed in all layers, so that each router sees inputs of
     the same experts."""
+    rounded: list[bytes] = []
+    """f4[n - 1] each: `replayed`, if routers round their logits to bfloat16, and if they compute in bfloat16."""
 
 
 class ReferencePass(msgspec.Struct, frozen=True, kw_only=True):

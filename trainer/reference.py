@@ -37,6 +37,8 @@ from .replay import Router, find_routers, layer_of_rows, replay
 
 CHUNK: Final = 128
 """Positions whose probabilities over the vocabulary are in memory at once: 80 MB with 150,000 tokens."""
+NUM_ROUNDED: Final = 24
+"""Sequences that are computed with less precise routers too. They show the cause of a difference, not its size."""
 ROOM: Final = 1.15
 """Memory that a model needs, by the size of its weights: activations and the logits of one sequence come on top."""
 
@@ -71,10 +73,13 @@ def main(job_path: Path, result_path: Path) -> None:
             except ReplayError as exc:
                 routers, refusal = [], str(exc)
         scores: list[TokenScores] = []
-        for sequence in job.sequences:
+        for number, sequence in enumerate(job.sequences):
             if scores and time.monotonic() > end:
                 break
-            scores.append(score(model, sequence, routers, job))
+            found = score(model, sequence, routers, job)
+            if found.replayed is not None and number < NUM_ROUNDED and not passes:
+                found = msgspec.structs.replace(found, rounded=round_routers(model, sequence, routers, job))
+            scores.append(found)
         passes.append(ReferencePass(dtype=dtype, device=device, sequences=scores))
         del model
     result = ReferenceResult(
@@ -176,6 +181,37 @@ def score(model: Any, sequence: ReferenceSequence, routers: Sequence[Router], jo
             fields["replayed"] = _scores(logits, targets)["logprobs"]
             fields["others"] = _misses(routers, seen, rows, layers)
     return TokenScores(**{name: _bytes(tensor) for name, tensor in fields.items()})
+
+
+def round_routers(model: Any, sequence: ReferenceSequence, routers: Sequence[Router], job: ReferenceJob) -> list[bytes]:
+    """Return the log probabilities with replay and less precise routers, for `TokenScores.rounded`."""
+
+    def watch(router: Router, *, computes: bool) -> Any:
+        def hook(module: nn.Module, args: Sequence[Any], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            logits, weights, ids = output
+            if computes:
+                inputs = args[0].reshape(len(logits), -1).bfloat16()
+                bias = cast(Tensor | None, getattr(module, "bias", None))
+                weight = cast(Tensor, module.weight).bfloat16()
+                logits = nn.functional.linear(inputs, weight, None if bias is None else bias.bfloat16())
+            rounded = logits.bfloat16().to(output[0].dtype)
+            return rounded, router.formula.weights(module, rounded, ids).to(weights.dtype), ids
+
+        return hook
+
+    ids = torch.from_numpy(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64))
+    device = model.get_input_embeddings().weight.device
+    shape = (1, len(ids) - 1, job.num_layers, job.top_k)
+    rows = torch.from_numpy(np.frombuffer(sequence.rows or b"", "<i4").reshape(shape).copy()).to(device)
+    found = []
+    for computes in (False, True):
+        with ExitStack() as hooks, torch.no_grad(), replay(model, rows):
+            for router in routers:
+                hooks.callback(router.module.register_forward_hook(watch(router, computes=computes)).remove)
+            logits = model(input_ids=ids[None, :-1].to(device), use_cache=False).logits[0]
+        chosen = logits.float().log_softmax(-1).gather(-1, ids[1:, None].to(device))[:, 0]
+        found.append(_bytes(chosen))
+    return found
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -9,7 +9,6 @@ outcomes to `FOLDER/outcomes.json`. An engine in this process starts in a second
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -44,11 +43,8 @@ class InProcessClient:
 
     async def complete_many(self, requests: Sequence[GenerateRequest], *, max_in_flight: int) -> AsyncIterator[Any]:
         """Yield the answers."""
-        for batch in (
-            itertools.batched(requests, max_in_flight)
-            if sys.version_info >= (3, 12)
-            else _batched(requests, max_in_flight)
-        ):
+        for start in range(0, len(requests), max_in_flight):
+            batch = requests[start : start + max_in_flight]
             for request, output in zip(batch, self._generate(batch), strict=True):
                 first, *others = [self._answer(request, output, each) for each in output.outputs]
                 first.siblings = tuple(others)
@@ -88,11 +84,6 @@ class InProcessClient:
             start=0,
             routed_experts=None if one.routed_experts is None else np.asarray(one.routed_experts),
         )
-
-
-def _batched(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(values), size):
-        yield values[start : start + size]
 
 
 def proof_of(llm: Any, folder: Path, scratch: Path, seed: int, **sampling: Any) -> Proof:

@@ -15,6 +15,7 @@ from .figures import (
     misses_of,
     noise_pairs,
     reference_pairs,
+    rounding_gain,
     sampling_tests,
     second_pairs,
     slope_of,
@@ -32,6 +33,8 @@ UNLIKELY: Final = 4.5
 """Standard deviations that are `look`: once in a hundred thousand sound runs."""
 STRAIGHT: Final = 0.5
 """R squared from which differences are a function of the log probability."""
+FITS: Final = 4.0
+"""Factor from which less precise routers explain a difference."""
 GROWTH: Final = 3.0
 """Ratio of the last quarter of the answers to the first from which differences grow with the position."""
 
@@ -69,8 +72,10 @@ class Signs:
     """By how much r changes with the log probability. 0: not at all, or not in a straight line."""
     grows: bool
     """True if differences grow with the position."""
+    rounding: float
+    """How many times less precise routers fit better."""
     sampling: tuple[Sampling, ...]
-    """Tests of the sampled tokens that fail."""
+    """Tests of the sampled tokens that fail. Empty if the model differs: its distribution is another one then."""
 
 
 def is_off(figures: Figures, dtype: str, *floors: Figures) -> Verdict:
@@ -112,6 +117,11 @@ def read_signs(evidence: Evidence, dtype: str) -> Signs:
             suspect = None if found is None else (layer, found)
     slope, straight = slope_of(reference_pairs(sampled))
     quarters = by_position(reference_pairs(sampled) if free.tokens else second_pairs(sampled))
+    second_differs = is_off(Figures.of(second_reference), dtype, floor, noise) is not Verdict.OK
+    greedy_differs = is_off(Figures.of(reference_pairs(greedy)), dtype, floor, noise) is not Verdict.OK
+    tests: list[Sampling] = []
+    if not (second_differs if second_reference else greedy_differs):
+        tests = sampling_tests(one for one in sampled if one.is_neutral)
     return Signs(
         floor=floor,
         second=Figures.of(second_pairs(sampled)),
@@ -124,14 +134,13 @@ def read_signs(evidence: Evidence, dtype: str) -> Signs:
         drift_cached=drifts and bool(cached) and not drift([one for one in sampled if not one.cached]),
         drift_sampled=drifts and bool(greedy) and not drift(greedy),
         differs=differs,
-        second_differs=is_off(Figures.of(second_reference), dtype, floor, noise) is not Verdict.OK,
+        second_differs=second_differs,
         heals=bool(again.tokens) and differs and (not still or again.k3 < free.k3 / 10),
         first_layer=first,
         slope=slope if straight > STRAIGHT else 0.0,
         grows=quarters[-1] > GROWTH * quarters[0] > 0,
-        sampling=tuple(
-            test for test in sampling_tests(one for one in sampled if one.is_neutral) if abs(test.z) > UNLIKELY
-        ),
+        rounding=rounding_gain(sampled),
+        sampling=tuple(test for test in tests if abs(test.z) > UNLIKELY),
     )
 
 
@@ -143,7 +152,7 @@ def name_causes(signs: Signs, evidence: Evidence, dtype: str) -> tuple[str, ...]
     causes: list[str] = []
     if signs.sampling or signs.drift_sampled:
         causes += _of_sampling(signs, evidence)
-    if signs.drifts and not signs.drift_sampled:
+    if signs.drifts and not signs.drift_sampled and not causes:
         causes.append(_of_drift(signs))
     if signs.differs and (signs.second_differs or not signs.drifts) and not causes:
         causes += _of_model(signs, evidence, dtype)
@@ -185,6 +194,12 @@ def _of_drift(signs: Signs) -> str:
 def _of_model(signs: Signs, evidence: Evidence, dtype: str) -> list[str]:
     """Return causes where the engine agrees with itself, but not with the reference."""
     causes = []
+    if signs.rounding > FITS:
+        causes.append(
+            "the dtype of the router: a reference whose routers round to bfloat16 fits "
+            f"{min(signs.rounding, 1e4):.0f} times better"
+        )
+        return causes
     if signs.suspect is not None:
         layer, suspect = signs.suspect
         causes.append(f"expert {suspect.expert} of layer {layer}: its weights, or the scale of its kernel, are wrong")

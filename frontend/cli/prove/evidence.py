@@ -75,6 +75,7 @@ class Scores:
     replayed: Floats | None = None
     misses: Floats | None = None
     others: Floats | None = None
+    rounded: tuple[Floats, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -367,6 +368,7 @@ def _scores(done: ReferencePass, num_routers: int) -> Iterator[Scores]:
             "margins": floats(tokens.margins),
             "replayed": None if tokens.replayed is None else floats(tokens.replayed),
         }
+        fields["rounded"] = tuple(map(floats, tokens.rounded))
         if num_routers:
             for name in ("misses", "others"):
                 data = getattr(tokens, name)

@@ -244,6 +244,21 @@ def suspect_of(evidence: Evidence, layer: int) -> Suspect | None:
     return found[0]
 
 
+def rounding_gain(sampled: Iterable[Sampled]) -> float:
+    """Return how many times smaller the mean square difference is if the reference's routers are less precise.
+
+    The better of the two ways of rounding counts. 1: no smaller, or nothing was computed so.
+    """
+    squares: list[list[float]] = [[], [], []]
+    for one in sampled:
+        if one.second is not None and one.scores is not None and one.scores.replayed is not None:
+            for column, values in zip(squares, (one.scores.replayed, *one.scores.rounded), strict=False):
+                if one.scores.rounded:
+                    column.extend(np.square(np.asarray(values, float) - one.second))
+    means = [float(np.mean(column)) for column in squares if column]
+    return max(means[0] / max(min(means[1:]), 1e-30), 1.0) if len(means) > 1 else 1.0
+
+
 def slope_of(pairs: Sequence[Pair]) -> tuple[float, float]:
     """Return slope and R squared of r as a linear function of the log probability of the second pass."""
     r = differences(pairs)
