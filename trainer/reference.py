@@ -180,7 +180,8 @@ def score(model: Any, sequence: ReferenceSequence, routers: Sequence[Router], jo
                 logits = model(input_ids=inputs, use_cache=False).logits[0]
             fields["replayed"] = _scores(logits, targets)["logprobs"]
             fields["others"] = _misses(routers, seen, rows, layers)
-    return TokenScores(**{name: _bytes(tensor) for name, tensor in fields.items()})
+    parts: dict[str, Any] = {name: _bytes(tensor) for name, tensor in fields.items()}
+    return TokenScores(**parts)
 
 
 def round_routers(model: Any, sequence: ReferenceSequence, routers: Sequence[Router], job: ReferenceJob) -> list[bytes]:

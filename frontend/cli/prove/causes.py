@@ -35,6 +35,8 @@ STRAIGHT: Final = 0.5
 """R squared from which differences are a function of the log probability."""
 FITS: Final = 4.0
 """Factor from which less precise routers explain a difference."""
+DECISIVE: Final = 10.0
+"""Factor from which nothing else explains it."""
 GROWTH: Final = 3.0
 """Ratio of the last quarter of the answers to the first from which differences grow with the position."""
 
@@ -195,11 +197,7 @@ def _of_model(signs: Signs, evidence: Evidence, dtype: str) -> list[str]:
     """Return causes where the engine agrees with itself, but not with the reference."""
     causes = []
     if signs.rounding > FITS:
-        causes.append(
-            "the dtype of the router: a reference whose routers round to bfloat16 fits "
-            f"{min(signs.rounding, 1e4):.0f} times better"
-        )
-        return causes
+        return [precision_cause(signs)]
     if signs.suspect is not None:
         layer, suspect = signs.suspect
         causes.append(f"expert {suspect.expert} of layer {layer}: its weights, or the scale of its kernel, are wrong")
@@ -213,6 +211,12 @@ def _of_model(signs: Signs, evidence: Evidence, dtype: str) -> list[str]:
     if signs.misses is None:
         causes += _of_dense(signs, evidence)
     return causes
+
+
+def precision_cause(signs: Signs) -> str:
+    """Return the cause of routers that round."""
+    times = min(signs.rounding, 1e4)
+    return f"the dtype of the router: a reference whose routers round to bfloat16 fits {times:.0f} times better"
 
 
 def _of_routing(signs: Signs, dtype: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .causes import MANY, SOME, Signs, name_causes, read_signs
+from .causes import DECISIVE, MANY, SOME, Signs, name_causes, precision_cause, read_signs
 from .evidence import Evidence, add_reference, collect
 from .figures import Misses, reached
 from .stage import Proof, Stage, StageRefused
@@ -48,7 +48,7 @@ def judge_routing(evidence: Evidence, dtype: str) -> Outcome:
     if signs.misses is None:
         raise StageRefused(f"no reference: {refusal or 'it computed no rows'}")
     misses = signs.misses
-    findings = [_sets(evidence, signs, misses, dtype), *_replay(signs), *_coverage(evidence)]
+    findings = [_sets(evidence, signs, misses, dtype), *_precision(signs), *_replay(signs), *_coverage(evidence)]
     equal = sum(misses.equal) / len(misses.equal)
     details = {
         "layers": list(evidence.layers),
@@ -84,6 +84,15 @@ def _sets(evidence: Evidence, signs: Signs, misses: Misses, dtype: str) -> Findi
     )
     text = f"up to {worst:.1%} of the sets differ by more than a tie in layers {shown}, with replay before each"
     return Finding(verdict=verdict, what=text, numbers=(number,), causes=name_causes(signs, evidence, dtype))
+
+
+def _precision(signs: Signs) -> list[Finding]:
+    """Return a finding if less precise routers explain the answers: no chance makes them fit ten times better."""
+    if signs.rounding < DECISIVE:
+        return []
+    number = Number(name="mean square difference, times smaller with routers in bfloat16", value=signs.rounding)
+    text = "the engine's routers are less precise than the reference's"
+    return [Finding(verdict=Verdict.WRONG, what=text, numbers=(number,), causes=(precision_cause(signs),))]
 
 
 def _replay(signs: Signs) -> list[Finding]:
