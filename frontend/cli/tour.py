@@ -8,10 +8,9 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,22 +20,20 @@ import numpy as np
 from msgspec.structs import replace
 
 from ... import bus
-from ...bus import GenerateRequest, Generation
-from ...bus.client.client import runtime_of
+from ...bus import GenerateRequest
 from ...schemas.options import check_writable
 from ...schemas.presence import Capabilities, RoutedExpertsInfo
-from ...schemas.rows import Rows, expected_rows
 from ..tokenization import Tokenizer, load_fast_tokenizer
 from .console import print_json, program, progress, waiting, write
 from .control import summary
 from .exits import CommandFailed, ExitCode, WrongUsage
 from .generate.inputs import open_input
-from .generate.results import first_error
 from .generate.rows import Defaults, PromptLine, read_prompts
 from .local.display import FleetObserver
 from .local.fleet import TINY_MOE, LocalFleet, check_vllm, default_state_dir, make_tiny_moe, run_fleet
 from .local.processes import RestartRule
 from .options import EXAMPLES_DIR, refuse_options
+from .prove.probe import check_rows, complete_all, kill_worker, require
 from .watch.experts import LEGEND, map_lines
 
 NEXT = """
@@ -70,10 +67,6 @@ NUM_PAUSED = 8
 """Maximum number of requests that are sent to a paused worker."""
 SEEN_WITHIN_S = 30.0
 """Seconds for the requests to appear in the queue. A machine that is not overloaded needs half a second."""
-POLL_S = 0.01
-"""Seconds between two looks at the number of received tokens."""
-MAX_POLLS = 6000
-"""A minute: enough for the first tokens on a busy machine."""
 NUM_SHOWN = 4
 """Number of tokens that are printed at the beginning of the answer, and before and after the change of weights."""
 NUM_COMPARED = 6
@@ -225,25 +218,13 @@ class Tour:
                 experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
                 self._write(f"      {token_id:>8}  {self.tokenizer.decode([token_id])!r:<14}{logprob:>9.3f}  {experts}")
 
-    async def _complete(
-        self, requests: Sequence[GenerateRequest], advance: Callable[[], None] = lambda: None
-    ) -> list[Generation]:
-        """Complete the requests, and check that each of them succeeded."""
-        generations: list[Generation] = []
-        async for generation in self.rb.complete_many(requests):
-            error = first_error(generation)
-            require(error is None, f"a request failed: {error}")
-            generations += [generation, *generation.siblings]
-            advance()
-        return generations
-
     async def _complete_all(self, routing: RoutedExpertsInfo) -> None:
         """Complete all prompts at once and check that each result is complete. Print their routed experts."""
         self._write(f"All {len(self.prompts)} questions of {self.source.name} at once")
         requests = [prompt.request(self.tokenizer) for prompt in self.prompts]
         started = time.monotonic()
         with progress("      generating", len(requests), shown=not self.as_json) as advance:
-            generations = await self._complete(requests, advance)
+            generations = await complete_all(self.rb, requests, advance)
         seconds = time.monotonic() - started
         arrays = [check_rows(generation) for generation in generations]
         rows = np.concatenate(arrays)
@@ -278,7 +259,7 @@ class Tour:
         requests = [self._request(prompt, max_tokens=16) for prompt in prompts]
         self._write_result(await self.rb.fleet.pause())
         async with asyncio.TaskGroup() as tasks:
-            answers = tasks.create_task(self._complete(requests), name="requests of the paused fleet")
+            answers = tasks.create_task(complete_all(self.rb, requests), name="requests of the paused fleet")
             await _until_waiting(self.rb, len(requests))
             require(not answers.done(), "a paused worker answered a request")
             self._write(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
@@ -367,25 +348,18 @@ class Tour:
             self._request(prompt, max_tokens=room, temperature=0.0, ignore_eos=True)
             for prompt in self.prompts[:NUM_PAUSED]
         ]
-        undisturbed = {generation.request_id: generation for generation in await self._complete(requests)}
-        (worker,) = (await self.rb.fleet.state()).workers
-        if worker.pid is None:
-            raise CommandFailed(f"worker {worker.worker} reports no process id")
-        async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(self._complete(requests), name="requests of the killed worker")
-            calls = runtime_of(self.rb).coordinator
-            for _ in range(MAX_POLLS):
-                if calls.num_tokens >= NUM_SHOWN * len(requests) or answering.done():
-                    break
-                await asyncio.sleep(POLL_S)
-            received = calls.num_tokens
-            os.kill(worker.pid, signal.SIGKILL)
+        undisturbed = {generation.request_id: generation for generation in await complete_all(self.rb, requests)}
+        started = time.monotonic()
+
+        def show_kill(worker: str, pid: int, received: int) -> None:
+            nonlocal started
             started = time.monotonic()
-            self._write(f"      kill -9 {worker.pid}: worker {worker.worker} is dead, after {received} tokens")
-            with waiting("its next process starts"):
-                generations = await answering
+            self._write(f"      kill -9 {pid}: worker {worker} is dead, after {received} tokens")
+
+        with waiting("its next process starts"):
+            killed = await kill_worker(self.rb, requests, show_kill)
+        generations = killed.generations
         moved = sum(generation.attempts > 1 for generation in generations)
-        require(moved > 0, "no request was in flight when the worker was killed")
         for generation in generations:
             require(len(generation.token_ids) == room, f"request {generation.request_id} lacks tokens")
             check_rows(generation)
@@ -398,7 +372,7 @@ class Tour:
             f"      all {len(generations)} answers are whole: {room * len(generations)} tokens and their routed "
             f"experts; {equal} of {len(generations)} equal those of a run without a kill"
         )
-        self.report["kill"] = {"worker": worker.worker, "moved": moved, "whole": len(generations), "equal": equal}
+        self.report["kill"] = {"worker": killed.worker, "moved": moved, "whole": len(generations), "equal": equal}
 
 
 def quoted(prompt: PromptLine) -> str:
@@ -411,30 +385,6 @@ def quoted(prompt: PromptLine) -> str:
 def took(started: float) -> str:
     """Return the time since `started` on `time.monotonic()` as text."""
     return f"{time.monotonic() - started:.1f} s"
-
-
-def require(condition: bool, problem: str) -> None:
-    """End the tour if a condition is false.
-
-    Raises:
-        CommandFailed: `condition` is false.
-    """
-    if not condition:
-        raise CommandFailed(problem)
-
-
-def check_rows(generation: Generation) -> Rows:
-    """Return the routed experts of a result.
-
-    Raises:
-        CommandFailed: a position has none.
-    """
-    rows = generation.routed_experts
-    expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
-    if rows is None or len(rows) != expected:
-        found = None if rows is None else len(rows)
-        raise CommandFailed(f"request {generation.request_id} has {found} rows of routed experts, not {expected}")
-    return rows
 
 
 async def _until_waiting(rb: bus.Client, count: int) -> None:

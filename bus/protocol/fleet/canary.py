@@ -103,7 +103,7 @@ def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
     if len(a.token_ids) != len(b.token_ids):
         return f"the canaries have {len(a.token_ids)} and {len(b.token_ids)} tokens"
     is_exact = dtype == "float32"
-    num_same = _count_same(a.token_ids, b.token_ids)
+    num_same = count_same(a.token_ids, b.token_ids)
     if is_exact and num_same < len(a.token_ids):
         return f"the tokens differ from number {num_same} on"
     # If two tokens are nearly tied, so are their logprobs. So the logprobs of the first different token must agree.
@@ -116,9 +116,10 @@ def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
     return _compare_rows(a, b, num_same, 1.0 if is_exact else LOOSE_CHOICES)
 
 
-def _count_same(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def count_same(a: npt.ArrayLike, b: npt.ArrayLike) -> int:
+    """Return the number of equal tokens before the first different one, of two runs with as many tokens."""
     differing = np.flatnonzero(np.not_equal(a, b))
-    return int(differing[0]) if len(differing) else len(a)
+    return int(differing[0]) if len(differing) else len(np.asarray(a))
 
 
 def _compare_rows(a: Canary, b: Canary, num_same: int, needed: float) -> str | None:
@@ -133,13 +134,13 @@ def _compare_rows(a: Canary, b: Canary, num_same: int, needed: float) -> str | N
     # The last generated token has no row. Rows after a different token belong to another text.
     prompt_len = len(rows_a) - len(a.token_ids) + 1
     comparable = prompt_len + num_same
-    share = _measure_agreement(rows_a[:comparable], rows_b[:comparable])
+    share = measure_agreement(rows_a[:comparable], rows_b[:comparable])
     if share < needed:
         return f"{share:.1%} of the expert choices agree, needed: {needed:.0%}"
     return None
 
 
-def _measure_agreement(a: Rows, b: Rows) -> float:
+def measure_agreement(a: Rows, b: Rows) -> float:
     """Return the share of the experts chosen in `a`, by position and layer, that `b` also chose there."""
     in_both: npt.NDArray[np.bool_] = np.zeros(a.shape, np.bool_)
     for choice in range(b.shape[-1]):  # a loop: all choices at once would need memory with the square of top-k

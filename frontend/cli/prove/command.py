@@ -30,10 +30,13 @@ from ..tables import machine
 from .agreement import Agreement
 from .report import Report, StageReport, picture, table, verdict_of
 from .routing import Routing
+from .speed import Speed
 from .stage import NONE, Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
+from .survival import Survival
+from .updates import Updates
 from .verdicts import Finding, Outcome, Verdict
 
-STAGES: Final[tuple[Callable[[], Stage], ...]] = (Agreement, Routing)
+STAGES: Final[tuple[Callable[[], Stage], ...]] = (Agreement, Routing, Updates, Survival, Speed)
 """The stages, in the order of the table."""
 MAX_PROMPTS: Final = 512
 """Prompts of a user's file that are read. Agreement needs some thousand tokens and not more."""

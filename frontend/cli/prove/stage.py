@@ -227,33 +227,29 @@ async def run_phase(stage: Stage, proof: Proof, share: float, *, concluding: boo
             return await (stage.conclude(proof) if concluding else stage.measure(proof))
     except TimeoutError:
         return not_run(f"its part of the time, {seconds:.0f} s, was too short; set --minutes higher")
-    except StageRefused as exc:
-        return not_run(str(exc))
-    except (RollbusError, OSError) as exc:
-        return _failed(exc)
-    except BaseExceptionGroup as group:
-        # Task groups of a stage and of its fleet wrap errors.
-        return _of_group(group)
+    except (RollbusError, OSError, BaseExceptionGroup) as exc:
+        return failure(exc)
 
 
-def _of_group(group: BaseExceptionGroup[BaseException]) -> Outcome:
-    _, others = group.split((RollbusError, OSError))
-    if others is not None:
-        raise group
-    leaf: BaseException = group
-    while isinstance(leaf, BaseExceptionGroup):
-        leaf = leaf.exceptions[0]
-    return not_run(str(leaf)) if isinstance(leaf, StageRefused) else _failed(leaf)
+def failure(error: BaseException) -> Outcome:
+    """Return the outcome of an error. Task groups of a stage and of its fleet wrap errors.
 
-
-def _failed(error: BaseException) -> Outcome:
+    Raises:
+        BaseExceptionGroup: it has other errors than those of a fleet.
+    """
+    if isinstance(error, BaseExceptionGroup) and error.split((RollbusError, OSError))[1] is not None:
+        raise error
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, StageRefused):
+        return not_run(str(error))
     text = f"the fleet failed: {str(error) or type(error).__name__}"
     return Outcome(findings=(Finding(verdict=Verdict.WRONG, what=text),), headline="failed")
 
 
 def not_run(reason: str) -> Outcome:
     """Return the outcome of a stage that did not run."""
-    return Outcome(findings=(Finding(verdict=Verdict.NOT_RUN, what=reason),), headline=NONE)
+    return Outcome(findings=(Finding(verdict=Verdict.NOT_RUN, what=reason),))
 
 
 NONE: Final = "-"

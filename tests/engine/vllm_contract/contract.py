@@ -67,6 +67,9 @@ OTHERS: tuple[Need, ...] = (
     Need("vllm.v1.engine.utils:get_mp_context", call=""),
     Need("vllm.v1.engine.core"),
     Need("vllm.v1.executor.uniproc_executor"),
+    # The engine alone and vLLM's own server, with which `rollbus prove` compares a fleet.
+    Need("vllm.sampling_params:RequestOutputKind", has="DELTA"),
+    Need("vllm.entrypoints.openai.api_server"),
     # The memory of GPUs, for a worker that is lent.
     Need("vllm.third_party.pynvml"),
     # Configuration of the engine.
@@ -109,6 +112,7 @@ OTHERS: tuple[Need, ...] = (
         "vllm.v1.engine.async_llm:AsyncLLM",
         call="vllm_config executor_class * log_stats",
         calls={
+            "generate": "prompt sampling_params request_id",
             "collective_rpc": "method timeout args kwargs",
             "get_supported_tasks": "",
             "list_loras": "",

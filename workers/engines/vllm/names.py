@@ -62,8 +62,8 @@ NAMES = {
     "vllm.utils.import_utils": "resolve_obj_by_qualname",
     "vllm.utils.ompmultiprocessing": "OMPProcessManager",
     "vllm.v1.engine": "EngineCoreRequest FINISH_REASON_STRINGS",
-    "vllm.v1.engine.async_llm:AsyncLLM": "collective_rpc engine_core get_supported_tasks input_processor list_loras "
-    "remove_lora reset_prefix_cache shutdown sleep vllm_config wake_up",
+    "vllm.v1.engine.async_llm:AsyncLLM": "collective_rpc engine_core generate get_supported_tasks input_processor "
+    "list_loras remove_lora reset_prefix_cache shutdown sleep vllm_config wake_up",
     "vllm.v1.engine.core_client:AsyncMPClient": "_call_utility_async abort_requests_async add_request_async "
     "call_utility_async core_engines outputs_queue pause_scheduler_async resources resume_scheduler_async",
     "vllm.v1.engine.core_client:BackgroundResources": "output_queue_task",

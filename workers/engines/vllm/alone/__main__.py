@@ -1,0 +1,5 @@
+"""Runs vLLM alone."""
+
+from . import main
+
+main()
