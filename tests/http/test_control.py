@@ -8,9 +8,16 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from rollbus import CommandResult
+from rollbus import CommandIncomplete, CommandResult
 from rollbus.frontend.http import Settings
-from rollbus.frontend.http.control.answers import LORA_OF_PRIME, RL, VLLM, ResponseStyle, status_of
+from rollbus.frontend.http.control.answers import (
+    LORA_OF_PRIME,
+    RL,
+    VLLM,
+    ResponseStyle,
+    is_done_by_the_living,
+    status_of,
+)
 from rollbus.schemas.acks import Ack, AckError, AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
@@ -165,6 +172,26 @@ def test_the_status_says_which_workers_failed_and_why(
     """The status and code of a command that not all workers applied follow from their results."""
     ledger = CommandResult(**{"command": "pause", "id": "c", **results})
     assert status_of(ledger, "pause", style) == expected
+
+
+@pytest.mark.parametrize(
+    ("results", "check_of", "expected"),
+    [
+        ({"applied": APPLIED, "missing": {"b": "its lease expired"}}, None, True),
+        (
+            {"applied": APPLIED, "missing": {"b": "its lease expired", "c": "it did not answer"}},
+            None,
+            False,
+        ),
+        ({"applied": APPLIED, "missing": {"b": "its lease expired"}}, "update_weights", False),
+        ({"applied": APPLIED, "missing": {"b": "its lease expired"}, "failed": IN_USE}, None, False),
+        ({"missing": {"b": "its lease expired"}}, None, False),
+    ],
+)
+def test_only_workers_that_died_may_be_left_out(results: dict[str, Any], check_of: str | None, expected: bool) -> None:
+    """A command is done without a worker that died, but not if a live one did not apply it or it was only checked."""
+    error = CommandIncomplete(CommandResult(**{"command": "pause", "id": "c", **results}), check_of=check_of)
+    assert is_done_by_the_living(error, {"a", "c"}) is expected
 
 
 async def test_paths_outside_the_roots_are_403(control: Control, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 If not all workers applied the command, the answer also has `error`, in the format of all other errors.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -61,6 +62,13 @@ LORA_OF_PRIME: Final = replace(VLLM, bad_source=404)
 appear late."""
 LOAD_LORA_OF_VLLM: Final = replace(LORA_OF_PRIME, may_replace=False, text="Success: LoRA adapter added successfully.")
 UNLOAD_LORA_OF_VLLM: Final = replace(VLLM, text="Success: LoRA adapter removed successfully.")
+
+
+def is_done_by_the_living(error: bus.CommandIncomplete, living: Set[str]) -> bool:
+    """Return True if a command was applied, except by workers that died meanwhile. A later start applies it first."""
+    ledger = error.ledger
+    refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.late or ledger.has_found_nothing
+    return error.check_of is None and bool(ledger.applied) and not refused and living.isdisjoint(ledger.missing)
 
 
 def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseStyle = RL) -> Response:

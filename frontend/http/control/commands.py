@@ -26,7 +26,7 @@ from ..calls import json_response
 from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
 from . import bodies
-from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, ledger_response, status_of
+from .answers import LORA_OF_PRIME, NAMES, ResponseStyle, is_done_by_the_living, ledger_response, status_of
 from .bodies import Fields, either, read_query
 from .reads import (
     KEY_END,
@@ -173,7 +173,11 @@ class CommandCall(Generic[Fields]):
         try:
             ledger = await work
         except bus.CommandIncomplete as error:
-            return ledger_response(error, command, self.style)
+            living = {worker.worker for worker in self.fleet.workers}
+            # A trainer that was written for one engine ends at an error, although requests of a dead worker go on.
+            if not (self.style.is_vllm and is_done_by_the_living(error, living)):
+                return ledger_response(error, command, self.style)
+            ledger = error.ledger
         except InvalidRequest as error:
             raise http_error(error, {**NAMES, **(names or {})}) from None
         except LocalProtocolError as error:
