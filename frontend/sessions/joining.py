@@ -4,6 +4,7 @@ Only the new messages are rendered, after an answer with a marker. So the cost o
 At turns 1, 2, 4, 8 and so on, all messages are rendered too, and their text is compared with the decoded ids.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from ...schemas.decoding import JsonObject
+from ...schemas.errors import InvalidRequest
 from ..tokenization import Tokenizer
 from .errors import SessionError
 from .messages import replace_strings, strings_in, without_reasoning
@@ -46,11 +48,19 @@ class ChatTemplate:
         Args:
             opens: True: the text ends with the beginning of an answer.
         """
+        shown = [self.form(message) for message in messages]
+        try:
+            return self._render(shown, opens)
+        except InvalidRequest:
+            # Some templates expect the arguments of calls as text, others as objects.
+            as_text = [_with_text_arguments(message) for message in shown]
+            if as_text == shown:
+                raise
+            return self._render(as_text, opens)
+
+    def _render(self, shown: Sequence[JsonObject], opens: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            [self.form(message) for message in messages],
-            add_generation_prompt=opens,
-            tools=self.tools,
-            chat_template_kwargs=self.variables,
+            shown, add_generation_prompt=opens, tools=self.tools, chat_template_kwargs=self.variables
         )
 
     def whole(self, messages: Sequence[JsonObject]) -> list[int]:
@@ -72,14 +82,23 @@ class ChatTemplate:
         Raises:
             CannotJoin: the template does not show where the answer ends.
             SessionError: `special_token_in_content`.
-            InvalidRequest: the template does not accept these messages.
         """
-        before = [PROBE, _marked(answer)]
+        try:
+            return self._tail(answer, ended_by, messages)
+        except InvalidRequest as error:
+            # The template does not accept the messages after a single question. It may accept them after all others.
+            raise CannotJoin from error
+
+    def _tail(self, answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]) -> list[int]:
+        before, has_calls = [PROBE, _marked(answer)], bool(answer.get("tool_calls"))
+        if has_calls and MARK not in self.render(before, opens=False):
+            # The template has no calls. The sampled ids have them.
+            before, has_calls = [PROBE, _marked({**answer, "tool_calls": None})], False
+        alone = _after_mark(self.render(before, opens=False))
 
         def text(new: Sequence[JsonObject]) -> str:
             after = _after_mark(self.render([*before, *new]))
-            alone = _after_mark(self.render(before, opens=False))
-            return after[self._end_of_turn(alone, after, ended_by, has_calls=bool(answer.get("tool_calls"))) :]
+            return after[self._end_of_turn(alone, after, ended_by, has_calls=has_calls) :]
 
         return self._encode(text, messages)
 
@@ -242,6 +261,15 @@ def _marked(answer: JsonObject) -> JsonObject:
     last = calls[-1]
     marked = {**last, "function": {**last["function"], "arguments": {"a": MARK}}}
     return {**plain, "tool_calls": [*calls[:-1], marked]}
+
+
+def _with_text_arguments(message: JsonObject) -> JsonObject:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _after_mark(text: str) -> str:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbus.frontend.sessions.errors import SessionError
+from rollbus.frontend.sessions.joining import CannotJoin
 from tests.sessions.families import FAMILIES, TOOLS, Family
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(str.strip)
@@ -100,6 +101,28 @@ def test_a_cut_turn_gets_the_end_that_the_template_writes(family: Family) -> Non
     # The sampled token stands in the place of the template's, which may be another one.
     assert cut.endswith(ended)
     assert cut.removesuffix(ended) == ("<|end|>" if family.name == "harmony" else family.end)
+
+
+def test_a_template_without_calls_joins_after_the_sampled_call() -> None:
+    """If a template shows no calls, the tail is the same. If it rejects a single question, all must be rendered."""
+    (family,) = (each for each in FAMILIES if each.name == "hermes")
+    template = family.template(TOOLS)
+    tail = template.tail(call(), family.end, [result("5")])
+    wrapped: Any = template.tokenizer.wrapped
+    whole = wrapped.chat_template
+    begin, end = whole.index("{%- for call"), whole.index("{%- endfor %}", whole.index("{%- for call"))
+    shown = whole[:begin] + whole[end + len("{%- endfor %}") :]
+    wrapped.chat_template = shown.replace("message.content or not message.tool_calls", "true")
+    try:
+        assert template.tail(call(), family.end, [result("5")]) == tail
+        first = template.whole([{"role": "user", "content": "?"}])
+        messages = [{"role": "user", "content": "?"}, call(), result("5")]
+        assert template.check([first, tail], messages) is True
+        wrapped.chat_template = "{%- if messages[0].role != 'system' %}{{- raise_exception('no system') }}{%- endif %}"
+        with pytest.raises(CannotJoin):
+            template.tail(call(), family.end, [result("5")])
+    finally:
+        wrapped.chat_template = whole
 
 
 def test_a_changed_place_of_the_tools_fails_the_check() -> None:

@@ -16,7 +16,7 @@ from tests.sessions.test_tree import USER, add, called, small_tree, tool
 
 __all__ = ["writes"]
 LIST, TEXT, NUMBER, OBJECT = list, str, (int, float), dict
-RLLM = {
+RLLM: dict[str, Any] = {
     "trace_id": TEXT,
     "session_id": TEXT,
     "model": TEXT,
@@ -30,7 +30,7 @@ RLLM = {
     "timestamp": NUMBER,
 }
 """Fields that a session knows of `TraceRecord` in rllm_model_gateway/models.py of rllm-model-gateway 0.1.0."""
-NODE = {
+NODE: dict[str, Any] = {
     "parent": (int, type(None)),
     "message": OBJECT,
     "sampled": bool,
