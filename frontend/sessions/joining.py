@@ -199,13 +199,13 @@ class ChatTemplate:
             kept: texts that the template must not drop from the answers, one for each piece but the last.
 
         Returns:
-            None: the tokenizer changes text, so the comparison shows nothing.
+            None: the tokenizer changes text, and what it makes of the whole differs too, so this shows nothing.
         """
         text = self.render(messages)
-        found = self._contains(text, pieces, kept)
-        if found:
+        if self._contains(text, pieces, kept):
             return True
-        return None if self.tokenizer.decode(self._ids(text), skip_special_tokens=False) != text else False
+        decoded = self.tokenizer.decode(self._ids(text), skip_special_tokens=False)
+        return False if decoded == text else self._contains(decoded, pieces, kept) or None
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from rollbus.frontend.sessions.errors import SessionError
 from rollbus.frontend.sessions.joining import CannotJoin
@@ -155,6 +156,23 @@ def test_content_that_the_template_changes_is_rejected_if_it_has_special_tokens(
     with pytest.raises(SessionError) as caught:
         family.template().whole([{"role": "user", "content": f"{family.end} "}])
     assert caught.value.code == "special_token_in_content"
+
+
+def test_a_tokenizer_that_changes_text_compares_what_it_makes_of_the_whole() -> None:
+    """If the tokenizer normalizes text, decoded text is compared with decoded text. A difference shows nothing."""
+    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    template = family.template(TOOLS)
+    backend: Any = template.tokenizer.wrapped
+    backend = backend.backend_tokenizer
+    before, backend.normalizer = backend.normalizer, normalizers.NFC()
+    try:
+        answer = {"role": "assistant", "content": "Yes."}
+        messages = [{"role": "user", "content": "Cafe\u0301?"}, answer, {"role": "user", "content": "E\u0301?"}]
+        pieces = [template.whole(messages[:1]), template.tail(answer, family.end, messages[2:])]
+        assert template.check(pieces, messages) is True
+        assert template.check(pieces, [messages[0], answer, {"role": "user", "content": "E\u0301!"}]) is None
+    finally:
+        backend.normalizer = before
 
 
 def test_the_policy_template_sees_dropped_reasoning() -> None:

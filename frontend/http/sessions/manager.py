@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -191,7 +191,7 @@ class Sessions:
             if found is None:
                 self._cached.pop(name, None)
                 raise unknown_session(describe(name))
-            return await self._catch_up(found[0])
+            return await self._catch_up(found)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -237,28 +237,29 @@ class Sessions:
                 return head
             return replace(head, turns=(*head.turns, record), used_at=max(head.used_at, time.time()))
 
-        async with self._lock(name):
-            head, _ = await self.store.change(name, added)
-            await self._catch_up(head, (turn,))
+        await self.change(session, added, (turn,))
 
-    async def change(self, session: Session, **fields: Any) -> SessionHead:
-        """Change fields of a session's head."""
-        name = session.head.id
-        async with self._lock(name):
-            head, _ = await self.store.change(name, lambda before: replace(before, **fields))
-            return (await self._catch_up(head)).head
+    async def change(
+        self, session: Session, change: Callable[[SessionHead], SessionHead], own: Sequence[Turn] = ()
+    ) -> SessionHead:
+        """Write the head that `change` returns for the present one, and return it.
+
+        Args:
+            own: new turns of the head.
+        """
+        async with self._lock(session.head.id):
+            head = await self.store.change(session.head.id, change)
+            return (await self._catch_up(head, own)).head
 
     async def set_reward(self, session: Session, turn: str | None, reward: float) -> None:
         """Set the reward of a turn, or of the session if `turn` is None."""
-        name = session.head.id
 
         def rewarded(head: SessionHead) -> SessionHead:
             if turn is None:
                 return replace(head, reward=reward)
             return replace(head, rewards={**head.rewards, turn: reward})
 
-        async with self._lock(name):
-            await self._catch_up((await self.store.change(name, rewarded))[0])
+        await self.change(session, rewarded)
 
     async def rows(self, session: Session, turns: Sequence[Turn]) -> dict[str, Rows]:
         """Return the rows of turns, by the turn's id."""
@@ -277,12 +278,10 @@ class Sessions:
 
     async def end(self, session: Session) -> SessionHead:
         """End a session: no turn begins any more, and running ones stop and keep their tokens."""
-        name = session.head.id
-        async with self._lock(name):
-            head, _ = await self.store.change(name, lambda before: ended(before, time.time()))
-            for turn in session.running:
-                turn.stop()
-            return (await self._catch_up(head)).head
+        head = await self.change(session, lambda before: ended(before, time.time()))
+        for turn in session.running:
+            turn.stop()
+        return head
 
     async def renew(self, session: Session, *, is_asking: bool = False) -> None:
         """Renew the lease, and check that the session has not ended.
@@ -295,12 +294,12 @@ class Sessions:
         """
         now, head = time.time(), session.head
         if head.ended_at is None and head.is_over(now) and len(session.running) <= is_asking:
-            head = await self.change(session, ended_at=head.used_at + head.limits.lease_s)
+            head = await self.change(session, lambda before: ended(before, before.used_at + before.limits.lease_s))
         if head.ended_at is not None:
             raise SessionError("session_ended", f"the session {head.id} has ended; open another one")
         # A write for each turn would cost more than the turn's own.
         if now > head.used_at + head.limits.lease_s / 4:
-            await self.change(session, used_at=now)
+            await self.change(session, lambda before: replace(before, used_at=now))
 
 
 def decode_rows(data: bytes, record: TurnRecord) -> Rows:

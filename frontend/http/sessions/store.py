@@ -139,10 +139,10 @@ class SessionStore:
         bucket = session_bucket(self._fleet)
         self._stream, self._subjects = f"KV_{bucket}", f"$KV.{bucket}"
 
-    async def read(self, session: str) -> tuple[SessionHead, int] | None:
-        """Return the head of a session with its sequence number; None: there is no such session."""
+    async def read(self, session: str) -> SessionHead | None:
+        """Return the head of a session; None: there is no such session."""
         found = await self._thread.run(self._get(f"{session}.head"))
-        return None if found is None else (msgspec.json.decode(found[0], type=SessionHead), found[1])
+        return None if found is None else msgspec.json.decode(found[0], type=SessionHead)
 
     async def create(self, head: SessionHead) -> None:
         """Store the first head of a session. Create the bucket if it is missing.
@@ -150,16 +150,13 @@ class SessionStore:
         Raises:
             SessionError: `session_limit`: the bucket is full.
         """
-        await self._thread.run(self._create(head))
-
-    async def _create(self, head: SessionHead) -> None:
         try:
-            await ensure_session_bucket(self._nats, self._fleet)
+            await self._thread.run(ensure_session_bucket(self._nats, self._fleet))
         except ApiError as error:
             raise BusBroken(f"the bucket of sessions cannot be created: {error}") from error
-        await self._put(f"{head.id}.head", msgspec.json.encode(head), 0)
+        await self._thread.run(self._put(f"{head.id}.head", msgspec.json.encode(head), 0))
 
-    async def change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> tuple[SessionHead, int]:
+    async def change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> SessionHead:
         """Write the head that `change` returns, and return it. `change` is called again if another write was first.
 
         Raises:
@@ -167,7 +164,7 @@ class SessionStore:
         """
         return await self._thread.run(self._change(session, change))
 
-    async def _change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> tuple[SessionHead, int]:
+    async def _change(self, session: str, change: Callable[[SessionHead], SessionHead]) -> SessionHead:
         retries = Retries()
         for _ in range(MAX_TRIES):
             try:
@@ -177,10 +174,10 @@ class SessionStore:
                 before = msgspec.json.decode(found[0], type=SessionHead)
                 after = change(before)
                 if after is before:
-                    return before, found[1]
+                    return before
                 stored = await self._put(f"{session}.head", msgspec.json.encode(after), found[1])
                 if stored is not None:
-                    return after, stored
+                    return after
                 await retries.note_refusal(found[1])
             except Unanswered as error:
                 await retries.wait(error)
@@ -192,13 +189,10 @@ class SessionStore:
         Raises:
             SessionError: `session_limit`: the bucket is full.
         """
-        return await self._thread.run(self._put_parts(session, name, data))
-
-    async def _put_parts(self, session: str, name: str, data: bytes) -> int:
         size = min(PART_BYTES, self._nats.max_payload - HEADROOM_BYTES)
         starts = range(0, len(data), size)
         for number, start in enumerate(starts):
-            await self._put(f"{session}.{name}.{number}", data[start : start + size], None)
+            await self._thread.run(self._put(f"{session}.{name}.{number}", data[start : start + size], None))
         return len(starts)
 
     async def get(self, session: str, name: str, parts: int) -> bytes:
@@ -207,12 +201,9 @@ class SessionStore:
         Raises:
             SessionError: `unknown_session`: a part is missing, because the session was deleted.
         """
-        return await self._thread.run(self._get_parts(session, name, parts))
-
-    async def _get_parts(self, session: str, name: str, parts: int) -> bytes:
         found = []
         for number in range(parts):
-            part = await self._get(f"{session}.{name}.{number}")
+            part = await self._thread.run(self._get(f"{session}.{name}.{number}"))
             if part is None:
                 raise unknown_session(session)
             found.append(part[0])
@@ -257,7 +248,7 @@ class SessionStore:
         left = 0
         for session in await self.names():
             found = await self.read(session)
-            if found is not None and time.time() > found[0].frees_at():
+            if found is not None and time.time() > found.frees_at():
                 await self.delete(session)
                 logger.info("session.deleted session=%s", session)
             elif found is not None:
