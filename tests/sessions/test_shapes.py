@@ -9,9 +9,12 @@ import openai
 
 import rollbus
 from rollbus.bus.client.record_writer import RunRecorder
+from rollbus.frontend.http import Settings
 from rollbus.frontend.sessions.samples import leaf_sample, rllm_traces, verifiers_trace
 from rollbus.integrations.sessions import open_session
-from tests.sessions.support import TOOL, serving, write_call, writes
+from tests.control.support import write_checkpoint
+from tests.http.support import http_service
+from tests.sessions.support import CONFIG, TOOL, Owner, agent_of, save_qwen3, serving, write_call, writes
 from tests.sessions.test_tree import USER, add, called, small_tree, tool
 
 __all__ = ["writes"]
@@ -109,6 +112,34 @@ def test_spans_of_kv_say_which_weights_computed_it() -> None:
         add(tree, name, parent, [USER], {"role": "assistant"}, kv_from=kv_from, weight_versions=versions)
     sample = leaf_sample(tree, tree.turns["c"], {}, None, "tail")
     assert sample.kv_version_spans == [None, None, ((0, 7), (13, 8)), ((0, 8),), None]
+
+
+async def test_a_session_whose_weights_changed_says_which_computed_its_kv(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """Each turn has the version of its tokens and of its whole KV, though the prompt of the later turn is cached."""
+    writes += ["One.", "Two."]
+    for seed, name in enumerate(("one", "two")):
+        write_checkpoint(tmp_path / "weights" / name, seed=seed)
+    worker: dict[str, Any] = {
+        "model_path": str(tmp_path / "weights" / "one"),
+        "weight_roots": (str(tmp_path / "weights"),),
+    }
+    settings = Settings(tokenizer=save_qwen3(tmp_path), reasoning_parser="qwen3")
+    async with http_service(nats_url, fleet, settings, config=CONFIG, **worker) as http:
+        owner = Owner(http.client)
+        history: list[Any] = [USER]
+        session = await owner.open()
+        async with agent_of(session) as agent:
+            for version in (0, 7):
+                if version:
+                    await http.rb.fleet.update_weights(tmp_path / "weights" / "two", version=version)
+                (choice,) = (await agent.chat.completions.create(model="synthetic", messages=history)).choices
+                history = [*history, choice.message.model_dump(exclude_none=True), USER]
+        (sample,) = await owner.samples(session)
+    assert sample["kv_version_spans"] == [[[0, 0]], [[0, 7]]]
+    sampled = zip(sample["weight_versions"], sample["turn_of_token"], sample["loss_mask"], strict=True)
+    assert {(version, turn) for version, turn, is_sampled in sampled if is_sampled} == {(0, 0), (7, 1)}
 
 
 async def test_samples_are_recorded_as_parquet(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
