@@ -29,13 +29,17 @@ class SecondPass:
     routers: npt.NDArray[np.float32]
     """f4[S - 1, layers, experts]: the routers' logits."""
 
-    def logprobs(self, token_ids: npt.NDArray[np.int32], allowed: dict[int, list[int]]) -> npt.NDArray[np.float32]:
+    def logprobs(
+        self, token_ids: npt.NDArray[np.int32], allowed: dict[int, list[int]], biases: dict[int, float]
+    ) -> npt.NDArray[np.float32]:
         """Return the log probability of each token but the first, f4[S - 1].
 
         Args:
             allowed: by position of a token, the only tokens that could be sampled there.
+            biases: added to the logits of these tokens.
         """
         logits = self.logits.copy()
+        logits[:, list(biases)] += np.array(list(biases.values()), np.float32)
         for position, tokens in allowed.items():
             forbidden = np.ones(logits.shape[1], np.bool_)
             forbidden[tokens] = False
@@ -83,17 +87,22 @@ def run_second_pass(checkpoint: Path, token_ids: npt.NDArray[np.int32], rows: Ro
 
 
 def check_second_pass(
-    checkpoint: Path, sample: dict[str, Any], rows: Rows, allowed: dict[int, list[int]] | None = None
+    checkpoint: Path,
+    sample: dict[str, Any],
+    rows: Rows,
+    allowed: dict[int, list[int]] | None = None,
+    biases: dict[int, float] | None = None,
 ) -> None:
     """Assert that a second pass over a session's sample gives its log probabilities and its routed experts.
 
     Args:
         allowed: by position of a token, the only tokens that a grammar allowed there.
+        biases: of tokens' logits.
     """
     ids, mask = np.array(sample["token_ids"], np.int32), np.array(sample["loss_mask"])
     assert len(rows) == len(ids) - 1
     again = run_second_pass(checkpoint, ids, rows)
-    difference = np.abs(again.logprobs(ids, allowed or {}) - np.array(sample["logprobs"], np.float32)[1:])
+    difference = np.abs(again.logprobs(ids, allowed or {}, biases or {}) - np.array(sample["logprobs"], np.float32)[1:])
     worst = int(np.where(mask[1:], difference, 0.0).argmax())
     assert difference[worst] < NEAR, f"{difference[worst]} at token {worst + 1} of {len(ids)}"
     ties, faults = again.compare_rows(rows)

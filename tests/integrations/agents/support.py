@@ -2,7 +2,8 @@
 
 A model with random weights does not call tools. So a grammar is added to each request to the engine, which allows only
 the text of the agent's turn. The engine samples this text, and everything after it is as for any model. Nearly every
-text can be written with many sequences of tokens, and the engine samples one of them.
+text can be written with many sequences of tokens, and the engine samples one of them. A bias lets it write each mark of
+calls and reasoning as one token.
 """
 
 import functools
@@ -23,6 +24,7 @@ from rollbus.frontend.http import Settings
 from rollbus.frontend.http.openai import routes
 from rollbus.frontend.http.openai.body import ChatBody
 from tests.http.support import Http, http_before, rows_of
+from tests.integrations.environments import TOKENS, token_id
 from tests.sessions.families import TEMPLATES
 from tests.support.noted_steps import Sampled, read_notes, sampled_of
 from tests.support.real_fleet import RealWorkers
@@ -33,6 +35,8 @@ ANSWER = "The sum is 5."
 WANTED: ContextVar[str] = ContextVar("wanted")
 END = 2
 """The token that ends a turn."""
+BIAS = 100.0
+"""Of the tokens of `TOKENS`. vLLM's parsers of streams know these marks only as one token each."""
 
 
 def text_of_turn(body: ChatBody) -> str:
@@ -139,7 +143,8 @@ class Forced:
                 sampled = noted.token_ids[noted.num_prompt :]
                 allowed |= _allowed(self.noted.checkpoint, self.texts[request], sampled, noted.num_prompt)
             check_sample(sample, found)
-            check_second_pass(self.noted.checkpoint, sample, rows_of(sample["routed_experts"]), allowed)
+            rows = rows_of(sample["routed_experts"])
+            check_second_pass(self.noted.checkpoint, sample, rows, allowed, _biases(self.noted.checkpoint))
 
 
 def check_sample(sample: dict[str, Any], found: list[Sampled]) -> None:
@@ -158,6 +163,10 @@ def check_sample(sample: dict[str, Any], found: list[Sampled]) -> None:
         assert np.array_equal(rows[begin : end - 1], noted.rows)
     assert (end, end - 1) == (len(ids), len(rows))
     assert np.array_equal(np.array(sample["weight_versions"]), np.where(mask, 0, -1))
+
+
+def _biases(checkpoint: Path) -> dict[int, float]:
+    return {token_id(checkpoint, token): BIAS for token in TOKENS}
 
 
 @functools.cache
@@ -210,7 +219,8 @@ async def forced(noted: NotedWorkers, monkeypatch: pytest.MonkeyPatch, folder: P
     def force(*given: Any, sampling: rollbus.SamplingParams, **more: Any) -> rollbus.GenerateRequest:
         grammar = f"root ::= {json.dumps(WANTED.get())}"
         extra = {**(sampling.extra or {}), "structured_outputs": {"grammar": grammar}}
-        request: rollbus.GenerateRequest = build_request(*given, sampling=replace(sampling, extra=extra), **more)
+        sampling = replace(sampling, extra=extra, logit_bias=_biases(noted.checkpoint))
+        request: rollbus.GenerateRequest = build_request(*given, sampling=sampling, **more)
         served.texts[request.request_id] = WANTED.get()
         return request
 
