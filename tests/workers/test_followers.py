@@ -1,6 +1,7 @@
 """Requests that follow a group's request to its worker: they wait there for slots, and get them before the queue."""
 
 import itertools
+from functools import partial
 
 import pytest
 
@@ -123,31 +124,36 @@ async def test_samples_of_a_placed_message_without_a_slot_follow_the_other_sampl
         await client.abort("w", key(1), key(2))
 
 
-async def test_a_turn_of_a_session_waits_for_every_second_slot(heard_worker: StartHeard) -> None:
-    """Turns of sessions that may wait take at most every second slot from the queue. Half of the places are for them.
+@pytest.mark.slow
+async def test_turns_of_sessions_wait_for_every_second_slot(
+    heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of sessions that may wait take at most every second slot from the queue. They get half of the places.
 
     Requests without a session are rejected.
     """
+    monkeypatch.setattr("rollbus.bus.protocol.queue.fairness.STALLED_S", 600.0)
     config = SyntheticConfig(step_s=0.002, max_num_seqs=1, max_model_len=10_000_000)
     async with heard_worker(config=config) as (client, worker, _):
         await client.enqueue(endless("first"))
         await client.until(lambda: len(client.offers) == 1)
         await client.enqueue(endless("queued"))
-        await client.hand_over(endless("plain"), "w", may_wait=True)
-        await client.until_ended("plain")
         for name in ("turn-0", "turn-1"):
             await client.hand_over(endless(name, session_id=name), "w", may_wait=True)
-        await client.until(lambda: len(client.offers) == 3)
-        assert not client.chunks["turn-0"]
-        order = ["first", "turn-0", "queued", "turn-1"]
-        for ended, begun in itertools.pairwise(order):
-            await client.abort("w", RequestKey(ended, 0, 0))
-            await client.until(lambda begun=begun: client.chunks[begun])
+        await client.hand_over(endless("plain"), "w", may_wait=True)
+        await client.until_ended("plain")
         assert client.error_of("plain") == ErrorCode.QUEUE_FULL
-        for number in range(MAX_FOLLOWERS // 2 + 2):
-            await client.hand_over(short(f"more-{number}", session_id="s"), "w", may_wait=True)
-        last = [f"more-{MAX_FOLLOWERS // 2 + number}" for number in (1,)]
-        await client.until_ended(*last)
-        assert client.error_of(last[0]) == ErrorCode.QUEUE_FULL
-        assert worker.debug_state()["followers"] <= MAX_FOLLOWERS // 2 + 1
+        # The worker has not pulled for a second, so it must expect that requests wait in the queue.
+        await until_true(lambda: worker.debug_state()["lanes_waiting"] == "unknown")
+        for ended, begun in itertools.pairwise(["first", "turn-0", "queued", "turn-1"]):
+            assert not client.chunks[begun]
+            await client.abort("w", RequestKey(ended, 0, 0))
+            await client.until(partial(client.chunks.__getitem__, begun))
+        names = [f"more-{number}" for number in range(MAX_FOLLOWERS // 2 + 2)]
+        for name in names:
+            await client.hand_over(short(name, session_id="s"), "w", may_wait=True)
+        await client.until_ended(names[-1])
+        assert client.error_of(names[-1]) == ErrorCode.QUEUE_FULL
         await client.abort("w", RequestKey("turn-1", 0, 0))
+        await client.until_ended(*names)
+        assert {client.error_of(name) for name in names[:-1]} == {None}
