@@ -24,6 +24,7 @@ COMMANDS = (
         "make-queue",
         "nats",
         "pause",
+        "prove",
         "publish-weights",
         "ray",
         "record",

@@ -27,7 +27,8 @@ from rollbus.frontend.cli.prove.evidence import Evidence, add_reference, collect
 from rollbus.frontend.cli.prove.routing import judge_routing
 from rollbus.frontend.cli.prove.stage import Budget, FleetInUse, Proof
 from rollbus.schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
-from tests.engine.family_updates import engine, model_of
+from rollbus.schemas.reference import ReferenceJob, ReferenceResult
+from tests.engine.family_updates import engine, model_of, reference_process
 from tests.engine.tiny_families import HALF, make_family
 
 ROUNDS = int(os.environ.get("ROLLBUS_PROVE_ROUNDS", "2"))
@@ -144,7 +145,11 @@ Tensors = dict[str, Any]
 def scale_expert(tensors: Tensors) -> None:
     """Scale the output of one expert of the first layer with experts, as a wrong scale of a quantized kernel does."""
     names = [name for name in tensors if ".experts.1." in name and any(part in name for part in ("down_proj", ".w2."))]
-    tensors[min(names)].mul_(1.3)
+    if names:
+        tensors[min(names)].mul_(1.3)
+    else:
+        # All experts of a layer are one tensor.
+        tensors[min(name for name in tensors if name.endswith("experts.down_proj"))][1].mul_(1.3)
 
 
 def stale_layer(tensors: Tensors) -> None:
@@ -193,6 +198,21 @@ def bfloat16_routers(llm: Any) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def compute(job: Path, result: Path) -> None:
+    """Run a job of the reference in this process."""
+    from rollbus.trainer import reference
+
+    reference.main(job, result)
+
+
+async def run_pooled(job: ReferenceJob, folder: Path) -> ReferenceResult:
+    """Run the reference in one process for all cases: an import of transformers takes seconds."""
+    paths = folder / "job.msgpack", folder / "result.msgpack"
+    paths[0].write_bytes(msgspec.msgpack.encode(job))
+    await asyncio.wrap_future(reference_process().submit(compute, *paths))
+    return msgspec.msgpack.decode(paths[1].read_bytes(), type=ReferenceResult)
 
 
 def run_case(folder: Path, family: str, fault: str, seed: int) -> dict[str, Any]:
@@ -253,6 +273,7 @@ def main(folder: Path, cases: Sequence[str]) -> None:
 
     from rollbus.frontend.cli.prove import evidence
 
+    evidence.run_reference = run_pooled
     evidence.MAX_ROUNDS = ROUNDS  # type: ignore[misc]
     evidence.LENGTHS = (5, 33, 90)  # type: ignore[misc, assignment]
     # vLLM inspects the class of each family in a new process, which takes eight seconds.

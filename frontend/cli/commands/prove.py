@@ -1,9 +1,24 @@
 """The subcommand that compares a fleet with its model."""
 
+import argparse
 from pathlib import Path
 
 from ....schemas.options import ENGINE_OPTIONS, arg, flag, non_negative_int
 from ..arguments import command
+
+MAX_MINUTES = 1440
+"""A day. More minutes change no figure."""
+
+
+def minutes(text: str) -> float:
+    """Parse a number of minutes above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MAX_MINUTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to {MAX_MINUTES}")
+    return value
 
 
 @command(

@@ -191,9 +191,6 @@ def _read_prompts(proof: Proof) -> list[GenerateRequest]:
 def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Report:
     """Return the report of a run."""
     fleet, args = proof.fleet, proof.args
-    config = {}
-    if proof.folder is not None and (proof.folder / "config.json").is_file():
-        config = json.loads((proof.folder / "config.json").read_text())
     engine = fleet.engine
     return Report(
         verdict=verdict_of(stages),
@@ -206,7 +203,7 @@ def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Re
         engine_version=engine.engine_version,
         signature=engine.signature,
         model=proof.model,
-        architecture=next(iter(config.get("architectures") or ()), None),
+        architecture=next(iter(proof.config.get("architectures") or ()), None),
         dtype=engine.dtype,
         logprobs_mode=engine.logprobs_mode,
         reference=proof.reference,

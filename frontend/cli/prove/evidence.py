@@ -157,6 +157,9 @@ class _Collection:
 
     def _prompts(self, number: int) -> list[Ints]:
         if number == 0 and self._proof.prompts:
+            bos = self._proof.config.get("bos_token_id")
+            if any(list(request.prompt_token_ids[:2]) == [bos, bos] for request in self._proof.prompts):
+                self._evidence.facts["double_bos"] = str(bos)
             room = self._engine.max_model_len - NUM_TOKENS
             return [np.asarray(request.prompt_token_ids, "i4")[-room:] for request in self._proof.prompts]
         lengths = [min(length, max(self._engine.max_model_len - NUM_TOKENS, 1)) for length in LENGTHS]
@@ -188,6 +191,8 @@ class _Collection:
     def _yours(self) -> list[GenerateRequest]:
         requests = []
         for request in self._proof.prompts:
+            if request.lora is not None:
+                raise StageRefused(f"a prompt of --prompts names the adapter {request.lora}, which no reference has")
             sampling = request.sampling
             for name in CHANGING:
                 value = getattr(sampling, name)

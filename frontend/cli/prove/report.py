@@ -85,7 +85,8 @@ def table(report: Report, width: int | None = None) -> str:
     release = f"rollbus {report.rollbus}" + (f" ({report.commit})" if report.commit else "")
     lines = [
         f"{report.model} ({report.architecture or 'unknown architecture'}, {report.dtype}) on {report.device}",
-        f"{report.engine} {report.engine_version}, {release}, reference: {report.reference or 'none'}",
+        f"{report.engine} {report.engine_version} with {report.logprobs_mode}, {release}",
+        f"reference: {report.reference or 'none'}",
         "",
         table_text(("stage", "verdict", "number", "bar"), rows, width),
         "",

@@ -147,6 +147,12 @@ class Proof:
         is_quantized = len(self.fleet.engine.signature.split()) > PLAIN_PARTS
         return "quantized" if is_quantized else self.fleet.engine.dtype
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the checkpoint. Empty if it is not on this machine."""
+        path = None if self.folder is None else self.folder / "config.json"
+        return json.loads(path.read_text()) if path is not None and path.is_file() else {}
+
     def seconds_left(self) -> float:
         """Return the seconds that the present phase has left."""
         return self.budget.left_s()
