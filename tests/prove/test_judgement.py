@@ -166,16 +166,18 @@ def test_sampling_of_the_users_prompts_is_named() -> None:
 @pytest.mark.parametrize(
     ("floor", "value", "verdict"),
     [
-        (None, 1e-3, Verdict.OK),
-        (None, 2e-3, Verdict.LOOK),
-        (None, 4e-3, Verdict.WRONG),
-        (1e-2, 2e-2, Verdict.OK),
-        (1e-2, 4e-2, Verdict.LOOK),
-        (1e-2, 1e-1, Verdict.WRONG),
+        (None, 1e-4, Verdict.OK),
+        (None, 4e-4, Verdict.LOOK),
+        (None, 1e-3, Verdict.WRONG),
+        (1e-3, 2e-3, Verdict.OK),
+        (1e-3, 5e-3, Verdict.LOOK),
+        (1e-3, 1e-1, Verdict.WRONG),
+        # A floor counts up to ten times the table.
+        (1e9, 1e-1, Verdict.WRONG),
     ],
 )
 def test_the_limit_is_the_larger_of_table_and_three_floors(floor: float | None, value: float, verdict: Verdict) -> None:
-    """The limit is the table's or three times the floor, with its reason; three times the limit is `wrong`."""
+    """The limit is the table's or three times the floor, with its reason. Above three times the limit is `wrong`."""
     limit = limit_of("p99", "float32", floor)
     assert ("engine" in limit.why) == (floor is not None)
     assert measured("p99", value, limit).verdict is verdict

@@ -35,6 +35,8 @@ STRAIGHT: Final = 0.5
 """R squared from which differences are a function of the log probability."""
 FITS: Final = 4.0
 """Factor from which less precise routers explain a difference."""
+ALONE: Final = 10.0
+"""Ratio from which only the tokens of one expert are off."""
 DECISIVE: Final = 10.0
 """Factor from which nothing else explains it."""
 GROWTH: Final = 3.0
@@ -116,7 +118,9 @@ def read_signs(evidence: Evidence, dtype: str) -> Signs:
         if place:
             layer = evidence.layers[place - 1]
             found = suspect_of(evidence, layer)
-            suspect = None if found is None else (layer, found)
+            # After the last router, nothing of an expert reaches other tokens than its own.
+            is_alone = found is not None and (first is not None or found.ratio > ALONE)
+            suspect = (layer, found) if found is not None and is_alone else None
     slope, straight = slope_of(reference_pairs(sampled))
     quarters = by_position(reference_pairs(sampled) if free.tokens else second_pairs(sampled))
     second_differs = is_off(Figures.of(second_reference), dtype, floor, noise) is not Verdict.OK

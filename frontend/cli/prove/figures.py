@@ -214,6 +214,8 @@ class Suspect(NamedTuple):
     expert: int
     z: float
     """Standard deviations between the tokens of this expert and all others."""
+    ratio: float
+    """How many times its tokens differ more."""
 
 
 MIN_MEMBERS: Final = 10
@@ -237,7 +239,8 @@ def suspect_of(evidence: Evidence, layer: int) -> Suspect | None:
         inside, outside = size[is_member[:, expert]], size[~is_member[:, expert]]
         if min(len(inside), len(outside)) >= MIN_MEMBERS:
             error = np.sqrt(inside.var() / len(inside) + outside.var() / len(outside))
-            found.append(Suspect(expert, float((inside.mean() - outside.mean()) / max(error, 1e-9))))
+            more = float(inside.mean() - outside.mean())
+            found.append(Suspect(expert, more / max(float(error), 1e-9), float(np.exp(more))))
     found.sort(key=lambda suspect: -suspect.z)
     if not found or found[0].z < STANDS_OUT or (len(found) > 1 and found[1].z > found[0].z / 2):
         return None
