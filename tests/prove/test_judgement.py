@@ -53,6 +53,16 @@ def of_cache(evidence: Evidence) -> None:
             one.logprobs += rng.normal(0, 0.3, len(one.logprobs)).astype("f4")
 
 
+def of_old_weights(evidence: Evidence) -> None:
+    """Move the sampled tokens too: KV of other weights makes another distribution."""
+    of_cache(evidence)
+    for one in evidence.sampled:
+        if one.arm == "sampled":
+            one.cached = 32
+            one.logprobs += np.float32(0.4)
+            one.scores.above = np.minimum(one.scores.above + np.float32(0.3), 1)
+
+
 def of_decode(evidence: Evidence) -> None:
     """Move all answers, and not the second pass."""
     rng = np.random.default_rng(1)
@@ -95,6 +105,7 @@ FAULTS: dict[str, tuple[Callable[[Evidence], None], str]] = {
     "stale layer": (of_layer, "stale or wrong weights at layer 1"),
     "stale head": (of_head, "a tied head"),
     "stale KV": (of_cache, "stale KV: only answers with a cached prefix"),
+    "stale KV of other weights": (of_old_weights, "stale KV: only answers with a cached prefix"),
     "decode": (of_decode, "the decode path"),
     "prefill": (of_prefill, "the prefill path"),
     "top-p": (of_top_p, "top-p is left on"),

@@ -79,7 +79,7 @@ class Signs:
     rounding: float
     """How many times less precise routers fit better."""
     sampling: tuple[Sampling, ...]
-    """Tests of the sampled tokens that fail. Empty if the model differs: its distribution is another one then."""
+    """Tests of the sampled tokens that fail. Empty if greedy answers differ too: their distribution is another one."""
 
 
 def is_off(figures: Figures, dtype: str, *floors: Figures) -> Verdict:
@@ -126,7 +126,8 @@ def read_signs(evidence: Evidence, dtype: str) -> Signs:
     second_differs = is_off(Figures.of(second_reference), dtype, floor, noise) is not Verdict.OK
     greedy_differs = is_off(Figures.of(reference_pairs(greedy)), dtype, floor, noise) is not Verdict.OK
     tests: list[Sampling] = []
-    if not (second_differs if second_reference else greedy_differs):
+    drift_sampled = drifts and bool(greedy) and not drift(greedy)
+    if not (second_differs if second_reference else greedy_differs) and (drift_sampled or not drifts):
         tests = sampling_tests(one for one in sampled if one.is_neutral)
     return Signs(
         floor=floor,
@@ -138,7 +139,7 @@ def read_signs(evidence: Evidence, dtype: str) -> Signs:
         suspect=suspect,
         drifts=drifts,
         drift_cached=drifts and bool(cached) and not drift([one for one in sampled if not one.cached]),
-        drift_sampled=drifts and bool(greedy) and not drift(greedy),
+        drift_sampled=drift_sampled,
         differs=differs,
         second_differs=second_differs,
         heals=bool(again.tokens) and differs and (not still or again.k3 < free.k3 / 10),
