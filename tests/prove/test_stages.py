@@ -163,12 +163,12 @@ def test_logprobs_and_experts_have_limits_with_the_floor() -> None:
     other[:8] = 1
     expected = answer(WHOLE, rows=rows)
 
-    far = compare([expected], [answer(WHOLE, [-1.02] * 30, rows)], "float32")
+    far = compare([expected], [answer(WHOLE, [-1.002] * 30, rows)], "float32")
     experts = compare([expected], [answer(WHOLE, rows=other)], "float32")
     missing = compare([expected], [answer(WHOLE)], "float32")
 
     assert far.finding("x", "float32", NOTHING).verdict == "wrong"
-    assert far.finding("x", "float32", changed(NOTHING, logprobs=np.array([0.01]))).verdict == "ok"
+    assert far.finding("x", "float32", changed(NOTHING, logprobs=np.array([0.001]))).verdict == "ok"
     assert far.finding("x", "bfloat16", NOTHING).verdict == "ok"
     assert experts.finding("x", "float32", NOTHING).verdict == "wrong"
     assert experts.finding("x", "float32", changed(NOTHING, other_choices=0.2)).verdict == "ok"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ....bus import Client, GenerateRequest, Generation, SamplingParams
 from ....bus.client.client import runtime_of
-from ....bus.protocol.fleet.canary import LOOSE_CHOICES, STRIDE, count_same, measure_agreement
+from ....bus.protocol.fleet.canary import EXACT_LOGPROBS, LOOSE_CHOICES, STRIDE, count_same, measure_agreement
 from ....schemas.presence import Capabilities
 from ....schemas.rows import Rows, expected_rows
 from ..exits import CommandFailed
@@ -218,7 +218,7 @@ def _limit(figure: str, dtype: str, floor: float | None) -> Limit:
 
 def compare(expected: Sequence[Generation], found: Sequence[Generation], dtype: str) -> Difference:
     """Compare the answers of two runs to the same greedy requests."""
-    tie = limit_of("p99", dtype).value
+    tie = max(limit_of("p99", dtype).value, EXACT_LOGPROBS)
     differences, problems, shares = [], [], []
     for number, (first, second) in enumerate(zip(expected, found, strict=True)):
         length = min(len(first.token_ids), len(second.token_ids))
