@@ -103,6 +103,8 @@ def with_tables(text: str, results: Mapping[str, Report]) -> str:
 
 def seen(results: Mapping[str, Report]) -> str:
     """Return a table with a row for each run, and below it what is not `ok`, with the reason."""
+    if not results:
+        return "No run is recorded yet."
     names = [stage.name for stage in (make() for make in STAGES)]
     rows: list[Sequence[str]] = [("run", "device", "engine", "model", "date", *names)]
     notes = []

@@ -27,11 +27,8 @@ def lines_of(table: str, run: str) -> set[str]:
 
 
 def test_the_page_has_the_files_of_its_directory() -> None:
-    """The tables are those that `python -m tests.prove.gpu_page` writes, and there is a run."""
-    results = read_results(RESULTS)
-
-    assert results
-    assert with_tables(DOC.read_text(), results) == DOC.read_text()
+    """The tables are those that `python -m tests.prove.gpu_page` writes."""
+    assert with_tables(DOC.read_text(), read_results(RESULTS)) == DOC.read_text()
 
 
 def test_a_part_is_seen_only_by_a_run_with_its_options_and_its_stage() -> None:
