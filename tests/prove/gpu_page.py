@@ -56,32 +56,33 @@ def says(stage: str, text: str) -> Callable[[Report], bool]:
 
 def on_gpu(report: Report) -> bool:
     """Return True if the engine computed on a GPU."""
-    return "cuda" in report.signature or "MiB" in report.device
+    return report.engine == "vllm" and " cpu-" not in report.signature
 
 
 RISKS = (
-    Risk("CUDA graphs with capture, against eager and prefill", "", "agreement", lambda report: on_gpu(report) and not
+    Risk("CUDA graphs with capture, against eager and prefill", "", "agreement", lambda report: not
          engine_args(report).get("enforce_eager")),
-    Risk("rows of fused MoE kernels", "", "routing", lambda report: on_gpu(report) and ran(report, "routing")),
+    Risk("rows of fused MoE kernels", "", "routing", lambda _: True),
     Risk("rows with tensor parallelism", "`tensor_parallel_size`: 2", "routing", argument("tensor_parallel_size", 2)),
     Risk("answers with pipeline parallelism (vLLM returns no rows)", "`pipeline_parallel_size`: 2", "agreement",
          argument("pipeline_parallel_size", 2)),
     Risk("FP8 weights and their scales after an update", "an FP8 checkpoint, or `quantization`: fp8", "updates",
-         lambda report: on_gpu(report) and "fp8" in f"{report.signature} {engine_args(report)}".lower()),
+         lambda report: "fp8" in f"{report.signature} {engine_args(report)}".lower()),
     Risk("a checkpoint loaded on a GPU, its pause and its verification", "", "updates",
-         lambda report: on_gpu(report) and says("updates", "by path")(report)),
+         says("updates", "by path")),
     Risk("weights over NCCL", "`weight_transfer_config`, and a trainer's process", "updates",
          says("updates", "by the transfer engine")),
     Risk("prefill and decode over NIXL, with rows", "`--kv-transfer-config` of NIXL, two GPUs", "survival",
-         lambda report: on_gpu(report) and says("survival", "prefill and decode")(report)),
+         lambda report: says("survival", "prefill and decode")(report) and "Nixl" in str(report.options)),
     Risk("sleep and wake at both levels", "`enable_sleep_mode`", "survival", says("survival", "sleep at level")),
     Risk("adapters on a model with experts", "`enable_lora`", "survival",
-         lambda report: on_gpu(report) and says("survival", "adapter loaded again")(report)),
+         says("survival", "adapter loaded again")),
     Risk("data parallelism of a model with experts (rejected today)", "`data_parallel_size`: 2", "agreement",
          argument("data_parallel_size", 2)),
-    Risk("MIG devices", "`CUDA_VISIBLE_DEVICES` of a MIG device", "speed", lambda report: "MIG" in report.device),
+    Risk("MIG devices", "`CUDA_VISIBLE_DEVICES` of a MIG device", "speed",
+         lambda report: "MIG" in f"{report.device} {report.signature}"),
     Risk("what the transport costs beside a fast engine", "", "speed",
-         lambda report: on_gpu(report) and says("speed", "engine")(report)),
+         says("speed", "engine")),
 )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def still_open(results: Mapping[str, Report]) -> str:
     """Return the table of what a GPU can break, with the runs that had it."""
     rows: list[Sequence[str]] = [("part", "options", "stage", "runs")]
     for risk in RISKS:
-        shown = [name for name, report in results.items() if risk.is_shown(report) and ran(report, risk.stage)]
+        shown = [name for name, one in results.items() if on_gpu(one) and ran(one, risk.stage) and risk.is_shown(one)]
         rows.append((risk.what, risk.run or "-", risk.stage, ", ".join(shown) or "**not seen**"))
     return "\n".join(markdown(rows))
 

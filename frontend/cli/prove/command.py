@@ -211,7 +211,12 @@ def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Re
         is_own=proof.is_own,
         seed=args.seed,
         minutes=args.minutes,
-        options={"engine_args": json.loads(args.engine_args or "{}"), "reference": args.reference, "dtype": args.dtype},
+        options={
+            "engine_args": json.loads(args.engine_args or "{}"),
+            "kv_transfer_config": args.kv_transfer_config,
+            "reference": args.reference,
+            "dtype": args.dtype,
+        },
         stages=tuple(stages),
     )
 
