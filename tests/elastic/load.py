@@ -90,7 +90,7 @@ class Load:
         assert end.error is None, f"{request.request_id}: {end.error}"
         tokens = [token for chunk in chunks for token in chunk.token_ids.tolist()]
         versions = [chunk.weight_version for chunk in chunks for _ in range(chunk.num_tokens)]
-        self._count(chunks[-1].attempt + 1, {*versions}, len(tokens))
+        self._count(len({chunk.attempt for chunk in chunks}), {*versions}, len(tokens))
         await assert_fresh_tokens(versions, tokens, request, self._checkpoints, self._engine)
 
     async def _group(self, request: GenerateRequest) -> None:
