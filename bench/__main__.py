@@ -3,7 +3,7 @@
     python -m bench [transport real_engine ...] [--results bench/results] [-- OPTIONS OF THE BENCH]
     python -m bench --compare COMMIT [transport ...] [--rounds 5] [-- OPTIONS OF THE BENCH]
 
-All benches take about an hour and a quarter, and need the whole machine. Each is also a program with options:
+All benches take about an hour and a half, and need the whole machine. Each is also a program with options:
 `python -m bench.transport --help`. The second form measures another commit beside this one (`compare.py`).
 """
 
@@ -18,6 +18,7 @@ BENCHES = (
     "transport",
     "routing",
     "real_engine",
+    "rollouts",
     "latency",
     "control",
     "scale",

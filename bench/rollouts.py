@@ -5,10 +5,10 @@
 Both ways have two real engines of the same build with the same tiny MoE. The client is the same, and does what trainers
 do: it reads whole answers of `/inference/v1/generate` with logprobs and routed experts, sends each request to the
 address with the fewest of its requests, and sends it again, elsewhere, if the connection is lost. vLLM has two
-addresses, rollbus one. A round starts the engines of one way, runs the load three times, and stops them; the ways take
-turns.
+addresses, rollbus one. A round starts the engines of one way, runs the load five times, and stops them; the ways take
+turns. The first run is not measured.
 
-1. Undisturbed: `tokens_per_s`, `cpu_ms` of all processes but the client, `rows_share` of the rows that the row rule
+1. Undisturbed, the mean of a run before and one after the update: `tokens_per_s`, `cpu_ms` of all processes but the client, `rows_share` of the rows that the row rule
    requires. `kl` and `kl_replay` are the mean k3 estimate of the KL divergence between sampler and trainer, in 1e-6
    nats a token. The trainer is a forward pass of transformers in bfloat16 over `KL_SAMPLES` answers with all rows,
    without and with replay of the routed experts.
@@ -275,6 +275,7 @@ async def measure(way: str, load: Load, in_flight: int, checkpoints: Sequence[Pa
         whole = await run(disturb_not)
         spent, whole_s = spent_s(fleet.roots) - before, whole.seconds
         updated = await run(update)
+        whole_s = (whole_s + (await run(disturb_not)).seconds) / 2
         trainer.sent_again = 0
         killed = await run(kill)
     rows = [0 if answer.rows is None else len(answer.rows) for answer in whole.answers]
