@@ -156,12 +156,12 @@ async def talk(
             messages.append({"role": "user", "content": f"Question {turn}?"})
             await before_turn()
             asked: Any = {"model": model, "messages": messages, "max_tokens": 40, "extra_body": {"min_tokens": 30}}
+            answer: Any = await agent.chat.completions.create(**asked, stream=bool(turn))
             if turn:
-                async with agent.chat.completions.stream(**asked) as events:
-                    answer: Any = await events.get_final_completion()
+                # It is the last turn, so nothing follows its text.
+                assert [event async for event in answer]
             else:
-                answer = await agent.chat.completions.create(**asked)
-            messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+                messages.append(answer.choices[0].message.model_dump(exclude_none=True))
     (sample,) = await owner.samples(session)
     requests = {turn["id"]: turn["request_id"] for turn in (await owner.read(session))["turns"]}
     return sample, [requests[turn] for turn in sample["turns"]]
