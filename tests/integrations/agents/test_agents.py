@@ -155,7 +155,7 @@ async def talk(
         for turn in range(2):
             messages.append({"role": "user", "content": f"Question {turn}?"})
             await before_turn()
-            asked: Any = {"model": model, "messages": messages, "max_tokens": 40, "extra_body": {"min_tokens": 30}}
+            asked: Any = {"model": model, "messages": messages, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
             answer: Any = await agent.chat.completions.create(**asked, stream=bool(turn))
             if turn:
                 # It is the last turn, so nothing follows its text.
