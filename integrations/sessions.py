@@ -8,6 +8,7 @@ samples = await session.samples()
 
 import asyncio
 import base64
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -196,10 +197,10 @@ async def _call(service: str, token: str | None, method: str, path: str, body: o
         try:
             found = json.load(error)["error"]
             code, message = str(found["code"]), str(found["message"])
-        except (ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
             code, message = "http_error", f"{method} {path} was answered {error.code}"
         raise SessionFailed(code, message) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise SessionFailed("unreachable", f"the service {service} cannot be used: {error}") from error
 
 

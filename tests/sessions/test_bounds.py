@@ -162,6 +162,11 @@ async def test_a_session_ends_at_its_cost(nats_url: str, fleet: str, tmp_path: P
             with pytest.raises(openai.BadRequestError) as caught:
                 await agent.chat.completions.create(**ASKED)
             assert (caught.value.code, "cost" in caught.value.message) == ("session_limit", True)
+        session = await owner.open(max_cost=1.0, cached_price=1e6, sampled_price=1.0)
+        async with agent_of(session) as agent:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await agent.chat.completions.create(**ASKED)
+            assert caught.value.code == "session_limit", "the whole prompt may be cached"
         refused = await owner.client.post("/v1/rl/sessions", json={"max_cost": 1.0})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_cost")
 

@@ -77,3 +77,27 @@ async def test_a_response_may_be_continued_twice_and_others_are_rejected(
         samples = await owner.samples(session)
         assert [each["messages"][-2]["content"] for each in samples] == ["3", "4"]
         assert {each["messages"][0]["content"] for each in samples} == {"Be brief."}
+
+
+async def test_input_after_a_response_changes_nothing_that_was_served(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """A call that a client adds to a served answer is only in its own request, and a chat's system parts are accepted."""
+    writes += ["It is 3.", "It is 4.", "It is 5."]
+    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+        session = await owner.open()
+        system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+        async with agent_of(session) as agent:
+            chat = await agent.chat.completions.create(
+                model="synthetic", tools=[TOOL], messages=[system, {"role": "user", "content": "1 + 2?"}]
+            )
+            served = f"resp_{chat.id.removeprefix('chatcmpl-')}"
+            call = {"type": "function_call", "call_id": "x", "name": "add", "arguments": "{}"}
+            added = [call, {"type": "function_call_output", "call_id": "x", "output": "4"}]
+            await ask(agent, added, previous_response_id=served)
+            await ask(agent, "And 5?", previous_response_id=served)
+        forked, continued = sorted(await owner.samples(session), key=lambda sample: len(sample["turns"]))
+        assert forked["messages"][2]["tool_calls"]
+        assert continued["messages"][0] == system
+        assert not continued["messages"][2].get("tool_calls")
+        assert len(continued["turns"]) == 2

@@ -1,5 +1,6 @@
 """What the two APIs share: common fields, the messages of a chat with calls and results, and names of errors."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Final
@@ -146,14 +147,14 @@ class History:
         self._open_calls: dict[str, str] = {}
 
     def resume(self, served: Sequence[JsonObject], *, with_system: bool) -> None:
-        """Begin with served messages, of which the last one is an answer.
+        """Begin with served messages, of which the last one is an answer. They are copied: an item may add to the last.
 
         Args:
-            with_system: False: leave out the system message at their beginning.
+            with_system: False: leave out the system messages at their beginning.
         """
         for message in served:
             if message["role"] != "system" or self.messages or with_system:
-                self.add(message)
+                self.messages.append(copy.deepcopy(message))
         for call in served[-1].get("tool_calls") or ():
             self._open_calls[call["id"]] = "previous_response_id"
 

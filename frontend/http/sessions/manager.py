@@ -160,8 +160,11 @@ class Sessions:
         # Several turns may have one body, but only one may have a key.
         turn.claim = f"{claim}.{'key' if key else secrets.token_hex(8)}"
         sequence = (0 if held is None else held[1]) if key else None
-        if not is_free or not await self.store.write_claim(name, turn.claim, self._new_claim(), sequence):
-            turn.claim = ""
+        async with self._lock(name):
+            # The lock keeps `_watch_session` from renewing a claim that this service does not have yet.
+            if not is_free or not await self.store.write_claim(name, turn.claim, self._new_claim(), sequence):
+                turn.claim = ""
+        if not turn.claim:
             raise HttpError(
                 409,
                 "another service of this fleet runs this turn; repeat the request to get its answer",
@@ -192,6 +195,13 @@ class Sessions:
                 self._cached.pop(name, None)
                 raise unknown_session(describe(name))
             return await self._catch_up(found)
+
+    def keep(self, session: Session) -> Session:
+        """Return the session that this service has under its id now: a loaded one may have made room for others.
+
+        Without a task switch after this call, a turn that is added to `running` keeps it in memory.
+        """
+        return self._cached.setdefault(session.head.id, session)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -237,7 +247,13 @@ class Sessions:
                 return head
             return replace(head, turns=(*head.turns, record), used_at=max(head.used_at, time.time()))
 
-        await self.change(session, added, (turn,))
+        try:
+            await self.change(session, added, (turn,))
+        except SessionError as error:
+            if error.code == "unknown_session":
+                # No head names these parts, so no sweep would find them.
+                await self.store.delete(name)
+            raise
 
     async def change(
         self, session: Session, change: Callable[[SessionHead], SessionHead], own: Sequence[Turn] = ()
@@ -331,7 +347,7 @@ def check_room(session: Session, *, turns: int, new: int, prompt: int, row_bytes
         rooms.append((rows // turns - new, f"{head.row_bytes} bytes of rows", f"{limits.max_row_bytes}"))
     if limits.max_cost is not None:
         spent = tree.cost + session.reserved_cost
-        left = (limits.max_cost - spent) / turns - limits.cost(prompt, 0, 0)
+        left = (limits.max_cost - spent) / turns - limits.highest_cost(prompt, 0)
         affordable = int(left / (limits.sampled_price / 1e6)) if limits.sampled_price else limits.max_tokens
         rooms.append((affordable if left > 0 else 0, f"a cost of {spent:g}", f"{limits.max_cost:g}"))
     for room, have, allowed in rooms:

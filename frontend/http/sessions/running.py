@@ -117,7 +117,7 @@ class RunningTurn:
                 finally:
                     self._scope = None
                 if added is None:
-                    return
+                    break
                 yield added
         ended = [choice for choice in choices if choice.finish_reason is None]
         yield iter([(choice, choice.add(_nothing(choice, self._stop_reason))) for choice in ended])

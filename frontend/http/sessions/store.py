@@ -73,6 +73,10 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
         price = (prompt - cached) * self.prompt_price + cached * self.cached_price + sampled * self.sampled_price
         return price / 1e6
 
+    def highest_cost(self, prompt: int, sampled: int) -> float:
+        """Return the highest cost of a turn, whatever the prefix cache has of its prompt."""
+        return max(self.cost(prompt, cached, sampled) for cached in (0, prompt))
+
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One closed turn in the head."""

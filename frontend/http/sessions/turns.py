@@ -94,6 +94,7 @@ async def serve_turn(service: Service, request: Request, session: Session, asked
         SessionError: the session has ended or has no room.
     """
     check_turn(asked.body)
+    session = service.sessions.keep(session)
     digest = hashlib.blake2b(asked.data, digest_size=16).hexdigest()
     given = request.headers.get("Idempotency-Key") or given_request_id(request.headers) or asked.body.request_id or ""
     is_again = request.headers.get("X-Stainless-Retry-Count", "0") not in ("", "0")
@@ -312,7 +313,7 @@ class _Job:
         most = min(wanted, room)
         self.reserved = n * (len(self.prompt) + most)
         self.session.reserved_tokens += self.reserved
-        self.reserved_cost = n * head.limits.cost(first.prompt_len, 0, most)
+        self.reserved_cost = n * head.limits.highest_cost(first.prompt_len, most)
         self.session.reserved_cost += self.reserved_cost
         parent = None if self.match is None else self.match.parent
         logprobs = 0 if first.sampling.logprobs is None else first.sampling.logprobs
@@ -408,7 +409,8 @@ class _Job:
             rows = tokens.rows if self.session.head.routed_experts else None
             parent = self.match.parent
             turn = Turn(
-                id=uuid.uuid4().hex if choice.index else self.turn_id,
+                # The same ids if this is called again after an error: a stored turn is not stored twice.
+                id=uuid.uuid5(uuid.UUID(self.turn_id), str(choice.index)).hex if choice.index else self.turn_id,
                 request_id=request.request_id,
                 parent=None if parent is None else parent.id,
                 messages=list((self.asked.body.messages or [])[self.match.index :]),
