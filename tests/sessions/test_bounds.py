@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.sessions import manager
 from rollbus.frontend.http.sessions.store import Claim, SessionStore
+from rollbus.frontend.sessions.errors import SessionError
 from tests.http.support import Http, http_before
 from tests.sessions.support import CONFIG, Owner, agent_of, serving, writes
 from tests.support.waits import until
@@ -201,3 +202,22 @@ async def test_a_fleet_has_no_more_sessions_than_it_may(
         await until(opened, 200)
         assert (await owner.client.get(f"/v1/rl/sessions/{first['id']}")).status_code == 404
         assert (await open_one()).status_code == 429
+
+
+async def test_a_reward_that_cannot_be_stored_has_the_code_of_its_reason(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the session is gone or the bucket is full when the owner writes, the answer is that of a turn, and not 502."""
+    async with serving(nats_url, fleet, tmp_path) as (_, owner):
+        session = await owner.open()
+
+        async def change(*_: Any) -> None:
+            raise SessionError("session_limit", "the bucket of sessions is full")
+
+        monkeypatch.setattr(SessionStore, "change", change)
+        path = f"/v1/rl/sessions/{session['id']}"
+        for answer in (
+            await owner.client.post(f"{path}/rewards", json={"reward": 1.0}),
+            await owner.client.delete(path),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "session_limit")

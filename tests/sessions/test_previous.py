@@ -82,7 +82,7 @@ async def test_a_response_may_be_continued_twice_and_others_are_rejected(
 async def test_input_after_a_response_changes_nothing_that_was_served(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
 ) -> None:
-    """A call that a client adds to a served answer is only in its own request, and a chat's system parts are accepted."""
+    """A call that a client adds to a served answer is only in its own request. A system message may have parts."""
     writes += ["It is 3.", "It is 4.", "It is 5."]
     async with serving(nats_url, fleet, tmp_path) as (_, owner):
         session = await owner.open()

@@ -4,6 +4,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Annotated, Final
 
@@ -158,8 +159,14 @@ def _answer(session: Session, **more: str) -> SessionAnswer:
 
 
 async def _load(service: Service, request: Request) -> Session:
-    try:
+    with _http_errors():
         return await service.sessions.load(request.path_params["session"])
+
+
+@contextmanager
+def _http_errors() -> Iterator[None]:
+    try:
+        yield
     except SessionError as error:
         raise http_error_of(error) from error
 
@@ -168,14 +175,16 @@ async def get_session(service: Service, request: Request) -> Response:
     """Return a session and its turns. This renews its lease."""
     session = await _load(service, request)
     if not session.head.is_over(time.time()):
-        await service.sessions.renew(session)
+        with _http_errors():
+            await service.sessions.renew(session)
     return json_response(_answer(session))
 
 
 async def end_session(service: Service, request: Request) -> Response:
     """End a session. Running turns stop and keep their tokens; later turns are answered 410."""
     session = await _load(service, request)
-    await service.sessions.end(session)
+    with _http_errors():
+        await service.sessions.end(session)
     return json_response(_answer(session))
 
 
@@ -185,12 +194,10 @@ async def set_reward(service: Service, request: Request) -> Response:
     if not math.isfinite(body.reward):
         raise invalid("reward", f"is {body.reward}", "finite numbers")
     session = await _load(service, request)
-    if body.turn is None:
-        await service.sessions.set_reward(session, None, body.reward)
-    elif body.turn in session.tree.turns:
-        await service.sessions.set_reward(session, body.turn, body.reward)
-    else:
+    if body.turn is not None and body.turn not in session.tree.turns:
         raise invalid("turn", f"is {describe(body.turn)}, which is unknown", "the id of a turn of this session")
+    with _http_errors():
+        await service.sessions.set_reward(session, body.turn, body.reward)
     return json_response(_answer(session))
 
 
@@ -217,11 +224,9 @@ async def read_samples(service: Service, request: Request) -> Response:
     for leaf in leaves:
         join = await end_join(service, request, session, leaf)
         sample = leaf_sample(tree, leaf, head.rewards, head.reward, join)
-        try:
-            path = tree.path(leaf)
+        path = tree.path(leaf)
+        with _http_errors():
             rows = join_rows(path, await service.sessions.rows(session, path)) if with_rows else None
-        except SessionError as error:
-            raise http_error_of(error) from error
         own = msgspec.json.encode(sample)[:-1] + b',"routed_experts":'
         of_rows: Iterator[bytes] = iter((b"null",)) if rows is None else routed_experts_json(rows, 0)
         pieces.append(chain((b"," if pieces else b"", own), of_rows, (b"}",)))
@@ -296,11 +301,8 @@ def _wrong_key() -> HttpError:
 
 
 async def _turn(service: Service, request: Request, session: Session, asked: AskedTurn) -> Response:
-    with renamed_errors(asked.form.names):
-        try:
-            return await serve_turn(service, request, session, asked)
-        except SessionError as error:
-            raise http_error_of(error) from error
+    with renamed_errors(asked.form.names), _http_errors():
+        return await serve_turn(service, request, session, asked)
 
 
 async def join_session(service: Service, request: Request, name: str, asked: AskedTurn) -> Response | None:
