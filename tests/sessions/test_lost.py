@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rollbus import bus
 from rollbus.frontend.http import Settings
+from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.sessions import running
 from rollbus.schemas.errors import EngineDead
 from rollbus.workers.config import WorkerConfig
@@ -105,6 +107,34 @@ async def test_a_seeded_turn_that_is_stopped_keeps_its_tokens(
         assert 0 < turn["num_sampled"] < 2000
         tokens, logprobs, _ = await sampled(owner, session, interrupted=True)
         assert sum(each != 0 for each in logprobs) == turn["num_sampled"] < len(tokens)
+
+
+async def test_a_stateful_turn_that_is_stopped_before_it_begins_ends_with_the_reason() -> None:
+    """A turn that waits for a worker when it is stopped has a finish reason, and is no empty answer without one."""
+
+    class Service:
+        """Has a request that waits, and that no worker has to abort."""
+
+        def __init__(self) -> None:
+            self.rb = self
+
+        async def complete(self, *_: Any) -> None:
+            """Wait."""
+            await asyncio.Event().wait()
+
+        async def abort(self, _: list[str]) -> list[str]:
+            """Return no aborted request."""
+            return []
+
+    turn = running.RunningTurn("", is_stream=False)
+    request = bus.GenerateRequest(prompt_token_ids=[1], sampling=bus.SamplingParams(seed=7))
+    choice = AnswerChoice(0, request, None, keep=True)
+    unused: Any = None
+    service: Any = Service()
+    asyncio.get_running_loop().call_later(0.01, turn.stop)
+    async for added in turn.source(service, unused, [request], [choice]):
+        list(added)
+    assert (choice.finish_reason, turn.was_aborted) == ("abort", True)
 
 
 async def _num_turns(owner: Owner, session: dict[str, Any]) -> int:
