@@ -88,9 +88,8 @@ async def test_input_after_a_response_changes_nothing_that_was_served(
         session = await owner.open()
         system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
         async with agent_of(session) as agent:
-            chat = await agent.chat.completions.create(
-                model="synthetic", tools=[TOOL], messages=[system, {"role": "user", "content": "1 + 2?"}]
-            )
+            asked: dict[str, Any] = {"tools": [TOOL], "messages": [system, {"role": "user", "content": "1 + 2?"}]}
+            chat = await agent.chat.completions.create(model="synthetic", **asked)
             served = f"resp_{chat.id.removeprefix('chatcmpl-')}"
             call = {"type": "function_call", "call_id": "x", "name": "add", "arguments": "{}"}
             added = [call, {"type": "function_call_output", "call_id": "x", "output": "4"}]
