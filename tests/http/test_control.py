@@ -178,6 +178,7 @@ def test_the_status_says_which_workers_failed_and_why(
     ("results", "check_of", "expected"),
     [
         ({"applied": APPLIED, "missing": {"b": "its lease expired"}}, None, True),
+        ({"applied": APPLIED, "missing": {"b": "its lease expired"}, "epochs": {}}, None, False),
         (
             {"applied": APPLIED, "missing": {"b": "its lease expired", "c": "it did not answer"}},
             None,
@@ -189,8 +190,12 @@ def test_the_status_says_which_workers_failed_and_why(
     ],
 )
 def test_only_workers_that_died_may_be_left_out(results: dict[str, Any], check_of: str | None, expected: bool) -> None:
-    """A command is done without a worker that died, but not if a live one did not apply it or it was only checked."""
-    error = CommandIncomplete(CommandResult(**{"command": "pause", "id": "c", **results}), check_of=check_of)
+    """A recorded command is done without a worker that died, but not if a live one did not apply it.
+
+    Neither is one that was only checked, or that is not recorded.
+    """
+    ledger = CommandResult(**{"command": "pause", "id": "c", "epochs": {"m": 1}, **results})
+    error = CommandIncomplete(ledger, check_of=check_of)
     assert is_done_by_the_living(error, {"a", "c"}) is expected
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from rollbus.bus.nats.connection import publish, publish_permitted
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.http import Settings
-from rollbus.frontend.http.control.services import MAX_BYTES, MAX_SERVICES
+from rollbus.frontend.http.app import make_app
+from rollbus.frontend.http.control.services import MAX_ANSWERING, MAX_BYTES, MAX_SERVICES, Services
 from rollbus.frontend.http.server import listen, serving
+from rollbus.frontend.http.service import Service
 from rollbus.schemas.errors import PermissionDenied
 from rollbus.schemas.messages import encode_json
 from rollbus.schemas.telemetry import ServiceMessage, WaitingRequest
@@ -175,6 +177,36 @@ async def test_only_services_ask_and_answer_each_other_with_users(tmp_path: Path
 
     assert [each["service"] for each in shown.json()["waiting"]["requests"]] == ["front"]
     assert aborted.json()["aborted"] == 1
+
+
+async def test_a_burst_of_questions_is_bounded_and_messages_after_the_end_have_no_effect(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of questions that arrive together, 16 are answered. A service that has ended ignores what still arrives."""
+    num_asked, may_answer = 0, asyncio.Event()
+
+    async def waiting(own: Service, model: str | None, ids: Collection[str] | None) -> list[WaitingRequest]:
+        nonlocal num_asked
+        num_asked += 1
+        await may_answer.wait()
+        return []
+
+    def ask_many(services: Services, name: str) -> None:
+        for number in range(2 * MAX_ANSWERING):
+            services._receive("stranger", ServiceMessage(id=f"{name}-{number}", asks="list"))
+
+    monkeypatch.setattr(Service, "waiting", waiting)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        services: Services = make_app(rb, Settings()).state.service.services
+        async with services.serving():
+            for name in ("first", "second"):
+                ask_many(services, name)
+                await until_true(lambda: num_asked >= MAX_ANSWERING)
+                await asyncio.sleep(0)
+                assert num_asked == MAX_ANSWERING
+            may_answer.set()
+        ask_many(services, "late")
+    assert num_asked == MAX_ANSWERING
 
 
 async def test_users_of_an_earlier_release_find_what_waits_at_their_own_service(

@@ -421,7 +421,8 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
         await machines["worker"].stop()
         seconds = course.seconds
     with log.open(errors="replace") as lines:
-        assert not any(line.startswith("Traceback") for line in lines), f"a process failed, see {log}"
+        # Also of a group of exceptions, whose lines begin with other characters.
+        assert not any("Traceback (most recent call last)" in line for line in lines), f"a process failed, see {log}"
     results, attempts, num_tokens = count_results(folder)
     results["http"] = course.num_by_http
     refusals = course.refusals + Counter({f"publish {name}": n for name, n in publishing.refusals.items()})

@@ -65,10 +65,15 @@ UNLOAD_LORA_OF_VLLM: Final = replace(VLLM, text="Success: LoRA adapter removed s
 
 
 def is_done_by_the_living(error: bus.CommandIncomplete, living: Set[str]) -> bool:
-    """Return True if a command was applied, except by workers that died meanwhile. A later start applies it first."""
+    """Return True if a recorded command was applied, except by workers that died meanwhile.
+
+    A later start applies it first. Of commands that are not recorded, this is not true: requests of a dead worker go on
+    at others, so their abort is not done.
+    """
     ledger = error.ledger
-    refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.late or ledger.has_found_nothing
-    return error.check_of is None and bool(ledger.applied) and not refused and living.isdisjoint(ledger.missing)
+    refused = ledger.failed or ledger.unsupported or ledger.stale or ledger.late
+    is_applied = error.check_of is None and bool(ledger.applied and ledger.epochs) and not refused
+    return is_applied and living.isdisjoint(ledger.missing)
 
 
 def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseStyle = RL) -> Response:

@@ -76,8 +76,9 @@ class Services:
         self._others: dict[str, float] = {}
         self._questions: dict[str, asyncio.Queue[tuple[str, ServiceMessage]]] = {}
         self._seen: deque[str] = deque(maxlen=MAX_REMEMBERED)
-        self._answering: set[str] = set()
+        self._num_answering = 0
         self._tasks: asyncio.TaskGroup
+        self._is_serving = False
         self._rejected = RejectionCount()
         runtime = runtime_of(service.rb)
         self._thread, self._nats, self._name = runtime.thread, runtime.nats, runtime.config.client
@@ -88,9 +89,12 @@ class Services:
         """Answer the other services while the block lasts."""
         async with asyncio.TaskGroup() as self._tasks:
             running = self._tasks.create_task(self._run())
+            self._is_serving = True
             try:
                 yield
             finally:
+                # Until NATS has ended the subscription, messages arrive for which the group takes no tasks.
+                self._is_serving = False
                 running.cancel()
 
     async def find(
@@ -185,6 +189,8 @@ class Services:
             self._thread.call_soon_in_owner_loop(partial(self._receive, name, told))
 
     def _receive(self, name: str, told: ServiceMessage) -> None:
+        if not self._is_serving:
+            return
         if name not in self._others:
             if len(self._others) >= MAX_SERVICES:
                 return
@@ -194,14 +200,15 @@ class Services:
         if told.asks is None:
             if (answers := self._questions.get(told.id)) is not None and not answers.full():
                 answers.put_nowait((name, told))
-        elif told.id not in self._seen and len(self._answering) < MAX_ANSWERING:
+        elif told.id not in self._seen and self._num_answering < MAX_ANSWERING:
             self._seen.append(told.id)
-            self._tasks.create_task(self._answer(told))
+            # Counted here: many questions may arrive before the first task runs.
+            self._num_answering += 1
+            self._tasks.create_task(self._answer(told)).add_done_callback(self._end_answer)
+
+    def _end_answer(self, _: asyncio.Task[None]) -> None:
+        self._num_answering -= 1
 
     async def _answer(self, asked: ServiceMessage) -> None:
-        self._answering.add(asked.id)
-        try:
-            with contained("services"):
-                await self._say(ServiceMessage(id=asked.id, waiting=tuple(await self._handle(asked))))
-        finally:
-            self._answering.remove(asked.id)
+        with contained("services"):
+            await self._say(ServiceMessage(id=asked.id, waiting=tuple(await self._handle(asked))))
