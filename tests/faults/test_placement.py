@@ -19,7 +19,8 @@ from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.invariants import observing
 from tests.support.processes import LASTING, worker_process
-from tests.support.requests import Load
+from tests.support.requests import Load, endless
+from tests.support.waits import until_true
 
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE, "prefix_cache": True}
 CONFIG = SyntheticConfig.from_args(ENGINE_ARGS)
@@ -99,6 +100,41 @@ async def test_groups_placed_at_a_killed_worker_complete_once(nats_url: str, fle
         assert resumed
         assert {each.worker_ids[-1] for each in resumed} == {"b"}
         await observer.check_at_rest()
+
+
+async def test_a_turn_that_waits_for_its_session_at_a_killed_worker_completes_once(nats_url: str, fleet: str) -> None:
+    """A turn of a session waits at the full worker that has its prompt. If that worker is killed, it runs elsewhere."""
+    args = {**ENGINE_ARGS, "max_num_seqs": 1, "max_model_len": 10_000_000}
+    turns = [
+        GenerateRequest(
+            request_id=name, prompt_token_ids=2 * prompt(1), sampling=short, session_id="s", timeout_s=600.0
+        )
+        for name, short in (("first", SamplingParams(max_tokens=2)), ("second", SamplingParams(max_tokens=20, seed=1)))
+    ]
+    load = await Load.of(turns[1:], SyntheticConfig.from_args(args))
+    async with (
+        observing(nats_url, fleet) as observer,
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "a", engine_args=args) as a,
+        worker_process(nats_url, fleet, *LEASE, "--worker-id", "b", engine_args=args) as b,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        [worker] = (await rb.complete(turns[0])).worker_ids
+        others = [tasks.create_task(rb.complete(endless(f"other-{number}"))) for number in range(2)]
+        while any(each.free_slots for each in (await rb.fleet.state()).workers):
+            pass
+        before = rb.stats().placed[PlacementReason.PLACED_SESSION]
+        turn = tasks.create_task(load.run(rb))
+        await until_true(lambda: rb.stats().placed[PlacementReason.PLACED_SESSION] > before)
+        {"a": a, "b": b}[worker].kill()
+        await until_true(lambda: len(rb.fleet.workers) == 1)
+        for other in others:
+            other.cancel()
+        [result] = await turn
+        await observer.check_at_rest()
+
+    assert {result.worker_ids[-1]} == {"a", "b"} - {worker}
 
 
 async def test_requests_placed_at_a_frozen_worker_run_elsewhere(nats_url: str, fleet: str) -> None:
