@@ -4,6 +4,7 @@ Arrays are raw little-endian bytes. A pass of n tokens has n - 1 entries: entry 
 which predicts token i + 1.
 """
 
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -62,8 +63,6 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     """f4[n - 1, len(ABOVE)]: probability of all tokens whose `above` is at least this."""
     rank_tail: bytes
     """f4[n - 1, len(RANKS)]: probability of all tokens whose rank is at least this."""
-    margins: bytes
-    """f4[n - 1]: log probability of the most likely token above that of the second."""
     replayed: bytes | None = None
     """f4[n - 1]: log probabilities with the engine's experts. None: not computed."""
     misses: bytes | None = None
@@ -98,6 +97,12 @@ class ReferenceResult(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why rows were not compared. None: they were, or there are none."""
     facts: dict[str, str] = {}
     """Facts of the checkpoint's configuration that explain differences, such as a tied head."""
+
+
+def available_bytes() -> int:
+    """Return the memory of this machine that new processes can use. Files that the system caches count as free."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def floats(data: bytes, *shape: int) -> npt.NDArray[np.float32]:

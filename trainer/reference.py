@@ -7,7 +7,6 @@ A model that does not fit the memory of the GPU stays in the memory of the machi
 for its own computation. Without a GPU the model computes on the CPU.
 """
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from ..schemas.reference import (
     ReferenceResult,
     ReferenceSequence,
     TokenScores,
+    available_bytes,
 )
 from .errors import ReplayError
 from .replay import Router, find_routers, layer_of_rows, replay
@@ -82,6 +82,8 @@ def main(job_path: Path, result_path: Path) -> None:
             scores.append(found)
         passes.append(ReferencePass(dtype=dtype, device=device, sequences=scores))
         del model
+        # Memory that PyTorch keeps counts as used when the next model is placed.
+        torch.cuda.empty_cache()
     result = ReferenceResult(
         release=transformers.__version__, passes=passes, layers=layers, routing_refusal=refusal, facts=facts
     )
@@ -112,7 +114,7 @@ def load(folder: str, dtype: str, *, is_needed: bool) -> tuple[Any, str]:
     """
     width = 4 if dtype == "float32" else 2
     num_bytes = ROOM * width * _num_parameters(folder)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = available_bytes()
     on_gpu = torch.cuda.is_available()
     fits_gpu = on_gpu and torch.cuda.mem_get_info()[0] > num_bytes
     if not fits_gpu and free < num_bytes:
@@ -234,7 +236,6 @@ def _scores(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
             "above": (logprobs.exp() * more_likely).sum(-1),
             "above_tail": torch.stack([(probabilities * (above >= limit)).sum(-1) for limit in ABOVE], -1),
             "rank_tail": torch.stack([probabilities[:, rank:].sum(-1) for rank in RANKS], -1),
-            "margins": best[:, 0] - best[:, 1],
         }
         for name, tensor in found.items():
             parts.setdefault(name, []).append(tensor)

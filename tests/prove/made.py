@@ -43,7 +43,6 @@ def _answer(rng: Any, arm: str, prompt: int, ids: Any, truth: Any, rows: Any) ->
         above=above,
         above_tail=np.maximum(1 - np.array(ABOVE) / (1 - np.exp(truth))[:, None], 0),
         rank_tail=np.zeros((len(truth), len(RANKS)), "f4"),
-        margins=np.ones(len(truth), "f4"),
         replayed=None if rows is None else near(),
         misses=none,
         others=None if none is None else none.copy(),

@@ -2,19 +2,25 @@
 
 import argparse
 import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 
+from rollbus import GenerateRequest, Generation
 from rollbus.frontend.cli.app import build_parser
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode
 from rollbus.frontend.cli.prove import command, evidence
 from rollbus.frontend.cli.prove.report import Report
 from rollbus.frontend.cli.prove.stage import Budget, Proof, Stage, StageRefused
 from rollbus.frontend.cli.prove.verdicts import Finding, Limit, Outcome, Verdict, measured
+from tests.prove.stages_support import answer
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -117,6 +123,47 @@ def test_phases_share_the_minutes() -> None:
     now[0] = 70.0
     assert budget.begin(2.0) == 0.0
     assert budget.left_s() == 0.0
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1441", "ten"])
+def test_minutes_have_bounds(text: str) -> None:
+    """--minutes is a number above 0 and up to a day."""
+    with pytest.raises(SystemExit):
+        parse("--model", "m", "--minutes", text)
+    assert parse("--model", "m", "--minutes", "0.5").minutes == 0.5
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A missing program does not cost the result of a run."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command._commit() is None
+
+
+async def test_an_answer_without_room_for_a_second_pass_shifts_no_other() -> None:
+    """An answer that ends at the model's length has no second pass. The others keep their own."""
+
+    class Bus:
+        async def complete_many(self, requests: list[GenerateRequest], max_in_flight: int) -> AsyncIterator[Generation]:
+            for request in requests:
+                second = None
+                if request.sampling.prompt_logprobs is not None:
+                    second = np.full(request.prompt_len - 1, -float(request.prompt_len), "f4")
+                given: dict[str, Any] = {
+                    "request": request,
+                    "request_id": request.request_id,
+                    "prompt_len": request.prompt_len,
+                }
+                yield replace(answer([7, 8]), **given, prompt_logprobs=second)
+
+    engine = SimpleNamespace(max_model_len=6, routed_experts=None, routing_refusal=None, logprobs_mode="raw_logprobs")
+    fields = {"fleet": SimpleNamespace(engine=engine), "args": argparse.Namespace(seed=0), "dtype": "float32"}
+    proof: Any = SimpleNamespace(**fields, model="m", rb=Bus())
+    collection = evidence._Collection(proof)
+
+    await collection._send("alone", 0, [GenerateRequest(prompt_token_ids=[5] * n) for n in (4, 3, 2)], 1)
+
+    seconds = [None if one.second is None else one.second.tolist() for one in collection._evidence.sampled]
+    assert seconds == [None, [-5.0] * 4, [-4.0] * 3]
 
 
 @pytest.mark.vllm

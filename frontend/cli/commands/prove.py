@@ -52,7 +52,7 @@ def minutes(text: str) -> float:
         "--minutes",
         "N",
         "minutes for all stages, after the fleet serves (default: %(default)g)",
-        type=float,
+        type=minutes,
         default=10,
     ),
     arg("--prompts", "FILE", "your own prompts, as for `generate` (default: random ones)"),

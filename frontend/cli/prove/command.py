@@ -60,27 +60,29 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
         check_start(args)
     else:
         refuse_options(args, OF_OWN, "with --nats: the fleet in use has its own")
-    state_dir = args.state_dir or default_state_dir()
+    state_dir = Path(args.state_dir or default_state_dir()).absolute()
     check_writable("--state-dir", state_dir)
-    return _prove(args, stages, state_dir)
+    # Workers get this path, and a worker of a fleet in use runs in another directory.
+    folder = None if args.model is None else Path(args.model).absolute()
+    proof = Proof(
+        args=args,
+        model=args.served_model_name or ("" if folder is None else folder.resolve().name),
+        folder=folder if folder is not None and folder.is_dir() else None,
+        is_own=is_own,
+        scratch=state_dir,
+        # The minutes begin when the fleet serves.
+        budget=Budget(0.0, ()),
+    )
+    return _prove(proof, stages)
 
 
-async def _prove(args: argparse.Namespace, stages: Sequence[Stage], state_dir: Path) -> int:
+async def _prove(proof: Proof, stages: Sequence[Stage]) -> int:
     created = datetime.now(UTC).isoformat(timespec="seconds")
     code: int = INTERRUPTED
-    with tempfile.TemporaryDirectory(prefix="prove-", dir=state_dir) as scratch, until_signalled():
-        folder = None if args.model is None else Path(args.model)
-        proof = Proof(
-            args=args,
-            model=args.served_model_name or ("" if folder is None else folder.resolve().name),
-            folder=folder if folder is not None and folder.is_dir() else None,
-            is_own=not args.is_nats_named,
-            scratch=Path(scratch),
-            # The minutes begin when the fleet serves.
-            budget=Budget(0.0, ()),
-        )
+    with tempfile.TemporaryDirectory(prefix="prove-", dir=proof.scratch) as scratch, until_signalled():
+        proof.scratch = Path(scratch)
         reports = await _run_stages(proof, stages)
-        code = _end(make_report(proof, reports, created), args)
+        code = _end(make_report(proof, reports, created), proof.args)
     return code
 
 
@@ -224,9 +226,12 @@ def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Re
 def _commit() -> str | None:
     """Return the commit of the checkout from which rollbus runs; None if it does not run from one."""
     folder = Path(__file__).resolve().parent
-    asked = subprocess.run(
-        ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", "."], capture_output=True, text=True, check=False
-    )
+    command = ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", "."]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DRIVER_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        # Without git, the commit is not worth the result.
+        return None
     return asked.stdout.strip() or None
 
 
@@ -247,17 +252,18 @@ def _device() -> str:
 
 
 def _end(report: Report, args: argparse.Namespace) -> int:
-    """Write the files, print the table, and return the exit code."""
+    """Print the table, write the files, and return the exit code."""
     text = msgspec.json.encode(report)
-    if args.file is not None:
-        args.file.write_bytes(msgspec.json.format(text) + b"\n")
-    if args.picture is not None:
-        args.picture.write_text(picture(report))
+    # The table comes first: an error of a file then costs only the file.
     if args.json and args.file is None:
         note(table(report))
         write(text.decode())
     else:
         write(table(report))
+    if args.file is not None:
+        args.file.write_bytes(msgspec.json.format(text) + b"\n")
+    if args.picture is not None:
+        args.picture.write_text(picture(report))
     match report.verdict:
         case Verdict.WRONG:
             return ExitCode.FAILED

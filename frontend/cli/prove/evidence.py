@@ -71,7 +71,6 @@ class Scores:
     above: Floats
     above_tail: Floats
     rank_tail: Floats
-    margins: Floats
     replayed: Floats | None = None
     misses: Floats | None = None
     others: Floats | None = None
@@ -220,17 +219,14 @@ class _Collection:
         self._evidence.sampled += added
         if not self._has_second:
             return
+        # The engine must have room for one more token.
+        fitting = [each for each in added if len(each.token_ids) < self._engine.max_model_len]
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         seconds = [
-            GenerateRequest(
-                prompt_token_ids=each.token_ids,
-                sampling=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
-                model=self._proof.model,
-            )
-            for each in added
-            # The engine must have room for one more token.
-            if len(each.token_ids) < self._engine.max_model_len
+            GenerateRequest(prompt_token_ids=each.token_ids, sampling=sampling, model=self._proof.model)
+            for each in fitting
         ]
-        by_id = dict(zip([request.request_id for request in seconds], added, strict=False))
+        by_id = {request.request_id: each for request, each in zip(seconds, fitting, strict=True)}
         try:
             async for answer in self._complete(seconds, IN_FLIGHT):
                 one = by_id[answer.request_id]
@@ -370,7 +366,6 @@ def _scores(done: ReferencePass, num_routers: int) -> Iterator[Scores]:
             "above": floats(tokens.above),
             "above_tail": floats(tokens.above_tail, len(ABOVE)),
             "rank_tail": floats(tokens.rank_tail, len(RANKS)),
-            "margins": floats(tokens.margins),
             "replayed": None if tokens.replayed is None else floats(tokens.replayed),
         }
         fields["rounded"] = tuple(map(floats, tokens.rounded))

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from ....bus import CommandResult, GenerateRequest, Generation, SamplingParams, 
 from ....bus.publish.tensors import folder_tensors
 from ....schemas.control import FinishWeightUpdate, UpdateWeights
 from ....schemas.errors import RollbusError
+from ....schemas.reference import available_bytes
 from ..console import size
 from .checkpoint import Copies, copy_checkpoint
 from .probe import Baseline, compare, complete_all, renew, undisturbed
@@ -155,12 +155,15 @@ class Updates(Stage):
         version = next_version(proof)
         async with WeightPublisher(proof.rb, model=proof.model, checkpoint=copies.original) as weights:
             await weights.publish(folder_tensors(copies.original), version=version, update=False)
-            for step, folder in enumerate((copies.changed, copies.original), 1):
-                published = await weights.publish(folder_tensors(folder), version=version + step)
-                is_back = folder == copies.original
-                await self._record(proof, baseline, "by delta", published.ledger, is_back=is_back)
-                if published.is_anchor:
-                    self._skip("a delta", "the publisher stored the whole checkpoint instead")
+            try:
+                changed = await weights.publish(folder_tensors(copies.changed), version=version + 1)
+                await self._record(proof, baseline, "by delta", changed.ledger)
+            finally:
+                # As in `_by_path`: a fleet in use must not keep the changed weights.
+                original = await weights.publish(folder_tensors(copies.original), version=version + 2)
+            await self._record(proof, baseline, "by delta", original.ledger, is_back=True)
+            if changed.is_anchor or original.is_anchor:
+                self._skip("a delta", "the publisher stored the whole checkpoint instead")
         return None
 
     async def _record(
@@ -217,12 +220,6 @@ def mean_of(expected: Sequence[Generation], found: Sequence[Generation]) -> floa
     """
     pairs = [(a.logprobs, b.logprobs) for a, b in zip(expected, found, strict=True)]
     return float(np.mean([abs(float(a[0]) - float(b[0])) for a, b in pairs if a is not None and b is not None]))
-
-
-def available_bytes() -> int:
-    """Return the memory of this machine that new processes can use."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def next_version(proof: Proof) -> int:

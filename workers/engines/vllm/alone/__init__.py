@@ -8,15 +8,18 @@ stdout with the number of generated tokens. All prompts run at once: greedy, wit
 
 import argparse
 import asyncio
+import ctypes
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ..launch import GRAMMARS, Launch, engine_arguments, set_environment
 
+PR_SET_PDEATHSIG: Final = 1
 OF_WORKERS: Final = frozenset({"model", "worker_extension_cls", GRAMMARS})
 """Arguments that vLLM's own server gets in another way, or that only a worker needs."""
 
@@ -46,6 +49,8 @@ def server_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 def serve(model: str, given: Mapping[str, Any], port: int) -> None:
     """Replace this process by vLLM's own server."""
     set_environment(model, None)
+    # The program keeps this setting: it ends with the command that measures it, even if that is killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     flags = [*server_flags(model, given), "--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "error"]
     # Only then it has the route for tokens.
     flags.append("--tokens-only")
