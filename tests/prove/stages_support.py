@@ -29,7 +29,7 @@ class TestProof(Proof):
 
     @asynccontextmanager
     async def own_fleet(
-        self, *, num_workers: int = 1, num_prefill: int = 0, flags: Sequence[str] = (), engine_args: Any = None
+        self, *, num_workers: int = 1, num_prefill: int = 0, flags: Sequence[str] = ()
     ) -> AsyncIterator[FleetInUse]:
         """Run a fleet of the test."""
         if num_prefill:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace as changed
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,12 @@ from msgspec.structs import replace
 
 import rollbus
 from rollbus.bus.publish.tensors import folder_tensors
-from rollbus.frontend.cli.prove import probe, speed
-from rollbus.frontend.cli.prove.checkpoint import copy_checkpoint
+from rollbus.frontend.cli.prove import probe, speed, updates
+from rollbus.frontend.cli.prove.checkpoint import Copies, copy_checkpoint
 from rollbus.frontend.cli.prove.probe import Difference, compare
 from rollbus.frontend.cli.prove.speed import Speed
 from rollbus.frontend.cli.prove.stage import StageRefused
-from rollbus.frontend.cli.prove.survival import Survival
+from rollbus.frontend.cli.prove.survival import Survival, _sleep
 from rollbus.frontend.cli.prove.updates import Stream, Updates, judge_cut
 from rollbus.schemas.errors import EngineDead
 from rollbus.schemas.request import GenerateRequest
@@ -239,6 +240,50 @@ async def test_a_cut_with_wrong_versions_is_found(nats_url: str, fleet: str, mod
 
     assert [finding.verdict for finding in (sound, turned, kept, late)] == ["ok", "wrong", "wrong", "wrong"]
     assert (await judge_cut(proof, [], 2)).verdict == "look"
+
+
+async def test_a_fleet_in_use_gets_its_state_back_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that ends early, here by an error after the first step, leaves the original weights and no sleep."""
+    steps: list[str] = []
+
+    class Publisher:
+        def __init__(self, *_: Any, **_options: Any) -> None:
+            pass
+
+        async def __aenter__(self) -> "Publisher":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def publish(self, tensors: Path, *, version: int, update: bool = True) -> Any:
+            steps.append(f"{tensors.name} {version}{' loaded' if update else ''}")
+            return SimpleNamespace(ledger=None, is_anchor=False)
+
+    async def note(name: str) -> None:
+        steps.append(name)
+        if name == "sleep":
+            raise EngineDead("too early")
+
+    fail = partial(note, "sleep")
+    commands = SimpleNamespace(sleep=lambda *_, **_options: fail(), wake=lambda **_: note("wake"), workers=[])
+    engine = SimpleNamespace(weight_deltas=True, sleep=True)
+    proof: Any = SimpleNamespace(model="m", rb=SimpleNamespace(fleet=commands), fleet=SimpleNamespace(engine=engine))
+    stage, copies = Updates(), Copies(tmp_path / "original", tmp_path / "changed", "file", 0)
+    monkeypatch.setattr(updates, "WeightPublisher", Publisher)
+    monkeypatch.setattr(updates, "folder_tensors", lambda folder: folder)
+    monkeypatch.setattr(updates, "next_version", lambda _: 1)
+    monkeypatch.setattr(stage, "_record", lambda *_: fail())
+    nothing: Any = None
+
+    with pytest.raises(EngineDead):
+        await stage._by_delta(proof, nothing, copies)
+    with pytest.raises(EngineDead):
+        await _sleep(proof, nothing)
+
+    assert steps == ["original 1", "changed 2 loaded", "sleep", "original 3 loaded", "sleep", "wake"]
 
 
 # Survival.

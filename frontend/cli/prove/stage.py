@@ -159,14 +159,13 @@ class Proof:
 
     @asynccontextmanager
     async def own_fleet(
-        self, *, num_workers: int = 1, num_prefill: int = 0, flags: Sequence[str] = (), engine_args: Any = None
+        self, *, num_workers: int = 1, num_prefill: int = 0, flags: Sequence[str] = ()
     ) -> AsyncIterator[FleetInUse]:
         """Run a fleet of the model on this machine while the body runs, with the user's engine arguments.
 
         Args:
             num_workers: workers, including `num_prefill` prefill workers.
             flags: more flags of `python -m rollbus.workers`.
-            engine_args: engine arguments beside those of the user.
 
         Raises:
             StageRefused: the fleet is not the command's own, or there are too few GPUs.
@@ -176,7 +175,7 @@ class Proof:
             raise StageRefused("it starts a fleet of its own, so it does not run with --nats")
         names = worker_names(num_workers)
         defaults = ENGINE_ARGS if self.args.engine == "vllm" else {}
-        given = {**defaults, **json.loads(self.args.engine_args or "{}"), **(engine_args or {})}
+        given = {**defaults, **json.loads(self.args.engine_args or "{}")}
         changed = {"engine_args": json.dumps(given), "served_model_name": self.model}
         chosen = argparse.Namespace(**{**vars(self.args), **changed})
         try:
@@ -228,12 +227,14 @@ async def use_fleet(server: Server | str, fleet: str, names: Collection[str] = (
 async def run_phase(stage: Stage, proof: Proof, share: float, *, concluding: bool) -> Outcome | None:
     """Run one phase of a stage within its part of the minutes, and turn its failures into verdicts."""
     seconds = proof.budget.begin(share)
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with limit:
             return await (stage.conclude(proof) if concluding else stage.measure(proof))
-    except TimeoutError:
-        return not_run(f"its part of the time, {seconds:.0f} s, was too short; set --minutes higher")
     except (RollbusError, OSError, BaseExceptionGroup) as exc:
+        # Another wait of the stage or of the fleet may also raise a TimeoutError.
+        if isinstance(exc, TimeoutError) and limit.expired():
+            return not_run(f"its part of the time, {seconds:.0f} s, was too short; set --minutes higher")
         return failure(exc)
 
 

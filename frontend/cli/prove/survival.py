@@ -88,8 +88,11 @@ async def _sleep(proof: Proof, baseline: Baseline) -> list[Finding]:
         raise StageRefused("the engine has none: on GPUs, --engine-args '{\"enable_sleep_mode\": true}'")
     findings = []
     for level in SLEEP_LEVELS:
-        slept = await proof.rb.fleet.sleep(level, model=proof.model)
-        woken = await proof.rb.fleet.wake(model=proof.model, timeout_s=LOAD_TIMEOUT_S)
+        try:
+            slept = await proof.rb.fleet.sleep(level, model=proof.model)
+        finally:
+            # Also after an error or at the end of the time: a fleet in use must not stay asleep.
+            woken = await proof.rb.fleet.wake(model=proof.model, timeout_s=LOAD_TIMEOUT_S)
         found = await complete_all(proof.rb, renew(baseline.requests, f"sleep-{level}"))
         finding = _judge(proof, baseline, baseline.generations, found, f"sleep at level {level} and wake", ASLEEP)
         numbers = (("slept after", slept.seconds), ("woken after", woken.seconds))
@@ -115,9 +118,11 @@ async def _adapt(proof: Proof, baseline: Baseline) -> list[Finding]:
     async with WeightPublisher(proof.rb, model=proof.model) as weights:
         for time in (1, 2):
             await weights.publish_adapter(ADAPTER, tensors.items(), version=time, config=config)
-            loaded.append(await complete_all(proof.rb, renew(baseline.requests, f"adapter-{time}", ADAPTER)))
-            beside = await complete_all(proof.rb, renew(baseline.requests, f"beside-{time}"))
-            await proof.rb.fleet.unload_lora(ADAPTER, model=proof.model)
+            try:
+                loaded.append(await complete_all(proof.rb, renew(baseline.requests, f"adapter-{time}", ADAPTER)))
+                beside = await complete_all(proof.rb, renew(baseline.requests, f"beside-{time}"))
+            finally:
+                await proof.rb.fleet.unload_lora(ADAPTER, model=proof.model)
             found = await complete_all(proof.rb, renew(baseline.requests, f"without-{time}"))
             expected = baseline.generations
             findings.append(_judge(proof, baseline, expected, beside, f"base beside the adapter, time {time}", ADAPTED))
