@@ -21,7 +21,7 @@ from .figures import (
     slope_of,
     suspect_of,
 )
-from .verdicts import TABLE, Verdict, judge, limit_of
+from .verdicts import TABLE, Verdict, judge, limit_of, worst
 
 MANY: Final = 0.01
 """Share of faulty sets of a layer that is `wrong`: a single one may be a tie of two routers at once."""
@@ -86,7 +86,7 @@ def is_off(figures: Figures, dtype: str, *floors: Figures) -> Verdict:
     """Return the verdict on the differences of two passes."""
     k3 = judge(figures.k3, limit_of("k3", dtype, max(floor.k3 for floor in floors)).value)
     p99 = judge(figures.p99, limit_of("p99", dtype, max(floor.p99 for floor in floors)).value)
-    return max((k3, p99), key=list(Verdict).index)
+    return worst((k3, p99))
 
 
 def read_signs(evidence: Evidence, dtype: str) -> Signs:

@@ -34,7 +34,7 @@ from .speed import Speed
 from .stage import NONE, Budget, FleetInUse, Proof, Stage, not_run, refusal_of, run_phase, use_fleet
 from .survival import Survival
 from .updates import Updates
-from .verdicts import Finding, Outcome, Verdict
+from .verdicts import Outcome, Verdict
 
 STAGES: Final[tuple[Callable[[], Stage], ...]] = (Agreement, Routing, Updates, Survival, Speed)
 """The stages, in the order of the table."""
@@ -107,14 +107,14 @@ async def _run_stages(proof: Proof, stages: Sequence[Stage]) -> list[StageReport
     async def run_phases(*, concluding: bool) -> None:
         for stage in stages:
             share = stage.conclude_share if concluding else stage.measure_share
-            if not share or outcomes.get(stage.name, ANY).verdict is Verdict.NOT_RUN:
+            before = outcomes.get(stage.name)
+            if not share or (before is not None and before.verdict is Verdict.NOT_RUN):
                 continue
             started = time.monotonic()
             with waiting(f"{stage.name}: {stage.bar}"):
                 outcome = await run_phase(stage, proof, share, concluding=concluding)
             seconds[stage.name] += time.monotonic() - started
             if outcome is not None:
-                before = outcomes.get(stage.name)
                 outcomes[stage.name] = outcome if before is None else before.joined(outcome)
                 note(f"{stage.name}: {outcome.verdict}")
 
@@ -151,9 +151,6 @@ async def _run_stages(proof: Proof, stages: Sequence[Stage]) -> list[StageReport
         for stage in stages
         for outcome in [outcomes.get(stage.name) or not_run("it made no result")]
     ]
-
-
-ANY: Final = Outcome(findings=(Finding(verdict=Verdict.OK, what=""),))
 
 
 @asynccontextmanager

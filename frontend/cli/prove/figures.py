@@ -6,7 +6,6 @@ and k3 = exp(r) - 1 - r estimate KL(sampler || trainer) for sampled tokens (J. S
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -184,28 +183,16 @@ def misses_of(evidence: Evidence, dtype: str) -> Misses | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """How many experts of a layer some prompt reached."""
-
-    layer: int
-    unreached: tuple[int, ...]
-
-
-def reached(evidence: Evidence) -> list[Reached]:
+def unreached(evidence: Evidence) -> dict[int, list[int]]:
     """Return for each layer with experts those that no row has."""
     rows = [one.rows.reshape(-1, *one.rows.shape[1:]) for one in evidence.sampled if one.rows is not None]
     if not rows:
-        return []
+        return {}
     joined = np.concatenate(rows)
     # Without the reference, layers of which all rows are expert 0 have no experts.
     layers = evidence.layers or [i for i in range(joined.shape[1]) if joined[:, i].any()]
-    return [
-        Reached(
-            i, tuple(np.flatnonzero(np.bincount(joined[:, i].ravel(), minlength=evidence.num_experts) == 0).tolist())
-        )
-        for i in layers
-    ]
+    counts = {i: np.bincount(joined[:, i].ravel(), minlength=evidence.num_experts) for i in layers}
+    return {i: np.flatnonzero(count == 0).tolist() for i, count in counts.items()}
 
 
 class Suspect(NamedTuple):

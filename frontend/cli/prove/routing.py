@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from .causes import DECISIVE, MANY, SOME, Signs, name_causes, precision_cause, read_signs
 from .evidence import Evidence, add_reference, collect
-from .figures import Misses, reached
+from .figures import Misses, unreached
 from .stage import Proof, Stage, StageRefused
 from .verdicts import Finding, Number, Outcome, Verdict
 
@@ -56,7 +56,7 @@ def judge_routing(evidence: Evidence, dtype: str) -> Outcome:
         "ties_with_replay": misses.ties,
         "faults_with_replay": misses.faults,
         "rows": misses.rows,
-        "unreached": {str(each.layer): list(each.unreached) for each in reached(evidence) if each.unreached},
+        "unreached": {str(layer): experts for layer, experts in unreached(evidence).items() if experts},
         "replay": {
             name: figures._asdict()
             for name, figures in (("without", signs.reference), ("with", signs.replayed))
@@ -108,13 +108,13 @@ def _replay(signs: Signs) -> list[Finding]:
 
 def _coverage(evidence: Evidence) -> list[Finding]:
     """Return a finding if no prompt reached some experts: nothing is proven for them."""
-    layers = reached(evidence)
-    missing = sum(len(each.unreached) for each in layers)
+    layers = unreached(evidence)
+    missing = sum(map(len, layers.values()))
     total = len(layers) * evidence.num_experts
     number = Number(name="experts reached", value=total - missing, unit=f"of {total}")
     if not missing:
         return [Finding(verdict=Verdict.OK, what=f"all {total} experts were reached", numbers=(number,))]
-    shown = [f"layer {each.layer}: {', '.join(map(str, each.unreached[:8]))}" for each in layers if each.unreached]
+    shown = [f"layer {i}: {', '.join(map(str, experts[:8]))}" for i, experts in layers.items() if experts]
     text = f"{missing} of {total} experts were reached by no prompt, so nothing is proven for them: "
     text += "; ".join(shown[:MAX_SHOWN]) + (f" and {len(shown) - MAX_SHOWN} more layers" * (len(shown) > MAX_SHOWN))
     return [Finding(verdict=Verdict.LOOK, what=text, numbers=(number,))]

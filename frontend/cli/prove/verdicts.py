@@ -138,12 +138,10 @@ def judge(value: float, limit: float) -> Verdict:
     return Verdict.LOOK if value <= WRONG_FROM * limit else Verdict.WRONG
 
 
-def measured(
-    name: str, value: float, limit: Limit, *, unit: str = "", floor: float | None = None, what: str = ""
-) -> Finding:
+def measured(name: str, value: float, limit: Limit, *, unit: str = "") -> Finding:
     """Return the finding for one number with a limit."""
-    number = Number(name=name, value=value, unit=unit, floor=floor, limit=limit.value, why=limit.why)
+    number = Number(name=name, value=value, unit=unit, limit=limit.value, why=limit.why)
     verdict = judge(value, limit.value)
     sign = "<=" if verdict is Verdict.OK else ">"
-    text = what or f"{name} {value:.3g}{f' {unit}' if unit else ''} {sign} {limit.value:.3g} ({limit.why})"
+    text = f"{name} {value:.3g}{f' {unit}' if unit else ''} {sign} {limit.value:.3g} ({limit.why})"
     return Finding(verdict=verdict, what=text, numbers=(number,))
