@@ -5,9 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace as changed
 from functools import partial
+from http.client import IncompleteRead
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -353,3 +355,28 @@ async def test_the_fleet_is_compared_with_its_engine_and_with_a_server(
     assert found(outcome, "server: ")[0] == "ok"
     assert asked == {"engine": [4] * 4, "server": [4] * 4}
     assert set(outcome.details["tokens_per_s"]) == {"fleet", "engine", "server"}
+
+
+async def test_a_server_that_answers_in_another_way_does_not_cost_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut answer or one of another shape is `not run`: the command goes on."""
+
+    def way(error: Exception) -> Any:
+        @contextlib.asynccontextmanager
+        async def start(_model: str, _engine_args: dict[str, Any]) -> AsyncIterator[Any]:
+            yield AsyncMock(side_effect=error)
+
+        return start
+
+    monkeypatch.setattr(speed, "engine_alone", way(KeyError("choices")))
+    monkeypatch.setattr(speed, "server_alone", way(IncompleteRead(b"")))
+    monkeypatch.setattr(Speed, "_is_comparable", lambda *_: True)
+    engine = SimpleNamespace(max_num_seqs=4, max_model_len=64, vocab_size=100)
+    fields = {"fleet": SimpleNamespace(engine=engine), "args": SimpleNamespace(engine_args=None)}
+    proof: Any = SimpleNamespace(is_own=True, folder=None, seconds_left=lambda: 1.0, **fields)
+    stage = Speed()
+    stage._rates["fleet"] = [1.0]
+
+    outcome = await stage.conclude(proof)
+
+    assert outcome is not None
+    assert [finding.verdict for finding in outcome.findings] == ["not run", "not run"]

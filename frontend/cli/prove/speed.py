@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from http.client import HTTPException
 from typing import Final
 
 from msgspec.structs import replace
@@ -78,8 +79,8 @@ class Speed(Stage):
             try:
                 async with start(model, engine_args) as run:
                     await self._time(proof, name, run)
-            except (RollbusError, OSError) as exc:
-                # It is no fault of the fleet.
+            except (RollbusError, OSError, HTTPException, ValueError, LookupError) as exc:
+                # It is no fault of the fleet: a process of vLLM ended, or its release answers in another shape.
                 failed.append(Finding(verdict=Verdict.NOT_RUN, what=f"{name}: {exc}"))
         outcome = self._outcome(*(name for name in ("engine", "server") if name in self._rates))
         return replace(outcome, findings=(*outcome.findings, *failed))
