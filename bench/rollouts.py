@@ -5,13 +5,13 @@
 Both ways have two real engines of the same build with the same tiny MoE. The client is the same, and does what trainers
 do: it reads whole answers of `/inference/v1/generate` with logprobs and routed experts, sends each request to the
 address with the fewest of its requests, and sends it again, elsewhere, if the connection is lost. vLLM has two
-addresses, rollbus one. A round starts the engines of one way, runs the load five times, and stops them; the ways take
-turns. The first run is not measured.
+addresses, rollbus one. A round starts the engines of one way, runs the load five times, the first without measuring,
+and stops them; the ways take turns.
 
-1. Undisturbed, the mean of a run before and one after the update: `tokens_per_s`, `cpu_ms` of all processes but the client, `rows_share` of the rows that the row rule
-   requires. `kl` and `kl_replay` are the mean k3 estimate of the KL divergence between sampler and trainer, in 1e-6
-   nats a token. The trainer is a forward pass of transformers in bfloat16 over `KL_SAMPLES` answers with all rows,
-   without and with replay of the routed experts.
+1. Undisturbed: `tokens_per_s`, the mean of a run before and one after the update, `cpu_ms` of all processes but the
+   client, `rows_share` of the rows that the row rule requires. `kl` and `kl_replay` are the mean k3 estimate of the KL
+   divergence between sampler and trainer, in 1e-6 nats a token. The trainer is a forward pass of transformers in
+   bfloat16 over `KL_SAMPLES` answers with all rows, without and with replay of the routed experts.
 2. New weights in the middle, from a directory: pause with `keep`, load, resume. The call for vLLM is
    `/collective_rpc` with `reload_weights`, for rollbus prime-rl's `/update_weights`. `update_s` is the time that the
    trainer waits for it, `update_lost_s` how much longer the load takes than undisturbed.
