@@ -18,7 +18,6 @@ BENCHES = (
     "transport",
     "routing",
     "real_engine",
-    "rollouts",
     "latency",
     "control",
     "scale",

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
@@ -222,8 +223,7 @@ def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Re
 
 def _commit() -> str | None:
     """Return the commit of the checkout from which rollbus runs; None if it does not run from one."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "log", "-1", "--format=%h", "--", "."]
+    command = ["git", "-C", str(files(__package__)), "log", "-1", "--format=%h", "--", "."]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DRIVER_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
