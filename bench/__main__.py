@@ -18,6 +18,7 @@ BENCHES = (
     "transport",
     "routing",
     "real_engine",
+    "rollouts",
     "latency",
     "control",
     "scale",

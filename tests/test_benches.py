@@ -36,7 +36,7 @@ ELSEWHERE = {
     "weights": "tests/engine/test_weights_bench.py",
 }
 """Files with a short run of a bench."""
-WITH_ENGINE = {"real_engine", "steps"}
+WITH_ENGINE = {"real_engine", "rollouts", "steps"}
 """Benches that need a real engine for minutes. docs/performance.md has the commit of their last run."""
 
 
