@@ -143,6 +143,16 @@ def computes_on_cpu() -> bool:
         return True
 
 
+def memory_bytes() -> int | None:
+    """Return the memory that programs can allocate without swapping, also what files cache; None if unknown."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(available[1]) * 1024 if available else None
+
+
 def pip_install(extra: str) -> str:
     """Return the command that adds an extra to this installation, for example `pip install 'rollbus[data]'`.
 

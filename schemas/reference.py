@@ -4,7 +4,6 @@ Arrays are raw little-endian bytes. A pass of n tokens has n - 1 entries: entry 
 which predicts token i + 1.
 """
 
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -97,12 +96,6 @@ class ReferenceResult(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why rows were not compared. None: they were, or there are none."""
     facts: dict[str, str] = {}
     """Facts of the checkpoint's configuration that explain differences, such as a tied head."""
-
-
-def available_bytes() -> int:
-    """Return the memory of this machine that new processes can use. Files that the system caches count as free."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def floats(data: bytes, *shape: int) -> npt.NDArray[np.float32]:

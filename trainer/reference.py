@@ -20,6 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ..schemas.options import memory_bytes
 from ..schemas.reference import (
     ABOVE,
     MAX_FILE_BYTES,
@@ -30,7 +31,6 @@ from ..schemas.reference import (
     ReferenceResult,
     ReferenceSequence,
     TokenScores,
-    available_bytes,
 )
 from .errors import ReplayError
 from .replay import Router, find_routers, layer_of_rows, replay
@@ -114,7 +114,7 @@ def load(folder: str, dtype: str, *, is_needed: bool) -> tuple[Any, str]:
     """
     width = 4 if dtype == "float32" else 2
     num_bytes = ROOM * width * _num_parameters(folder)
-    free = available_bytes()
+    free = memory_bytes() or 0
     on_gpu = torch.cuda.is_available()
     fits_gpu = on_gpu and torch.cuda.mem_get_info()[0] > num_bytes
     if not fits_gpu and free < num_bytes:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from ...schemas.errors import ControlError, bad_source
 from ...schemas.manifest import Manifest, tensors_digest
+from ...schemas.options import memory_bytes
 from .content import (
     FLOATS,
     PIECE_BYTES,
@@ -477,7 +478,7 @@ def find_changed_file(notes: FileNotes, *, is_strict: bool) -> Path | None:
 async def _read_ahead(notes: FileNotes, progress: Progress) -> None:
     """Read files once, so that the engine then reads them from memory. Requests wait for that read of the engine."""
     total = sum(note.size for note in notes.values())
-    if not total or total > _free_memory() // MEMORY_SHARE:
+    if not total or total > (memory_bytes() or 0) // MEMORY_SHARE:
         return
     progress.begin("reading", total)
     await run_quietly(
@@ -495,12 +496,3 @@ def _read_part(path: Path, begin: int, progress: Progress, scratch: Scratch) -> 
         while left > 0 and (count := file.readinto(piece)):
             left -= count
             progress.add(count)
-
-
-def _free_memory() -> int:
-    """Return the bytes that programs can allocate without swapping, or 0 if the system does not report them."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -27,7 +27,7 @@ from ....bus.nats.library import errors as nats_errors
 from ....bus.nats.server import Server, parse_url, redact
 from ....bus.nats.transport import NatsTransport, Peer
 from ....schemas.errors import BusBroken, TlsFailed
-from ....schemas.options import pip_install
+from ....schemas.options import memory_bytes, pip_install
 from ..console import gib
 from ..tables import printable
 
@@ -178,16 +178,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def memory_bytes() -> int | None:
-    """Return the available memory; None if unknown."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(available[1]) * 1024 if available else None
 
 
 def shm_bytes() -> int | None:

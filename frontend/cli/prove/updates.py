@@ -22,7 +22,7 @@ from ....bus import CommandResult, GenerateRequest, Generation, SamplingParams, 
 from ....bus.publish.tensors import folder_tensors
 from ....schemas.control import FinishWeightUpdate, UpdateWeights
 from ....schemas.errors import RollbusError
-from ....schemas.reference import available_bytes
+from ....schemas.options import memory_bytes
 from ..console import size
 from .checkpoint import Copies, copy_checkpoint
 from .probe import Baseline, compare, complete_all, renew, undisturbed
@@ -148,7 +148,7 @@ class Updates(Stage):
         if free < 3 * copies.num_bytes:
             needed = f"an anchor and its copy need {size(3 * copies.num_bytes)} in {tempfile.gettempdir()}"
             return self._skip("by delta", f"{needed}, which has {size(free)}")
-        available = available_bytes()
+        available = memory_bytes() or 0
         if available < 2 * copies.num_bytes:
             needed = f"the publisher needs {size(2 * copies.num_bytes)} of memory for the model and its changes"
             return self._skip("by delta", f"{needed}, and {size(available)} are available")
