@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ...schemas.limits import MAX_EXPERT_CELLS, MAX_KV_PARAMS_BYTES
 from ...schemas.presence import RoutedExpertsInfo
 from ...schemas.telemetry import ExpertLoad
 from .admission import Versions
-from .outbound import OutboundLink, OutboundRegistry
+from .outbound import Outbound, OutboundLink, OutboundRegistry
 from .table import Instructions, WorkerRequest, WorkerRequestTable
 
 logger = logging.getLogger(__name__)
@@ -344,38 +345,36 @@ class StepDispatcher:
                 self._fail_invalid_output(failed, exc, instructions)
             return
         version = self._versions.weight_version
-        ids = batch.token_ids.astype("<i4", copy=False).tobytes()
-        logprobs = None if batch.logprobs is None else batch.logprobs.astype("<f4", copy=False).tobytes()
+        ids = batch.token_ids.astype("<i4", copy=False).view("V4").tolist()
+        logprobs: Iterable[bytes | None] = repeat(None)
+        if batch.logprobs is not None:
+            logprobs = batch.logprobs.astype("<f4", copy=False).view("V4").tolist()
         rows, row_bytes, starts = None, 0, [0] * len(found)
         if batch.routed_experts is not None and batch.routed_experts_starts is not None:
             rows, starts = batch.routed_experts.tobytes(), batch.routed_experts_starts.tolist()
             row_bytes = len(rows) // max(len(batch), 1)
-        forwarded: list[WorkerRequest] = []
+        outbounds = dict[Outbound, None]()
+        others = set[int]()
         last_at = 0.0
-        for i, request in enumerate(found):
+        for i, (request, token, logprob) in enumerate(zip(found, ids, logprobs, strict=False)):
             if request is None or not request.has_token:
                 self._add_step(batch.pick([i]).split()[0], now, instructions)
+                others.add(i)
                 continue
+            row = None if rows is None else rows[row_bytes * i : row_bytes * (i + 1)]
             try:
-                self._append(
-                    request,
-                    ids[4 * i : 4 * i + 4],
-                    None if logprobs is None else logprobs[4 * i : 4 * i + 4],
-                    None if rows is None else rows[row_bytes * i : row_bytes * (i + 1)],
-                    starts[i],
-                    version,
-                )
+                self._append(request, token, logprob, row, starts[i], version)
             except LocalProtocolError as exc:
                 self._fail_invalid_output(request, exc, instructions)
+                others.add(i)
                 continue
             last_at += request.last_at
             request.last_at = now
-            forwarded.append(request)
-        for outbound in dict.fromkeys(request.outbound for request in forwarded):
+            outbounds[request.outbound] = None
+        for outbound in outbounds:
             self._outbound.touch(outbound)
-        if len(forwarded) < len(found):
-            names = {request.name for request in forwarded}
-            batch = batch.pick([i for i, key in enumerate(batch.keys) if key in names])
+        if others:
+            batch = batch.pick([i for i in range(len(batch)) if i not in others])
         self.experts.add_batch(batch, version, now)
         self._stats.count_batch(batch, len(batch) * now - last_at)
 
@@ -396,10 +395,9 @@ class StepDispatcher:
         writer, lora = request.writer, request.lora
         if request.timeline.weight_version != weight_version:
             request.timeline.begin_version(weight_version, writer.taken_tokens)
-        before = writer.unsent_bytes
         lora_version = None if lora is None else self._versions.loras.get(lora)
-        writer.append_tokens(token_ids, logprobs, rows, start, weight_version, lora_version)
-        request.outbound.sender.touch(writer, writer.unsent_bytes - before)
+        num_bytes = writer.append_tokens(token_ids, logprobs, rows, start, weight_version, lora_version)
+        request.outbound.sender.touch(writer, num_bytes)
 
     def flush(self, instructions: Instructions) -> None:
         """Add all batched tokens to the outbounds, and send first tokens that wait for them."""

@@ -86,6 +86,10 @@ class _ChunkPlan(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+_TokenStep = tuple[int, int | None, bytes, bytes | None, bytes | None]
+"""Tokens with nothing else but a row each: the versions of weights and adapter, ids, logprobs and rows."""
+
+
 class ChunkWriter:
     """Writes the chunks of one attempt and child.
 
@@ -142,8 +146,8 @@ class ChunkWriter:
         # Output that was not handed out. Lists are short; an empty deque has 600 bytes.
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._runs: list[TokenBuffer] = []
-        # The last run, after its tokens have left: most tokens are of the same kind as those before.
-        self._empty_run: TokenBuffer | None = None
+        # The usual streamed token: all output that was not handed out. It is in no buffer.
+        self._step: _TokenStep | None = None
         self._rows = RowBuffer()
         # The end of the terminal chunk, without its totals.
         self._ending: End | None = None
@@ -170,6 +174,7 @@ class ChunkWriter:
         num_tokens = len(step.token_ids)
         rows = step.routed_experts if self.routing is not None else None
         num_rows = 0 if rows is None else len(rows)
+        self._buffer_step()
         self._check(step, num_tokens)
         if rows is not None and num_rows:
             self._check_rows(rows, step.routed_experts_start)
@@ -211,8 +216,10 @@ class ChunkWriter:
         start: int,
         weight_version: int,
         lora_version: int | None,
-    ) -> None:
-        """Add tokens as `append_step` does for a step with nothing else. This runs for each streamed token.
+    ) -> int:
+        """Add tokens as `append_step` does for a step with nothing else, and return their bytes.
+
+        This runs for each streamed token.
 
         Args:
             token_ids: <i4[k].
@@ -223,33 +230,56 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: as `append_step`; nothing was added.
         """
-        self._check_open()
-        num_tokens = len(token_ids) // 4
-        if rows is not None and self.routing is not None:
-            expected = self._start + self._taken_rows
-            most = self._prompt_len + self.taken_tokens + num_tokens
-            if len(rows) != num_tokens * self._row_bytes or start != expected or expected + num_tokens > most:
-                raise LocalProtocolError(
-                    f"the engine returned {len(rows)} bytes of rows from position {start}; expected "
-                    f"{num_tokens} x {self._row_bytes} from {expected}, below {most}"
-                )
-            self._rows.add_bytes(rows)
-            self.unsent_bytes += len(rows)
-            self._taken_rows += num_tokens
-        run = self._find_run((weight_version, lora_version, logprobs is not None, 0, False), False)
-        run.add(token_ids, logprobs)
-        self.unsent_bytes += num_tokens * run.token_bytes
+        if self.is_ended:
+            self._check_open()
+        num_tokens, num_bytes, is_ahead = len(token_ids) // 4, len(token_ids), False
+        if logprobs is not None:
+            num_bytes += len(logprobs)
+        if rows is not None:
+            if self.routing is None:
+                rows = None
+            else:
+                is_ahead = self._count_rows(len(rows), start, num_tokens)
+                num_bytes += len(rows)
+        added = (weight_version, lora_version, token_ids, logprobs, rows)
+        if self.unsent_bytes or is_ahead:
+            self._buffer_step()
+            self._buffer(added)
+        else:
+            self._step = added
+        self.unsent_bytes += num_bytes
         self.taken_tokens += num_tokens
         self._weight_version, self._lora_version = weight_version, lora_version
+        return num_bytes
+
+    def _count_rows(self, num_bytes: int, start: int, num_tokens: int) -> bool:
+        """Check and count one row for each token. Return True if the last of them is ahead of its token."""
+        expected = self._start + self._taken_rows
+        most = self._prompt_len + self.taken_tokens + num_tokens
+        if num_bytes != num_tokens * self._row_bytes or start != expected or expected + num_tokens > most:
+            raise LocalProtocolError(
+                f"the engine returned {num_bytes} bytes of rows from position {start}; expected "
+                f"{num_tokens} x {self._row_bytes} from {expected}, below {most}"
+            )
+        self._taken_rows += num_tokens
+        return expected + num_tokens == most
+
+    def _buffer_step(self) -> None:
+        """Move the output that is in no buffer to the buffers, which are empty."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            self._buffer(step)
+
+    def _buffer(self, step: _TokenStep) -> None:
+        weight_version, lora_version, token_ids, logprobs, rows = step
+        if rows is not None:
+            self._rows.add_bytes(rows)
+        self._find_run((weight_version, lora_version, logprobs is not None, 0, False), False).add(token_ids, logprobs)
 
     def _find_run(self, kind: tuple[int, int | None, bool, int, bool], kv_recomputed: bool) -> TokenBuffer:
         """Return the run that takes tokens of this kind."""
-        if not kv_recomputed:
-            if self._runs and self._runs[-1].kind == kind:
-                return self._runs[-1]
-            if not self._runs and self._empty_run is not None and self._empty_run.kind == kind:
-                self._runs.append(self._empty_run)
-                return self._empty_run
+        if not kv_recomputed and self._runs and self._runs[-1].kind == kind:
+            return self._runs[-1]
         run = TokenBuffer(kind)
         run.kv_recomputed = kv_recomputed
         self._runs.append(run)
@@ -299,6 +329,7 @@ class ChunkWriter:
     @property
     def next_bytes(self) -> int:
         """An upper bound of the encoded size of the next chunk; 0 if there is none."""
+        self._buffer_step()
         return self._plan().num_bytes if self.has_unsent else 0
 
     def next_chunk(self, max_bytes: int | None = None) -> Chunk | None:
@@ -310,9 +341,13 @@ class ChunkWriter:
         Returns:
             None if nothing is unsent or `next_bytes` exceeds `max_bytes`.
         """
+        step, num_bytes = self._step, self._chunk_overhead + self.unsent_bytes
+        if step is not None:
+            if self.unsent_bytes <= self.segment_bytes:
+                return None if max_bytes is not None and num_bytes > max_bytes else self._cut_step(step, num_bytes)
+            self._buffer_step()
         if not self.has_unsent:
             return None
-        num_bytes = self._chunk_overhead + self.unsent_bytes
         if (
             len(self._runs) == 1
             and (self._ending is None or (self._ending.error is None and self._ending.kv_params is None))
@@ -328,6 +363,30 @@ class ChunkWriter:
         if max_bytes is not None and plan.num_bytes > max_bytes:
             return None
         return self._cut(*plan)
+
+    def _cut_step(self, step: _TokenStep, num_bytes: int) -> Chunk:
+        """Hand out all output, which is this step."""
+        weight_version, lora_version, token_ids, logprobs, rows = step
+        index, part = self._num_chunks, None
+        if rows is not None and self.routing is not None:
+            shape = (len(token_ids) // 4, self.routing.num_layers, self.routing.top_k)
+            part = RoutedExperts(self._start + self._num_rows, shape, self.routing.dtype, rows)
+        self._step = None
+        self.last_bytes, self.unsent_bytes = num_bytes, 0
+        self._num_chunks, self._num_tokens, self._num_rows = index + 1, self.taken_tokens, self._taken_rows
+        return Chunk(
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            child=self.key.child,
+            chunk_index=index,
+            weight_version=weight_version,
+            token_ids_data=token_ids,
+            logprobs_data=logprobs,
+            routed_experts=part,
+            lora_version=lora_version,
+            traceparent=None if index else self._traceparent,
+            kv_recomputed=False if self.reports_kv else None,
+        )
 
     def _plan(self) -> _ChunkPlan:
         if self._prompt_logprobs:
@@ -397,7 +456,7 @@ class ChunkWriter:
                 token_ids, logprobs, top, mask = run.pop(num_tokens)
                 self._num_tokens += num_tokens
                 if not run.num_tokens:
-                    self._empty_run = self._runs.pop(0)
+                    del self._runs[0]
         chunk = Chunk(
             request_id=self.key.request_id,
             attempt=self.key.attempt,
@@ -459,6 +518,7 @@ class ChunkWriter:
             LocalProtocolError: the terminal chunk was handed out before.
         """
         if keeps and not self.has_left:
+            self._buffer_step()
             self._ending, self.is_ended = End(FinishReason.ABORT, 0, 0), True
             plan = self._plan()
             if plan.is_terminal:
@@ -469,6 +529,7 @@ class ChunkWriter:
         if self.has_left:
             raise LocalProtocolError("the request cannot end again after its terminal chunk")
         self._prompt_logprobs.clear()
+        self._step = None
         self._runs.clear()
         self._rows.clear()
         self.unsent_bytes = 0
@@ -481,7 +542,7 @@ class ChunkWriter:
 def chunk_bytes(chunk: Chunk) -> int:
     """Return an upper bound of the encoded size of `chunk` in bytes."""
     # This runs for every chunk. Most chunks have none of the conditional fields.
-    size = CHUNK_OVERHEAD_BYTES + len(chunk.request_id.encode()) + len(chunk.token_ids_data)
+    size = CHUNK_OVERHEAD_BYTES + len(chunk.request_id) + len(chunk.token_ids_data)
     if chunk.logprobs_data is not None:
         size += len(chunk.logprobs_data)
     if chunk.routed_experts is not None:

@@ -310,7 +310,7 @@ class LinkSender:
         rest = iter(touched)
         for writer in rest:
             while self._add_next(draft, writer, min(self._small_bytes, draft.room)):
-                if not writer.has_unsent:
+                if not (writer.unsent_bytes or writer.is_ended) or not writer.has_unsent:
                     break
             else:
                 if writer.next_bytes > self._small_bytes:
@@ -340,7 +340,8 @@ class LinkSender:
         if chunk is None:
             return False
         self._unsent_bytes -= before - writer.unsent_bytes
-        draft.add(chunk, writer.last_bytes)
+        draft.chunks.append(chunk)
+        draft.room -= writer.last_bytes
         if chunk.end is not None:
             del self._open[writer.key]
         return True

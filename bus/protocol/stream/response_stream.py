@@ -12,7 +12,7 @@ there, as an attempt does after a loss. Each phase has its own number. Together 
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -76,40 +76,60 @@ class ChunkVerifier:
         Raises:
             RemoteProtocolError: it is not the next chunk, or contradicts earlier chunks; nothing was changed.
         """
-        # This runs for each chunk. Most chunks have tokens and no rows or prompt logprobs.
-        index, end, part, has_masks = chunk.chunk_index, chunk.end, chunk.routed_experts, self._has_masks
+        # This runs for each chunk. Most chunks have only tokens.
+        index, num_new, has_masks = chunk.chunk_index, len(chunk.token_ids_data) // 4, self._has_masks
         if self.end is not None:
             raise RemoteProtocolError(f"received chunk {index} after the terminal chunk")
         if index != self._next_chunk:
             raise RemoteProtocolError(f"received chunk {index}, expected chunk {self._next_chunk}")
-        num_new = len(chunk.token_ids_data) // 4
-        num_tokens, num_rows, num_prompt_logprobs = self.num_tokens + num_new, self.num_rows, self._num_prompt_logprobs
+        num_tokens = self.num_tokens + num_new
         if num_new:
             has_masks = chunk.sampling_mask is not None
             if has_masks is not self._has_masks or (chunk.logprobs_data is None) is not self._is_without_logprobs:
                 self._check_kinds(chunk, has_masks)
         if self._top_width or chunk.top_logprobs is not None:
             self._check_tops(chunk, num_new)
+        if num_tokens > self._max_tokens:
+            self._reject_excess(num_tokens, self.num_rows)
+        if chunk.routed_experts is not None or chunk.prompt_logprobs is not None or chunk.end is not None:
+            self._add_rest(chunk, num_tokens)
+        elif not num_new and index:
+            raise RemoteProtocolError(f"chunk {index} is empty")
+        self._next_chunk, self._has_masks, self.num_tokens = index + 1, has_masks, num_tokens
+
+    def _add_rest(self, chunk: Chunk, num_tokens: int) -> None:
+        """Verify what is no token, after `num_tokens` tokens."""
+        end, part, num_rows, num_prompt_logprobs = (
+            chunk.end,
+            chunk.routed_experts,
+            self.num_rows,
+            self._num_prompt_logprobs,
+        )
         if part is not None:
             self._check_rows(part)
             num_rows += part.shape[0]
+            if num_rows > self._max_rows:
+                self._reject_excess(num_tokens, num_rows)
         if chunk.prompt_logprobs is not None:
             num_prompt_logprobs = self._count_prompt_logprobs(chunk.prompt_logprobs)
-        if num_tokens > self._max_tokens or num_rows > self._max_rows:
-            raise RemoteProtocolError(
-                f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {self._max_rows}"
-            )
         if end is not None:
             self._check_totals(end, num_tokens, num_rows)
             self._check_prompt_logprobs(end, num_tokens, num_prompt_logprobs)
-        elif not num_new and index and (num_rows, num_prompt_logprobs) == (self.num_rows, self._num_prompt_logprobs):
-            raise RemoteProtocolError(f"chunk {index} is empty")
+        elif (
+            not chunk.token_ids_data
+            and chunk.chunk_index
+            and (num_rows, num_prompt_logprobs) == (self.num_rows, self._num_prompt_logprobs)
+        ):
+            raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
         if part is not None:
             self._row_shape, self._row_dtype = part.shape[1:], part.dtype
-        self._next_chunk = index + 1
-        self._has_masks = has_masks
         self._num_prompt_logprobs = num_prompt_logprobs
-        self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, end
+        self.num_rows, self.end = num_rows, end
+
+    def _reject_excess(self, num_tokens: int, num_rows: int) -> NoReturn:
+        raise RemoteProtocolError(
+            f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {self._max_rows}"
+        )
 
     def _check_kinds(self, chunk: Chunk, has_masks: bool) -> None:
         """Check that the tokens have logprobs and masks like the request and the tokens before them."""
@@ -263,8 +283,8 @@ class ResponseStream:
         # Chunks of the current attempt that wait for their tokens.
         self._held: list[Chunk] = []
         self._kept: list[Chunk] = []
-        # The delivered tokens, <i4. The prompt of the next attempt ends with them.
-        self._token_ids: list[bytes] = []
+        # The delivered tokens, <i4, if their chunks are not kept. The prompt of the next attempt ends with them.
+        self._token_ids = bytearray()
         self._num_chunks = self._num_rows = 0
         self.num_tokens = 0
         """The number of delivered tokens."""
@@ -368,7 +388,8 @@ class ResponseStream:
             self._num_rows += chunk.routed_experts.shape[0]
         if chunk.token_ids_data:
             self.num_tokens += len(chunk.token_ids_data) // 4
-            self._token_ids.append(chunk.token_ids_data)
+            if not self._keep:
+                self._token_ids += chunk.token_ids_data
             if self._is_resumed:
                 self._is_resumed = False
                 if chunk.kv_recomputed is not None:
@@ -472,7 +493,7 @@ class ResponseStream:
         return self._finish(FinishReason.ERROR, None, error)
 
     def _start_over(self) -> None:
-        self._kept, self._token_ids = [], []
+        self._kept = []
         self._num_chunks = self.num_tokens = self._num_rows = 0
 
     def _make_continuation(self) -> GenerateRequest:
@@ -481,7 +502,8 @@ class ResponseStream:
         return rest_of(self._request, self._join_tokens(), self._num_rows)
 
     def _join_tokens(self) -> npt.NDArray[np.int32]:
-        return np.frombuffer(b"".join(self._token_ids), "<i4")
+        parts = [chunk.token_ids_data for chunk in self._kept] if self._keep else [self._token_ids]
+        return np.frombuffer(b"".join(parts), "<i4")
 
     def _find_reached_end(self) -> tuple[FinishReason, int | None] | None:
         """Return the finish reason if the delivered tokens are complete without their terminal chunk, else None."""
