@@ -50,6 +50,16 @@ class OpenCall:
         attempt: number of the first attempt. Above 0 if late chunks of an earlier call with the same id may arrive.
     """
 
+    target_version: int | None = None
+    """Target weight version of the model when the call was submitted. None until it is known, and if the request does
+    not need it."""
+    pieces: tuple[PrefixScope, tuple[int, ...]] | None = None
+    """Hashes of the prompt, with their scope. None until they are computed."""
+    has_ended = False
+    """True if all children have their terminal chunk, or if the call has failed."""
+    is_stopping = False
+    """True if the children end with their present tokens and are not published again."""
+
     def __init__(self, call: Call, *, serial: int, attempt: int) -> None:
         self.call = call
         self.serial = serial
@@ -60,15 +70,6 @@ class OpenCall:
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
         ]
         call.payloads = []
-        self.target_version: int | None = None
-        """Target weight version of the model when the call was submitted. None until it is known, and if the request
-        does not need it."""
-        self.pieces: tuple[PrefixScope, tuple[int, ...]] | None = None
-        """Hashes of the prompt, with their scope. None until they are computed."""
-        self.has_ended = False
-        """True if all children have their terminal chunk, or if the call has failed."""
-        self.is_stopping = False
-        """True if the children end with their present tokens and are not published again."""
 
     @property
     def next_attempt(self) -> int:
@@ -100,18 +101,18 @@ class OpenCall:
 class ChildRequest(AttemptMachine):
     """A child request with its open call."""
 
+    timer: asyncio.TimerHandle | None = None
+    """Timer of the present state, if that state has a time limit."""
+    may_wait = False
+    """True if the current attempt may wait at its worker for a slot, and the worker has offered it at most once."""
+    avoids_queue = False
+    """True if a silent worker had it. It then goes directly to another worker, if one serves."""
+    placed_with: tuple[PlacementNeeds, PrefixScope] | None = None
+    """The input of the placement of the current attempt. None: it was not placed."""
+
     def __init__(self, open_call: OpenCall, stream: ResponseStream, payload: bytes) -> None:
         super().__init__(stream, payload, now=time.monotonic(), deadline=open_call.call.deadline_s)
         self.open_call = open_call
-        self.timer: asyncio.TimerHandle | None = None
-        """Timer of the present state, if that state has a time limit."""
-        self.may_wait = False
-        """True if the current attempt may wait at its worker for a slot, and the worker has offered it at most once."""
-
-        self.avoids_queue = False
-        """True if a silent worker had it. It then goes directly to another worker, if one serves."""
-        self.placed_with: tuple[PlacementNeeds, PrefixScope] | None = None
-        """The input of the placement of the current attempt. None: it was not placed."""
 
     @property
     def has_begun(self) -> bool:

@@ -187,42 +187,41 @@ class AttemptMachine:
         deadline: the latest end of its call.
     """
 
+    worker: str | None = None
+    """The worker that has the current attempt, prefill phase or decode phase; None before an offer."""
+    incarnation: str | None = None
+    """The incarnation of that worker."""
+    handed_to: str | None = None
+    """The one worker to which the request was sent, in the states of `HANDED_TO_ONE`."""
+    has_token = False
+    """True if the worker that has the current attempt or phase has generated a token of it."""
+    deaths_alone = 0
+    """The number of engines that died while this was the client's only request there."""
+    num_moves = 0
+    """The number of workers that it left because they sent no token."""
+    is_placed = False
+    """True if its worker received it directly, not from the queue."""
+    state = REQUEST.initial
+    _last_error: RequestError | None = None
+    _unreadable_at = NO_WORKER
+    _has_failed_handover = False
+    # The time of the first publication of the current attempt since a worker last had it.
+    _unadmitted_since: float | None = None
+    # The deadline of the state, and that of the prefill queue, to which workers without room send the attempt back.
+    _state_deadline = _prefill_deadline = math.inf
+
     def __init__(self, stream: ResponseStream, payload: bytes, *, now: float, deadline: float) -> None:
         self.stream = stream
-        self.state = REQUEST.initial
         self.since = now
         """The time at which it entered its state."""
-        self.worker: str | None = None
-        """The worker that has the current attempt, prefill phase or decode phase; None before an offer."""
-        self.incarnation: str | None = None
-        """The incarnation of that worker."""
         self.workers: list[str] = []
         """The workers that had its attempts, in order."""
-        self.handed_to: str | None = None
-        """The one worker to which the request was sent, in the states of `HANDED_TO_ONE`."""
-        self.has_token = False
-        """True if the worker that has the current attempt or phase has generated a token of it."""
-        self.deaths_alone = 0
-        """The number of engines that died while this was the client's only request there."""
         self.heard_at = now
         """The time of the last offer or chunk of its worker."""
-        self.num_moves = 0
-        """The number of workers that it left because they sent no token."""
-        self._first_attempt = stream.attempt
-        # The number of the current attempt when it began.
-        self._began_as = stream.attempt
+        # The number of the first attempt, and of the current one when it began.
+        self._first_attempt = self._began_as = stream.attempt
         self._request = stream.asked
         self._payload: bytes | None = payload
-        self._last_error: RequestError | None = None
-        self._unreadable_at: frozenset[str] = NO_WORKER
-        self._has_failed_handover = False
-        self.is_placed = False
-        """True if its worker received it directly, not from the queue."""
-        # The time of the first publication of the current attempt since a worker last had it.
-        self._unadmitted_since: float | None = None
-        # The deadline of the state, and that of the prefill queue, to which workers without room send the attempt back.
-        self._state_deadline = math.inf
-        self._prefill_deadline = math.inf
         self._call_deadline = deadline
 
     @property

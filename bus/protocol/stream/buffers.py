@@ -46,20 +46,21 @@ class TokenBuffer:
             whether there are sampling masks).
     """
 
+    num_tokens = 0
+    kv_recomputed = False
+    """True if the KV of all positions before the first token of this buffer was recomputed."""
+    _ids: Buffer = b""
+    _logprobs: Buffer = b""
+    _top_ids: Buffer = b""
+    _top_logprobs: Buffer = b""
+    _mask_counts: Buffer = b""
+    _mask_ids: Buffer = b""
+
     def __init__(self, kind: tuple[int, int | None, bool, int, bool]) -> None:
         self.kind = kind
         self.weight_version, self.lora_version, self.has_logprobs, self._width, self.has_masks = kind
         self.token_bytes = 4 + 4 * self.has_logprobs + 8 * self._width + 4 * self.has_masks
         """The bytes of one token with all its data, except the ids of its mask."""
-        self.num_tokens = 0
-        self.kv_recomputed = False
-        """True if the KV of all positions before the first token of this buffer was recomputed."""
-        self._ids: Buffer = b""
-        self._logprobs: Buffer = b""
-        self._top_ids: Buffer = b""
-        self._top_logprobs: Buffer = b""
-        self._mask_counts: Buffer = b""
-        self._mask_ids: Buffer = b""
 
     def add(self, token_ids: bytes, logprobs: bytes | None) -> None:
         """Append tokens of this kind, <i4[k] and <f4[k]."""

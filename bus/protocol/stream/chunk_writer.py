@@ -115,6 +115,24 @@ class ChunkWriter:
         has_left: True if the terminal chunk was returned.
     """
 
+    # What a new writer has, which makes each of them smaller and faster to create.
+    max_mask_bytes = SEGMENT_BYTES
+    reports_kv = False
+    # Counts of the chunks that were handed out.
+    _num_chunks = _num_tokens = _num_rows = 0
+    # Counts of all added output, handed out or not.
+    taken_tokens = _taken_rows = 0
+    _cached_tokens: int | None = None
+    # Of the last step, or of the failure or abort.
+    _weight_version = 0
+    _lora_version: int | None = None
+    # The usual streamed token: all output that was not handed out. It is in no buffer.
+    _step: _TokenStep | None = None
+    # The end of the terminal chunk, without its totals.
+    _ending: End | None = None
+    unsent_bytes = last_bytes = 0
+    is_ended = has_left = False
+
     def __init__(
         self,
         key: RequestKey,
@@ -130,31 +148,13 @@ class ChunkWriter:
         self.routing = routing
         self._start = start
         self.segment_bytes = segment_bytes
-        self.max_mask_bytes = SEGMENT_BYTES
-        self.reports_kv = False
         self._traceparent = traceparent
         self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
         self._row_bytes = 0 if routing is None else routing.row_bytes
-        # Counts of the chunks that were handed out.
-        self._num_chunks = self._num_tokens = self._num_rows = 0
-        # Counts of all added output, handed out or not.
-        self.taken_tokens = self._taken_rows = 0
-        self._cached_tokens: int | None = None
-        # Of the last step, or of the failure or abort.
-        self._weight_version = 0
-        self._lora_version: int | None = None
         # Output that was not handed out. Lists are short; an empty deque has 600 bytes.
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._runs: list[TokenBuffer] = []
-        # The usual streamed token: all output that was not handed out. It is in no buffer.
-        self._step: _TokenStep | None = None
         self._rows = RowBuffer()
-        # The end of the terminal chunk, without its totals.
-        self._ending: End | None = None
-        self.unsent_bytes = 0
-        self.last_bytes = 0
-        self.is_ended = False
-        self.has_left = False
 
     @property
     def has_unsent(self) -> bool:
@@ -174,7 +174,8 @@ class ChunkWriter:
         num_tokens = len(step.token_ids)
         rows = step.routed_experts if self.routing is not None else None
         num_rows = 0 if rows is None else len(rows)
-        self._buffer_step()
+        if self._step is not None:
+            self._buffer_step()
         self._check(step, num_tokens)
         if rows is not None and num_rows:
             self._check_rows(rows, step.routed_experts_start)
@@ -184,15 +185,24 @@ class ChunkWriter:
                 self._prompt_logprobs.append(part)
                 self.unsent_bytes += _count_prompt_bytes(part)
         if num_tokens:
-            logprobs, mask = step.logprobs, step.sampling_mask
-            width = 0 if step.top_logprobs is None else step.top_logprobs.width
-            run = self._find_run(
-                (weight_version, lora_version, logprobs is not None, width, mask is not None), step.kv_recomputed
-            )
+            top, mask = step.top_logprobs, step.sampling_mask
             ids = step.token_ids.astype(_I4, copy=False).tobytes()
-            run.add(ids, None if logprobs is None else logprobs.astype(_F4, copy=False).tobytes())
-            run.add_extras(step.top_logprobs, mask)
-            self.unsent_bytes += num_tokens * run.token_bytes + (0 if mask is None else len(mask.token_ids_data))
+            logprobs = None if step.logprobs is None else step.logprobs.astype(_F4, copy=False).tobytes()
+            if self.unsent_bytes or num_rows or top is not None or mask is not None or step.kv_recomputed:
+                kind = (
+                    weight_version,
+                    lora_version,
+                    logprobs is not None,
+                    0 if top is None else top.width,
+                    mask is not None,
+                )
+                run = self._find_run(kind, step.kv_recomputed)
+                run.add(ids, logprobs)
+                run.add_extras(top, mask)
+                self.unsent_bytes += num_tokens * run.token_bytes + (0 if mask is None else len(mask.token_ids_data))
+            else:
+                self._step = (weight_version, lora_version, ids, logprobs, None)
+                self.unsent_bytes += len(ids) + (0 if logprobs is None else len(logprobs))
         if rows is not None and num_rows:
             self._rows.add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
@@ -290,7 +300,8 @@ class ChunkWriter:
             raise LocalProtocolError("the engine returned a step after the request's last step")
 
     def _check(self, step: RequestStep, num_tokens: int) -> None:
-        self._check_open()
+        if self.is_ended:
+            self._check_open()
         if step.logprobs is not None and len(step.logprobs) != num_tokens:
             raise LocalProtocolError(f"the engine returned {num_tokens} tokens but {len(step.logprobs)} logprobs")
         top = step.top_logprobs
@@ -341,16 +352,16 @@ class ChunkWriter:
         Returns:
             None if nothing is unsent or `next_bytes` exceeds `max_bytes`.
         """
-        step, num_bytes = self._step, self._chunk_overhead + self.unsent_bytes
+        step, ending, num_bytes = self._step, self._ending, self._chunk_overhead + self.unsent_bytes
         if step is not None:
-            if self.unsent_bytes <= self.segment_bytes:
+            if self.unsent_bytes <= self.segment_bytes and (ending is None or self._fits_step(ending)):
                 return None if max_bytes is not None and num_bytes > max_bytes else self._cut_step(step, num_bytes)
             self._buffer_step()
         if not self.has_unsent:
             return None
         if (
             len(self._runs) == 1
-            and (self._ending is None or (self._ending.error is None and self._ending.kv_params is None))
+            and (ending is None or (ending.error is None and ending.kv_params is None))
             and not self._prompt_logprobs
             and self._taken_rows < self._prompt_len - self._start + self.taken_tokens
             and self.unsent_bytes <= self.segment_bytes
@@ -358,11 +369,16 @@ class ChunkWriter:
         ):
             # The usual case, without a plan: all output fits, and each row has its token.
             num_rows = self._taken_rows - self._num_rows
-            return self._cut(num_bytes, self._runs[0].num_tokens, num_rows, self._ending is not None)
+            return self._cut(num_bytes, self._runs[0].num_tokens, num_rows, ending is not None)
         plan = self._plan()
         if max_bytes is not None and plan.num_bytes > max_bytes:
             return None
         return self._cut(*plan)
+
+    def _fits_step(self, ending: End) -> bool:
+        """Return True if the terminal chunk has nothing else. Without any row it has the shape of rows."""
+        has_shape = self.routing is not None and not self._taken_rows
+        return not has_shape and ending.error is None and ending.kv_params is None
 
     def _cut_step(self, step: _TokenStep, num_bytes: int) -> Chunk:
         """Hand out all output, which is this step."""
@@ -383,6 +399,7 @@ class ChunkWriter:
             token_ids_data=token_ids,
             logprobs_data=logprobs,
             routed_experts=part,
+            end=None if self._ending is None else self._make_end(self._ending),
             lora_version=lora_version,
             traceparent=None if index else self._traceparent,
             kv_recomputed=False if self.reports_kv else None,

@@ -50,25 +50,25 @@ class ChunkVerifier:
         request: the request of the attempt; `sampling.n` has no effect.
     """
 
+    num_tokens = num_rows = 0
+    end: End | None = None
+    """The end in the terminal chunk; None while the stream is open."""
+    _next_chunk = _num_prompt_logprobs = 0
+    _row_shape: tuple[int, int] | None = None
+    _row_dtype: str | None = None
+
     def __init__(self, request: GenerateRequest) -> None:
+        sampling = request.sampling
         self._prompt_len = request.prompt_len
-        self._max_tokens = MAX_TOKENS if request.sampling.max_tokens is None else request.sampling.max_tokens
-        self._top_width = request.sampling.logprobs
+        self._max_tokens = MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+        self._top_width = sampling.logprobs
         self._is_without_logprobs = self._top_width is None
-        self._wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
-        self._num_prompt_logprobs = 0
+        self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
         self._needs_routing = request.return_routed_experts is True
         self._has_masks = request.return_sampling_mask
-        self._next_chunk = 0
-        self._row_shape: tuple[int, int] | None = None
-        self._row_dtype: str | None = None
         self.start = request.routed_experts_prompt_start
         """The position of the first row."""
-        self._max_rows = max(self._prompt_len - self.start, 0) + self._max_tokens
-        self.num_tokens = 0
-        self.num_rows = 0
-        self.end: End | None = None
-        """The end in the terminal chunk; None while the stream is open."""
+        self._max_rows = self._prompt_len - self.start + self._max_tokens
 
     def add(self, chunk: Chunk) -> None:
         """Verify the next chunk.
@@ -270,6 +270,29 @@ class ResponseStream:
             read chunks one by one and cannot return them.
     """
 
+    phase: Literal["prefill", "decode"] | None = None
+    """The phase of the current attempt; None if one worker serves all of it."""
+    num_tokens = 0
+    """The number of delivered tokens."""
+    is_prefilled = False
+    """True if the current attempt was a prefill phase that has completed. The caller must call `next_phase`."""
+    handover: KvTransfer | None = None
+    """The KV of the last prefill phase; None: there is none."""
+    has_begun = False
+    """True if a worker had an attempt or a phase before the current one."""
+    is_exact = True
+    """True if an undisturbed run could have given the same output."""
+    end: End | None = None
+    """The end of the whole stream; None while it is open."""
+    _connector: str | None = None
+    _num_chunks = _num_rows = _weight_version = 0
+    _lora_version: int | None = None
+    # The next token is the first of an attempt or phase that continues from earlier tokens. The KV of these tokens and
+    # the prompt has this token's weight version.
+    _is_resumed = False
+    # Attempt numbers that do not count as attempts: withdrawn ones, and those of decode phases.
+    _num_uncounted = 0
+
     def __init__(self, request: GenerateRequest, *, child: int, attempt: int, keep: bool) -> None:
         self._request = request
         self._keep = keep
@@ -277,40 +300,17 @@ class ResponseStream:
         self.asked = request
         """The request of the current attempt, for both phases together."""
         self._verifier = ChunkVerifier(request)
-        self.phase: Literal["prefill", "decode"] | None = None
-        """The phase of the current attempt; None if one worker serves all of it."""
-        self._connector: str | None = None
         # Chunks of the current attempt that wait for their tokens.
         self._held: list[Chunk] = []
         self._kept: list[Chunk] = []
         # The delivered tokens, <i4, if their chunks are not kept. The prompt of the next attempt ends with them.
         self._token_ids = bytearray()
-        self._num_chunks = self._num_rows = 0
-        self.num_tokens = 0
-        """The number of delivered tokens."""
-        self._weight_version = 0
-        self._lora_version: int | None = None
-        # The next token is the first of an attempt or phase that continues from earlier tokens. The KV of these tokens
-        # and the prompt has this token's weight version.
-        self._is_resumed = False
-        # Attempt numbers that do not count as attempts: withdrawn ones, and those of decode phases.
-        self._num_uncounted = 0
         self.child = child
         """The index among n samples."""
         self.attempt = attempt
         """The number of the current attempt. Chunks of other attempts do not belong to this stream."""
-        self.is_prefilled = False
-        """True if the current attempt was a prefill phase that has completed. The caller must call `next_phase`."""
-        self.handover: KvTransfer | None = None
-        """The KV of the last prefill phase; None: there is none."""
-        self.has_begun = False
-        """True if a worker had an attempt or a phase before the current one."""
-        self.is_exact = True
-        """True if an undisturbed run could have given the same output."""
         self.lost: list[LostAttempt] = []
         """The lost attempts, oldest first. Their times are those that the caller passed in."""
-        self.end: End | None = None
-        """The end of the whole stream; None while it is open."""
 
     @property
     def request_id(self) -> str:
