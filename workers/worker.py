@@ -28,7 +28,7 @@ from ..bus.nats.library import Msg
 from ..bus.objects.reader import ObjectReader
 from ..bus.protocol.fleet.leases import FloodMeter
 from ..bus.protocol.states import WorkerEvent
-from ..bus.queue.puller import PullerStats, QueuePuller
+from ..bus.queue.puller import PullerStats, QueuedRequest, QueuePuller
 from ..bus.subjects import WORKER_CONNECTION, Subjects
 from ..schemas.errors import (
     BusBroken,
@@ -404,8 +404,10 @@ class Worker:
         if instructions.abort:
             self._intake.abort(instructions.abort)
         if instructions.ack or instructions.nak:
-            naks = [partial(message.nak, delay_s) for message, delay_s in instructions.nak]
-            self._publisher.enqueue_acks([*[message.ack for message in instructions.ack], *naks])
+            acks = [partial(message.nak, delay_s) for message, delay_s in instructions.nak]
+            if instructions.ack:
+                acks.insert(0, partial(QueuedRequest.ack_all, instructions.ack))
+            self._publisher.enqueue_acks(acks)
         else:
             self._publisher.wake()
         self._in_flight.wake_waiters()

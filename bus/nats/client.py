@@ -25,7 +25,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -96,14 +96,35 @@ def _is_address(url: str) -> bool:
     return address is not None and 0 < int(address[1]) < 65536
 
 
-Handler = Callable[[Msg], None] | Callable[[Msg], Awaitable[None]]
+class Message(Msg):
+    """A message whose headers are parsed when they are read. Most of them are not."""
+
+    def __init__(self, client: Client, sid: int, subject: str, reply: str, block: bytes | None, data: bytes) -> None:
+        self._client = client
+        self._sid = sid
+        self.subject = subject
+        self.reply = reply
+        self.data = data
+        self._block = block
+
+    @property
+    def headers(self) -> dict[str, str] | None:  # type: ignore[override]
+        """The headers by name; None: the message has no headers."""
+        return None if self._block is None else parse_headers(self._block)
+
+    def has_header(self, name: str) -> bool:
+        """Return True if there is a header of this name."""
+        return self._block is not None and name.encode() in self._block and name in (self.headers or ())
+
+
+Handler = Callable[[Message], None] | Callable[[Msg], Awaitable[None]]
 """Handles a message. A function is called as soon as the message is read; messages wait for a coroutine function."""
 
 
 class _HandledSubscription(Subscription):
     """A subscription of `PatchedNatsClient.handle`."""
 
-    call: Callable[[Msg], object] | None
+    call: Callable[[Message], object] | None
     """The handler, if it is a function."""
     skips_streamed: bool
 
@@ -210,6 +231,24 @@ class PatchedNatsClient(Client):
         elif not self._is_flush_due:
             self._flush_soon()
 
+    def publish_with_next(self, subjects: Iterable[str], payload: bytes) -> None:
+        """Publish a small payload to each of these subjects, in one piece with the next message.
+
+        The caller publishes that message at once.
+
+        Raises:
+            nats.errors.BadSubjectError: a subject is wrong; nothing is published.
+        """
+        end, pieces = f"  {len(payload)}\r\n".encode() + payload + b"\r\n", list[bytes]()
+        for subject in subjects:
+            if subject.split() != [subject]:
+                raise nats_errors.BadSubjectError
+            pieces.append(b"PUB %b%b" % (subject.encode(), end))
+        self.stats["out_msgs"] += len(pieces)
+        self.stats["out_bytes"] += len(pieces) * len(payload)
+        self._pending.append(joined := b"".join(pieces))
+        self._pending_data_size += len(joined)
+
     def _flush_soon(self) -> None:
         self._is_flush_due = True
         asyncio.get_running_loop().call_soon(self._flush_now)
@@ -272,9 +311,8 @@ class PatchedNatsClient(Client):
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(payload)
         try:
-            parsed = None if headers is None else parse_headers(headers)
-            message = Msg(self, subject.decode(), reply.decode(), payload, parsed, None, False, sid)  # type: ignore[arg-type]
-            subscription.call(message)
+            # Handlers decode large payloads, and a bytearray can be decoded.
+            subscription.call(Message(self, sid, subject.decode(), reply.decode(), headers, payload))  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - boundary of the handlers, and the next message must arrive
             self.on_handler_error(error)
         return True

@@ -34,6 +34,8 @@ END: Final = b"\r\n"
 _MESSAGES: Final = b"MSG ", b"HMSG "
 _USUAL: Final = re.compile(rb"MSG ([!-~]+) (\d{1,9}) (?:([!-~]+) )?(\d{1,7})\r\n")
 """The line before a message without headers of less than 10 MB."""
+_WITH_HEADERS: Final = re.compile(rb"HMSG ([!-~]+) (\d{1,9}) (?:([!-~]+) )?(\d{1,7}) (\d{1,7})\r\n")
+"""The same for a message with headers."""
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 MAX_UNREAD_BYTES: Final = 4 * 1024**2
 """Received bytes that may wait for their reader. Above this limit, reading from the socket pauses. It covers one credit
@@ -140,6 +142,12 @@ class OperationReader:
             subject, sid_digits, reply, digits = usual.groups(b"")
             head, start = (int(sid_digits), subject, reply, 0, int(digits)), usual.end()
             self._start = start
+        elif head is None and (usual := _WITH_HEADERS.match(buffer, start, end)) is not None:
+            subject, sid_digits, reply, headers_digits, digits = usual.groups(b"")
+            head = (int(sid_digits), subject, reply, int(headers_digits), int(digits))
+            if head[3] > head[4]:
+                head = _parse(usual[0])  # raises
+            self._start = start = usual.end()
         elif head is None:
             line_end = buffer.find(END, start, end)
             if line_end < 0:

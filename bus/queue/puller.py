@@ -9,13 +9,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
 from ...schemas.errors import BusBroken, BusClosed
 from ...schemas.request import Lane
+from ..nats.client import Message
 from ..nats.connection import Connection, drain, publish, subscribe
 from ..nats.jetstream import API
 from ..nats.library import Msg, Subscription
@@ -104,6 +105,14 @@ class QueuedRequest:
     async def _publish_ack(self, what: bytes) -> None:
         if self._nats.is_connected:
             await publish(self._nats, self._reply, what)
+
+    @staticmethod
+    async def ack_all(requests: "Sequence[QueuedRequest]") -> None:
+        """Remove several requests of one connection from the queue. Their acks are sent in one piece."""
+        *others, last = requests
+        if last._nats.is_connected:
+            last._nats.publish_with_next([request._reply for request in others], b"+ACK")
+            await last.ack()
 
 
 class QueuePuller:
@@ -272,7 +281,7 @@ class QueuePuller:
         for answer in answers:
             await answer()
 
-    def _receive(self, message: Msg) -> None:
+    def _receive(self, message: Message) -> None:
         """Handle a request, or the end of a pull."""
         self._woken.set()
         if message.reply:
@@ -280,12 +289,12 @@ class QueuePuller:
         else:
             self._receive_status(message)
 
-    def _receive_request(self, message: Msg) -> None:
+    def _receive_request(self, message: Message) -> None:
         request = QueuedRequest(self._nats, message)
         # A redelivered request usually comes with others, which are not in `num_pending`.
         again = REDELIVERED if request.num_delivered > 1 else 0
         self._plan.count_message(request.lane, waiting=max(request.num_pending, again))
-        if message.headers and PROBE_HEADER in message.headers:
+        if message.has_header(PROBE_HEADER):
             self.stats.probes += 1
             self._answers.append(request.ack)
             return
@@ -299,7 +308,7 @@ class QueuePuller:
         self.stats.handed_over += 1
         self._on_request(request)
 
-    def _receive_status(self, message: Msg) -> None:
+    def _receive_status(self, message: Message) -> None:
         headers = message.headers or {}
         answer = decode_status(headers.get("Status", ""), headers.get("Description", ""))
         if answer is PullStatus.MISSING:

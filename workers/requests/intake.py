@@ -339,10 +339,11 @@ class RequestIntake:
 
     async def _admit(self, incoming: IncomingRequest) -> None:
         capabilities, message = self._engine.capabilities, incoming.message
-        if capabilities is None or not self._lifecycle.may_publish():
+        may_accept = self._lifecycle.may_accept()
+        if capabilities is None or not (may_accept or self._lifecycle.may_publish()):
             self.stats.not_serving += 1
             return
-        if message is not None and not self._lifecycle.may_accept():
+        if message is not None and not may_accept:
             self._nak([message])
             return
         try:
@@ -413,12 +414,10 @@ class RequestIntake:
                 if (follower := self._links.requests.open(name)) is not None:
                     follower.waiting = one
                     self._turns.add(name, SlotRequest(incoming.client, lane_of(one.priority)), incoming.turn, now)
-            self._execute(Instructions())
             return
         # Reserve all names before the first submission: an abort must find each of them.
         self._engine.reserve(offered)
         self._links.offer_again(offered if incoming.envelope.may_wait else ())
-        self._execute(Instructions())
         for name, one in offered.items():
             await self._submit(name, one, kv)
 

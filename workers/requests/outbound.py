@@ -1,7 +1,7 @@
 """The outbounds of a worker. An outbound is the link to one client incarnation, or the frames of one plain request."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...bus.protocol.stream.chunk_writer import SEGMENT_BYTES, ChunkWriter
@@ -111,6 +111,8 @@ class OutboundRegistry:
         self._touched: dict[Outbound, None] = {}
         self._resting_bytes = 0
         self._past_stalls = 0
+        self.on_due: Callable[[], None] = lambda: None
+        """Called when there may be a frame to publish and there was none before; must not block."""
         self._begin(incarnation, max_payload)
 
     def _begin(self, incarnation: str, max_payload: int) -> None:
@@ -209,6 +211,10 @@ class OutboundRegistry:
 
     def touch(self, outbound: Outbound) -> None:
         """Mark an outbound as changed: it may have frames to publish."""
+        if outbound in self._touched:
+            return
+        if not self._touched:
+            self.on_due()
         self._resting_bytes -= outbound.resting_bytes
         outbound.resting_bytes = 0
         self._touched[outbound] = None

@@ -39,6 +39,7 @@ class OutboundPublisher:
         self._links = links
         self._on_broken = on_broken
         self._has_frames = asyncio.Event()
+        links.outbound.on_due = self._has_frames.set
         # Bounded by the number of worker requests and open commands.
         self._acks: deque[Callable[[], Awaitable[None]]] = deque()
         self._has_acks = asyncio.Event()
