@@ -179,6 +179,8 @@ def check_token_ids(field: str, value: object, *, min_length: int, max_length: i
     The array is a copy unless `value` is already such an array and owns its data, or has all data of a `bytes` object.
     This function does not check the model's vocabulary; `check_prompt` and `check_sampling` do.
     """
+    if type(value) is np.ndarray and _is_packed(value) and min_length <= len(value) <= max_length:
+        return value
     allowed = f"a flat list of {min_length} to {max_length} token ids from 0 to {limits.MAX_TOKEN_ID}"
     if type(value) is list and min_length <= len(value) <= max_length and (ids := _pack_ids(value)) is not None:
         return ids
@@ -187,18 +189,26 @@ def check_token_ids(field: str, value: object, *, min_length: int, max_length: i
         raise InvalidRequest(field=field, problem=f"is {describe(array)}", allowed=allowed)
     if not min_length <= len(array) <= max_length:
         raise InvalidRequest(field=field, problem=f"has {len(array)} entries", allowed=allowed)
-    is_i4 = array.dtype == _I4
-    # Not `array.min()`, which takes three times as long for a short prompt. No i4 is above `MAX_TOKEN_ID`.
-    if len(array) and (np.minimum.reduce(array) < 0 or (not is_i4 and np.maximum.reduce(array) > limits.MAX_TOKEN_ID)):
+    if _is_packed(array):
+        return array
+    # Not `array.min()`, which takes three times as long for a short prompt.
+    if len(array) and (np.minimum.reduce(array) < 0 or np.maximum.reduce(array) > limits.MAX_TOKEN_ID):
         at = int(np.flatnonzero((array < 0) | (array > limits.MAX_TOKEN_ID))[0])
         raise InvalidRequest(field=f"{field}[{at}]", problem=f"is {int(array[at])}", allowed=allowed)
-    base: object = array.base
-    # Nobody can write to these, and they keep no other data in memory.
-    if is_i4 and not array.flags.writeable and (base is None or (type(base) is bytes and len(base) == array.nbytes)):
-        return array
     copied = array.astype(_I4, copy=True)
     copied.flags.writeable = False
     return copied
+
+
+def _is_packed(array: npt.NDArray[Any]) -> bool:
+    """Return True for `<i4` token ids to which nobody can write, and which keep no other data in memory."""
+    if array.dtype != _I4 or array.ndim != 1 or array.flags.writeable:
+        return False
+    base: object = array.base
+    if base is not None and (type(base) is not bytes or len(base) != array.nbytes):
+        return False
+    # No i4 is above `MAX_TOKEN_ID`.
+    return not len(array) or bool(np.minimum.reduce(array) >= 0)
 
 
 def _make_array(field: str, value: object, max_length: int, allowed: str) -> npt.NDArray[Any]:

@@ -121,7 +121,8 @@ def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None
             raise InvalidRequest(f"sampling.{name}", f"is {value}", f"0 to {capabilities.max_logprobs}")
     if capabilities.sampling_limits is not None:
         _check_lengths(sampling, capabilities.sampling_limits)
-    for field, token_ids in _walk_token_ids(sampling):
+    named = sampling.stop_token_ids or sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_words_token_ids
+    for field, token_ids in _walk_token_ids(sampling) if named else ():
         for token_id in token_ids:
             if token_id >= capabilities.vocab_size:
                 raise InvalidRequest(field, f"names token {token_id}", _show_range(capabilities))

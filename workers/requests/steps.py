@@ -270,12 +270,13 @@ class StepDispatcher:
             request.early_steps.append(step)
             return
         had_token = request.has_token
-        if not self._forward_early(request, step, now, instructions):
+        if not had_token and not self._forward_early(request, step, now, instructions):
             return
-        if not self.flush_request(request, instructions):
-            return
-        # The next batch counts its seconds from this step.
-        self._gathering.close(request.name)
+        if request.gathers:
+            if not self.flush_request(request, instructions):
+                return
+            # The next batch counts its seconds from this step.
+            self._gathering.close(request.name)
         if not self._forward(request, step, self._versions.weight_version, instructions):
             return
         self.experts.add_step(step, request, self._versions.weight_version, now)

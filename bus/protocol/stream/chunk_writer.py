@@ -86,6 +86,8 @@ class _ChunkPlan(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+SMALL_STEP_BYTES = 4096
+"""Bytes of tokens and rows up to which copying them again for each further step costs less than a buffer."""
 _TokenStep = tuple[int, int | None, bytes, bytes | None, bytes | None]
 """Tokens with nothing else but a row each: the versions of weights and adapter, ids, logprobs and rows."""
 
@@ -171,16 +173,16 @@ class ChunkWriter:
         Raises:
             LocalProtocolError: the step's arrays contradict each other or the row rule; nothing was added.
         """
-        num_tokens = len(step.token_ids)
-        rows = step.routed_experts if self.routing is not None else None
-        num_rows = 0 if rows is None else len(rows)
-        if self._step is not None:
-            self._buffer_step()
+        num_tokens, rows, num_rows = len(step.token_ids), None, 0
         self._check(step, num_tokens)
-        if rows is not None and num_rows:
-            self._check_rows(rows, step.routed_experts_start)
-        self._check_row_rule(step, self.taken_tokens + num_tokens, self._taken_rows + num_rows)
+        if self.routing is not None:
+            rows = step.routed_experts
+            num_rows = 0 if rows is None else len(rows)
+            if rows is not None and num_rows:
+                self._check_rows(rows, step.routed_experts_start)
+            self._check_row_rule(step, self.taken_tokens + num_tokens, self._taken_rows + num_rows)
         if step.prompt_logprobs is not None:
+            self._buffer_step()
             for part in _split_prompt(step.prompt_logprobs, self.segment_bytes):
                 self._prompt_logprobs.append(part)
                 self.unsent_bytes += _count_prompt_bytes(part)
@@ -188,7 +190,8 @@ class ChunkWriter:
             top, mask = step.top_logprobs, step.sampling_mask
             ids = step.token_ids.astype(_I4, copy=False).tobytes()
             logprobs = None if step.logprobs is None else step.logprobs.astype(_F4, copy=False).tobytes()
-            if self.unsent_bytes or num_rows or top is not None or mask is not None or step.kv_recomputed:
+            if num_rows or top is not None or mask is not None or step.kv_recomputed:
+                self._buffer_step()
                 kind = (
                     weight_version,
                     lora_version,
@@ -201,9 +204,10 @@ class ChunkWriter:
                 run.add_extras(top, mask)
                 self.unsent_bytes += num_tokens * run.token_bytes + (0 if mask is None else len(mask.token_ids_data))
             else:
-                self._step = (weight_version, lora_version, ids, logprobs, None)
+                self._add((weight_version, lora_version, ids, logprobs, None))
                 self.unsent_bytes += len(ids) + (0 if logprobs is None else len(logprobs))
         if rows is not None and num_rows:
+            self._buffer_step()
             self._rows.add(rows)
             self.unsent_bytes += num_rows * self._row_bytes
         self.taken_tokens += num_tokens
@@ -252,11 +256,11 @@ class ChunkWriter:
                 is_ahead = self._count_rows(len(rows), start, num_tokens)
                 num_bytes += len(rows)
         added = (weight_version, lora_version, token_ids, logprobs, rows)
-        if self.unsent_bytes or is_ahead:
+        if is_ahead:
             self._buffer_step()
             self._buffer(added)
         else:
-            self._step = added
+            self._add(added)
         self.unsent_bytes += num_bytes
         self.taken_tokens += num_tokens
         self._weight_version, self._lora_version = weight_version, lora_version
@@ -273,6 +277,26 @@ class ChunkWriter:
             )
         self._taken_rows += num_tokens
         return expected + num_tokens == most
+
+    def _add(self, added: _TokenStep) -> None:
+        """Add tokens to the step that is in no buffer if it is small and of their kind, otherwise to the buffers."""
+        if not self.unsent_bytes:
+            self._step = added
+            return
+        if self._step is not None and self.unsent_bytes <= SMALL_STEP_BYTES:
+            weight_version, lora_version, token_ids, logprobs, rows = self._step
+            if (weight_version, lora_version, logprobs is None, rows is None) == (
+                added[0],
+                added[1],
+                added[3] is None,
+                added[4] is None,
+            ):
+                logprobs = None if logprobs is None or added[3] is None else logprobs + added[3]
+                rows = None if rows is None or added[4] is None else rows + added[4]
+                self._step = (weight_version, lora_version, token_ids + added[2], logprobs, rows)
+                return
+        self._buffer_step()
+        self._buffer(added)
 
     def _buffer_step(self) -> None:
         """Move the output that is in no buffer to the buffers, which are empty."""
