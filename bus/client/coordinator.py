@@ -28,6 +28,7 @@ from ..protocol.attempt.suspects import Company, Engine, Suspects
 from ..protocol.fleet.presence import LostWorker, Survivor
 from ..protocol.queue.load import PrefixScope
 from ..protocol.queue.placement import PlacementNeeds
+from ..protocol.stream.buffers import share_names
 from ..protocol.stream.response_stream import ResponseStream
 from .calls import Call, CallResult
 from .config import MAX_MODELS, ClientStats
@@ -41,6 +42,7 @@ HELD_BACK: Final = (
 )
 
 
+@share_names
 class OpenCall:
     """A call while it is open.
 
@@ -98,6 +100,7 @@ class OpenCall:
         return RequestFailed(code=code, message=message, request_id=self.request_id)
 
 
+@share_names
 class ChildRequest(AttemptMachine):
     """A child request with its open call."""
 
@@ -275,8 +278,10 @@ class AttemptCoordinator:
         self._finish_if_over(child.open_call)
 
     def _finish_if_over(self, open_call: OpenCall) -> None:
-        if not any(child.is_open for child in open_call.children):
-            open_call.finish()
+        for child in open_call.children:
+            if child.state is not RequestState.ENDED:
+                return
+        open_call.finish()
 
     def _send_all(self, open_call: OpenCall, event: on.Stopped | on.Aborted) -> None:
         """End all children of `open_call`. The next worker that offers an unadmitted child gets an abort."""

@@ -1,5 +1,7 @@
 """Output that waits for its chunk: tokens and rows, in the form in which they leave."""
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -38,6 +40,24 @@ def pop_front(buffer: Buffer, size: int) -> tuple[bytes, Buffer]:
     return data, buffer
 
 
+T = TypeVar("T")
+
+
+def share_names(kind: type[T]) -> type[T]:
+    """Let all instances of a class share the names of the attributes of which the class has the first values.
+
+    Each class with many instances needs this. CPython shares only the names that its first instances have got; the
+    others would get a dict each, of several times the size.
+    """
+    first = kind.__new__(kind)
+    for one in reversed(kind.__mro__[:-1]):
+        for name, value in vars(one).items():
+            if not name.startswith("__") and not hasattr(value, "__get__"):
+                setattr(first, name, value)
+    return kind
+
+
+@share_names
 class TokenBuffer:
     """Tokens that may share a chunk: the same weights and adapter, and the same kinds of data for each token.
 

@@ -28,7 +28,7 @@ from ....schemas.errors import LocalProtocolError
 from ....schemas.messages import RequestKey
 from ....schemas.presence import RoutedExpertsInfo
 from ....schemas.rows import DTYPES, Rows, expected_rows
-from .buffers import RowBuffer, TokenBuffer
+from .buffers import RowBuffer, TokenBuffer, share_names
 from .engine_step import RequestStep
 
 _I4 = np.dtype("<i4")
@@ -92,6 +92,7 @@ _TokenStep = tuple[int, int | None, bytes, bytes | None, bytes | None]
 """Tokens with nothing else but a row each: the versions of weights and adapter, ids, logprobs and rows."""
 
 
+@share_names
 class ChunkWriter:
     """Writes the chunks of one attempt and child.
 

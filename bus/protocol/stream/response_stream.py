@@ -26,6 +26,7 @@ from ....schemas.presence import WorkerPresence
 from ....schemas.request import GenerateRequest, rest_of, why_ended
 from ....schemas.rows import expected_rows
 from ....schemas.telemetry import LostAttempt
+from .buffers import share_names
 from .result_arrays import join_chunks, kv_arrays
 
 FEW_BYTES: Final = 64
@@ -43,6 +44,7 @@ class Announced(NamedTuple):
     """The version of the adapter of the request; 0: it has none."""
 
 
+@share_names
 class ChunkVerifier:
     """Verifies the chunks of one attempt of one child request.
 
@@ -258,6 +260,7 @@ def _find_greatest(ids: bytes) -> int:
     return max(struct.unpack(f"<{len(ids) // 4}I", ids), default=0)
 
 
+@share_names
 class ResponseStream:
     """The chunks of one child request, from the first attempt to the last.
 
