@@ -11,24 +11,16 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter as Counts
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from itertools import accumulate
+from typing import Final, Generic, TypeVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
@@ -176,9 +168,6 @@ SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 6
 TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 
 
-M = TypeVar("M", Counter, Gauge, Histogram)
-
-
 @dataclass(slots=True)
 class HttpRequestRecord:
     """The labels of one HTTP request."""
@@ -189,51 +178,101 @@ class HttpRequestRecord:
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
-class UsedSeries:
-    """The series of one model, or of one weight version of it. Each exists from its first use on."""
+class Value:
+    """One series of a counter or a gauge."""
 
-    def __init__(self, metrics: "Metrics", labels: Sequence[str]) -> None:
-        self._metrics = metrics
-        self.labels = labels
+    __slots__ = ("value",)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the series of a metric, for example `tokens`."""
-        series = getattr(self._metrics, name).labels(*self.labels)
-        setattr(self, name, series)
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def write(self, family: Metric, labels: Sequence[str]) -> None:
+        """Add the samples of this series to a family."""
+        family.add_metric(labels, self.value)
+
+
+class Durations:
+    """One series of a histogram.
+
+    Args:
+        bounds: upper bounds of the buckets in seconds.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._total += seconds
+
+    def write(self, family: Metric, labels: Sequence[str]) -> None:
+        """Add the samples of this series to a family."""
+        ends = (*(str(float(bound)) for bound in self._bounds), "+Inf")
+        family.add_metric(labels, [*zip(ends, accumulate(self._counts), strict=True)], self._total)
+
+
+S = TypeVar("S", Value, Durations)
+
+
+class Series(dict[tuple[str, ...], S], Generic[S]):
+    """The series of one metric by the values of its labels. Each exists from its first use on.
+
+    Only the service's loop uses them. Those of prometheus_client have locks, which cost more than a token's event.
+    """
+
+    def __init__(self, make: Callable[[], S], family: Callable[[], Metric]) -> None:
+        super().__init__()
+        self._make = make
+        self._family = family
+        self.labels: tuple[str, ...] = family()._labelnames
+
+    def __missing__(self, labels: tuple[str, ...]) -> S:
+        series = self[labels] = self._make()
         return series
 
+    def collect(self) -> Metric:
+        """Return the metric with all series."""
+        family = self._family()
+        for labels, series in self.items():
+            series.write(family, labels)
+        return family
 
-class Metrics:
+
+class Metrics(Collector):
     """The metrics of one service, in their own registry."""
 
     def __init__(self, rb: bus.Client) -> None:
-        # Few users need the creation time of each series, and it would double the number of series.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._fleet = FleetCollector(rb)
         self._registry.register(self._fleet)
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
-        self._versions: dict[str, OrderedDict[int, UsedSeries]] = {}
-        self._series: dict[str, UsedSeries] = {}
-        # Number of open token requests by model, the least recently used model first; and the metrics with this label.
+        # The labels of each weight version that has series, by model.
+        self._versions: dict[str, OrderedDict[int, tuple[str, str]]] = {}
+        # Number of open token requests by model, the least recently used model first.
         self._models: OrderedDict[str, int] = OrderedDict()
-        self._of_models: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        self._all: list[Series[Value] | Series[Durations]] = []
         self._make_metrics()
 
     def _make_metrics(self) -> None:
-        counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
-        histogram = partial(self._add, Histogram)
+        counter, gauge = partial(self._add, CounterMetricFamily, Value), partial(self._add, GaugeMetricFamily, Value)
+        seconds = partial(self._add, HistogramMetricFamily, partial(Durations, SECONDS))
+        token_seconds = partial(self._add, HistogramMetricFamily, partial(Durations, TOKEN_SECONDS))
         of_model, of_version = ("model",), ("model", "weight_version")
         self._requests = counter(
             "rollbus_http_requests",
             "Answered HTTP requests; status 499: the client disconnected before the answer",
             ("method", "route", "status", "model"),
         )
-        self._request_seconds = histogram(
+        self._request_seconds = seconds(
             "rollbus_http_request_seconds",
             "Seconds from a request's head to the end of its answer",
             ("method", "route"),
-            buckets=SECONDS,
         )
         self.in_flight = gauge("rollbus_http_generations_in_flight", "Open token requests", of_model)
         self.waiting = gauge(
@@ -258,31 +297,31 @@ class Metrics:
             "Raw bytes of routed experts by weight version; of an unstreamed result, by that of its last token",
             of_version,
         )
-        self.seconds = histogram(
-            "rollbus_http_generation_seconds",
-            "Seconds from a token request to its last token",
-            of_model,
-            buckets=SECONDS,
+        self.seconds = seconds(
+            "rollbus_http_generation_seconds", "Seconds from a token request to its last token", of_model
         )
-        self.first_token = histogram(
+        self.first_token = seconds(
             "rollbus_http_time_to_first_token_seconds",
             "For streams: seconds from the request to the first token, including the time in the queue",
             of_version,
-            buckets=SECONDS,
         )
-        self.inter_token = histogram(
+        self.inter_token = token_seconds(
             "rollbus_http_inter_token_seconds",
             "For streams: seconds between two chunks, divided by the tokens of the later chunk",
             of_version,
-            buckets=TOKEN_SECONDS,
         )
 
-    def _add(self, kind: Callable[..., M], name: str, text: str, labels: tuple[str, ...], **options: object) -> M:
-        """Return a new metric of the registry."""
-        metric = kind(name, text, labels, registry=self._registry, **options)
-        if "model" in labels:
-            self._of_models.append((metric, labels))
-        return metric
+    def _add(
+        self, family: Callable[..., Metric], make: Callable[[], S], name: str, text: str, labels: tuple[str, ...]
+    ) -> Series[S]:
+        """Return a new metric."""
+        series = Series(make, partial(family, name, text, labels=labels))
+        self._all.append(series)
+        return series
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics of the service itself."""
+        return (series.collect() for series in self._all)
 
     def _note_use(self, model: str, num_opened: int = 0) -> None:
         """Count opened or closed token requests of a model. Remove the series of models that were not used for long."""
@@ -297,11 +336,9 @@ class Metrics:
     def _remove_model(self, model: str) -> None:
         del self._models[model]
         self._versions.pop(model, None)
-        self._series.pop(model, None)
-        for metric, names in self._of_models:
-            samples = [sample for family in metric.collect() for sample in family.samples]
-            for values in {tuple(map(each.labels.get, names)) for each in samples if each.labels["model"] == model}:
-                metric.remove(*values)
+        for series in self._all:
+            for labels in [each for each in series if ("model", model) in zip(series.labels, each, strict=True)]:
+                del series[labels]
 
     @contextmanager
     def request(self, method: str, route: str) -> Iterator[HttpRequestRecord]:
@@ -312,20 +349,18 @@ class Metrics:
             yield seen
         finally:
             self._note_use(seen.model)
-            self._requests.labels(method, route, str(seen.status), seen.model).inc()
-            self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
+            self._requests[method, route, str(seen.status), seen.model].value += 1
+            self._request_seconds[method, route].observe(time.perf_counter() - begun)
 
     @contextmanager
     def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
         """Count one token request while it is open, and then its outcome."""
         self._note_use(model, 1)
-        series = self._series.get(model)
-        if series is None:
-            series = self._series[model] = UsedSeries(self, (model,))
-        series.prompt_tokens.inc(prompt_len)
+        in_flight = self.in_flight[(model,)]
+        self.prompt_tokens[(model,)].value += prompt_len
         progress = GenerationTimer(self, model)
         outcome = "internal_error"
-        series.in_flight.inc()
+        in_flight.value += 1
         try:
             yield progress
             outcome = "done"
@@ -336,27 +371,27 @@ class Metrics:
             outcome = str(getattr(error, "code", "bus_unavailable"))
             raise
         finally:
-            series.in_flight.dec()
-            self.ended.labels(model, outcome).inc()
-            series.seconds.observe(time.perf_counter() - progress.begun)
+            in_flight.value -= 1
+            self.ended[model, outcome].value += 1
+            self.seconds[(model,)].observe(time.perf_counter() - progress.begun)
             self._note_use(model, -1)
 
-    def version(self, model: str, weight_version: int) -> UsedSeries:
-        """Return the series of a version.
+    def version(self, model: str, weight_version: int) -> tuple[str, str]:
+        """Return the labels of a version.
 
         If there are too many versions, remove the series of the least recently used one.
         """
         known = self._versions.setdefault(model, OrderedDict())
-        series = known.get(weight_version)
-        if series is None:
-            series = known[weight_version] = UsedSeries(self, (model, str(weight_version)))
+        labels = known.get(weight_version)
+        if labels is None:
+            labels = known[weight_version] = (model, str(weight_version))
             if len(known) > MAX_VERSIONS:
                 _, oldest = known.popitem(last=False)
-                for metric in (self.tokens, self.routing_bytes, self.first_token, self.inter_token):
-                    metric.remove(*oldest.labels)
+                for series in (self.tokens, self.routing_bytes, self.first_token, self.inter_token):
+                    series.pop(oldest, None)
         else:
             known.move_to_end(weight_version)
-        return series
+        return labels
 
     async def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -377,26 +412,26 @@ class GenerationTimer:
 
     def add(self, chunk: bus.Chunk) -> None:
         """Count a received chunk."""
-        child, num_tokens = chunk.child, chunk.num_tokens
-        series = self.metrics.version(self.model, chunk.weight_version)
+        child, num_tokens, metrics = chunk.child, chunk.num_tokens, self.metrics
+        labels = metrics.version(self.model, chunk.weight_version)
         if chunk.routed_experts is not None:
-            series.routing_bytes.inc(len(chunk.routed_experts.data))
+            metrics.routing_bytes[labels].value += len(chunk.routed_experts.data)
         if not num_tokens:
             return
         now = time.perf_counter()
         last = self._last.get(child)
         if last is None:
-            series.first_token.observe(now - self.begun)
+            metrics.first_token[labels].observe(now - self.begun)
         else:
-            series.inter_token.observe((now - last) / num_tokens)
+            metrics.inter_token[labels].observe((now - last) / num_tokens)
         self._last[child] = now
-        series.tokens.inc(num_tokens)
+        metrics.tokens[labels].value += num_tokens
 
     def finished(self, generation: bus.Generation) -> None:
         """Count a result that was not streamed."""
         for sample in (generation, *generation.siblings):
-            for version, count in sorted(Counts(sample.weight_versions.tolist()).items()):
-                self.metrics.version(self.model, version).tokens.inc(count)
+            for version, count in sorted(Counter(sample.weight_versions.tolist()).items()):
+                self.metrics.tokens[self.metrics.version(self.model, version)].value += count
             if sample.routed_experts is not None and len(sample.weight_versions):
-                series = self.metrics.version(self.model, int(sample.weight_versions[-1]))
-                series.routing_bytes.inc(sample.routed_experts.nbytes)
+                labels = self.metrics.version(self.model, int(sample.weight_versions[-1]))
+                self.metrics.routing_bytes[labels].value += sample.routed_experts.nbytes

@@ -185,9 +185,10 @@ class Turns:
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
         self._by_request[id(request)] = waiting
         try:
-            with self._metrics.waiting.labels(waiting.model).track_inprogress():
-                await asyncio.wait([waiting.due], timeout=timeout_s)
+            self._metrics.waiting[(waiting.model,)].value += 1
+            await asyncio.wait([waiting.due], timeout=timeout_s)
         finally:
+            self._metrics.waiting[(waiting.model,)].value -= 1
             del self._by_request[id(request)]
         if not waiting.due.done():
             message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
