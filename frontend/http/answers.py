@@ -4,7 +4,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from starlette.requests import Request
 
@@ -15,9 +17,11 @@ from .service import Service
 from .text import AnswerText
 from .tokens import CachedTokens, Tokens, Usage
 
+_ANSWER: Final = attrgetter("child", "attempt")
+
 
 class Update(NamedTuple):
-    """The text and tokens that a chunk adds to an answer."""
+    """The text and tokens that some chunks add to an answer."""
 
     text: str
     tokens: Tokens
@@ -108,11 +112,12 @@ async def updates(
 
     def added(at: int, chunks: Sequence[bus.Chunk]) -> Iterator[tuple[AnswerChoice, Update]]:
         nonlocal open_choices
-        for chunk in chunks:
-            choice = choices[at * n + chunk.child]
+        # A service that is busy has several chunks of an answer: one update for all costs much less than one for each.
+        for (child, _), parts in groupby(chunks, _ANSWER) if len(chunks) > 1 else [((chunks[0].child, 0), chunks)]:
+            choice = choices[at * n + child]
             # If a stop string has ended this answer, the fleet continues, because other answers are still open.
             if choice.finish_reason is None:
-                update = choice.add(Tokens.of_chunk(chunk, choice.request))
+                update = choice.add(Tokens.of_chunks([*parts], choice.request))
                 open_choices -= choice.finish_reason is not None
                 yield choice, update
 

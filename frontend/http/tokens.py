@@ -16,6 +16,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ... import bus
+from ...bus.protocol.stream.result_arrays import join_chunks
 from ...schemas.chunk import JSON_MINUS_INFINITY
 from ...schemas.errors import ErrorCode
 from ...schemas.rows import Float32s, Int32s, RowDtype, Rows, dtype_of, expected_rows, no_rows
@@ -194,33 +195,37 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def of_chunk(cls, chunk: bus.Chunk, request: bus.GenerateRequest) -> "Tokens":
-        """Return the tokens of one chunk."""
-        top, end, rows, prompt = chunk.top_logprobs, chunk.end, chunk.routed_experts, chunk.prompt_logprobs
-        of_prompt = None
-        if prompt is not None:
-            ids = _prompt_ids(request)[prompt.start : prompt.start + len(prompt.logprobs)]
-            tops = (None, None) if prompt.top is None else (prompt.top.token_ids, prompt.top.logprobs)
-            of_prompt = Scores(ids, prompt.logprobs, *tops)
+    def of_chunks(cls, chunks: Sequence[bus.Chunk], request: bus.GenerateRequest) -> "Tokens":
+        """Return the tokens of chunks that follow each other in one attempt of an answer."""
+        last, end, arrays = chunks[-1], chunks[-1].end, join_chunks(chunks)
+        num_tokens, kv_from = 0, -1
+        start, of_prompt = request.routed_experts_prompt_start, None
+        for chunk in chunks:
+            if chunk.kv_recomputed is not False and chunk.token_ids_data:
+                kv_from = num_tokens if chunk.kv_recomputed else None
+            num_tokens += chunk.num_tokens
+        if arrays["routed_experts"] is not None:
+            start = next(chunk.routed_experts.start for chunk in chunks if chunk.routed_experts is not None)
+        if (logprobs := arrays.get("prompt_logprobs")) is not None:
+            first = next(chunk.prompt_logprobs.start for chunk in chunks if chunk.prompt_logprobs is not None)
+            ids = _prompt_ids(request)[first : first + len(logprobs)]
+            of_prompt = Scores(ids, logprobs, arrays["prompt_top_token_ids"], arrays["prompt_top_logprobs"])
         return cls(
             scores=Scores(
-                chunk.token_ids,
-                chunk.logprobs,
-                None if top is None else top.token_ids,
-                None if top is None else top.logprobs,
+                arrays["token_ids"], arrays["logprobs"], arrays.get("top_token_ids"), arrays.get("top_logprobs")
             ),
-            weight_versions=np.array([chunk.weight_version] * chunk.num_tokens, "i4"),
-            kv_from=None if chunk.kv_recomputed is None else chunk.kv_recomputed - 1,
-            rows=None if rows is None else rows.numpy(),
-            start=request.routed_experts_prompt_start if rows is None else rows.start,
-            masks=None if chunk.sampling_mask is None else bus.TokenMasks.joined([chunk.sampling_mask]),
+            weight_versions=arrays["weight_versions"],
+            kv_from=kv_from,
+            rows=arrays["routed_experts"],
+            start=start,
+            masks=arrays.get("sampling_mask"),
             of_prompt=of_prompt,
-            finish_reason=chunk.finish_reason,
+            finish_reason=last.finish_reason,
             stop_token=None if end is None else end.stop_reason,
             cached_tokens=None if end is None else end.cached_tokens,
-            attempt=chunk.attempt,
-            first_worker=chunk.worker_id,
-            worker=chunk.worker_id,
+            attempt=last.attempt,
+            first_worker=chunks[0].worker_id,
+            worker=last.worker_id,
         )
 
     @classmethod
