@@ -36,7 +36,7 @@ from rollbus.frontend.cli.watch.status import (
     state_as_json,
     worker_rows,
 )
-from rollbus.frontend.cli.watch.top import TopOptions, TopView, draw, print_top
+from rollbus.frontend.cli.watch.top import Page, TopOptions, TopView, draw, print_top
 from rollbus.frontend.cli.watch.traces import list_notes, list_table, trace_lines
 from rollbus.frontend.cli.weights import COLUMNS as WEIGHTS_COLUMNS
 from rollbus.frontend.cli.weights import ModelWeights, head_line, weights_rows
@@ -164,7 +164,7 @@ def test_each_command_fits_and_cuts_no_name(
 def test_the_screen_of_top_folds_names_as_a_terminal_does(width: int, length: int) -> None:
     """On the screen of `top`, a name that is longer than the screen continues on the next line."""
     worker, model = "w" * min(length, 64), "m" * length
-    text = draw(TopView(fleet_of(worker, model), FleetRates(), 0.0), TopOptions(), width, 60).text.plain
+    text = draw(TopView(fleet_of(worker, model), FleetRates(), 0.0), TopOptions(), Page(), width, 60).plain
 
     assert max(map(len, text.split("\n"))) <= width
     assert worker in text.replace("\n", "").replace(" ", "")
@@ -295,7 +295,7 @@ def test_a_worker_has_a_cell_for_each_column() -> None:
         "queued": "0", "LoRAs": "-", "epoch": "0", "uptime": "59s", "lease age": "-", "note": "",
     }  # fmt: skip
     assert paused == [
-        *("paused (keep)", "w", "m", "-", "3 of 4", "2/8", "1", "math (2), code (1)", "17", "2h01m", "-", "oops"),
+        *("paused (keep)", "w", "m", "-", "3 of 4", "2/8", "1", "math (2), code (1)", "17", "2h01m", "-", "oops")
     ]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.cells import cell_len
+from rich.text import Text
 
 from rollbus import FleetState, QueueDepth
 from rollbus.bus.protocol.telemetry.rates import FleetRates
@@ -18,12 +19,13 @@ from rollbus.frontend.cli.watch.top import (
     SORTS,
     Key,
     KeyReader,
+    Page,
     TopOptions,
     TopView,
+    choose,
     command_rows,
     draw,
     model_rows,
-    press,
     print_top,
     top_as_json,
 )
@@ -73,8 +75,7 @@ DESIRED = DesiredState(
     epoch=4,
     registers={
         "weights": Recorded(
-            epoch=4,
-            command=UpdateWeights(version=4, source=WeightSource(path="/w/4"), label="s4", digest="0" * 64),
+            epoch=4, command=UpdateWeights(version=4, source=WeightSource(path="/w/4"), label="s4", digest="0" * 64)
         ),
         "pause": Recorded(epoch=2, command=Pause(mode="wait")),
     },
@@ -95,6 +96,16 @@ SMALL = view_of(
 NARROW = """\
 fleet f at 14:03:22  4 workers: 2 serving, 1 outdated, 1 paused
 200 tokens/s  in flight 48/256  waiting 7  first 150 ms  next 12 ms  hits 25 %
+queue  normal  in hand
+m           7        2
+model  workers  tokens/s  epoch  version  weights from  state
+m            3       150      4        4  /w/4          paused (wait)
+  behind: w1 has weights 3, not 4, fetching; w2 is outdated: no such folder
+n            1      50.0      -        -  -             -
+command                of  epoch  for        done
+update_weights 4 (s4)  m       4  all        2 of 3
+drain                  m       3  2 workers  2 of 2
+pause wait             m       2  all        3 of 3
 state          worker  model  version  in flight    KV  tokens/s   first   next
 outdated       w2      m      3 of 4       12/64  40 %      50.0  150 ms  12 ms
   note: no such folder
@@ -106,17 +117,7 @@ serving        w1      m      3            12/64  40 %      50.0  150 ms  12 ms
 
 
 
-queue  normal  in hand
-m           7        2
-model  workers  tokens/s  epoch  version  weights from  state
-m            3       150      4        4  /w/4          paused (wait)
-  behind: w1 has weights 3, not 4, fetching; w2 is outdated: no such folder
-n            1      50.0      -        -  -             -
-command                of  epoch  for        done
-update_weights 4 (s4)  m       4  all        2 of 3
-drain                  m       3  2 workers  2 of 2
-pause wait             m       2  all        3 of 3
-q quit  s sort: state  p model: all  up, down, page: 1 to 4 of 4
+q quit  s sort: state  p model: all  up, down, page: lines 1 to 17 of 17
 """
 WIDE_WORKERS = """\
 state          worker  model  version  in flight    KV  tokens/s   first   next  hits  note
@@ -136,7 +137,7 @@ update_weights 4 (s4)  m       4  all        2 of 3
 
 def shown(view: TopView, options: TopOptions = DEFAULT, width: int = 80, height: int = 24) -> list[str]:
     """Return the lines of a screen without trailing blanks."""
-    lines = draw(view, options, width, height).text.plain.split("\n")
+    lines = draw(view, options, Page(), width, height).plain.split("\n")
     assert len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
     return [line.rstrip() for line in lines]
@@ -167,22 +168,24 @@ def test_a_large_screen_shows_all_columns() -> None:
 def test_a_screen_of_any_size_is_filled_without_longer_lines(width: int, height: int, sort: Any, first: int) -> None:
     """A screen of any size is filled, and no line is longer than the terminal."""
     fleet = view_of(*[{}] * 30, problem="the connection to NATS is down", desired={"m": DESIRED})
-    screen = draw(fleet, TopOptions(sort=sort, first=first), width, height)
-    lines = screen.text.plain.split("\n")
+    page = Page()
+    page.first = first
+    lines = draw(fleet, TopOptions(sort=sort), page, width, height).plain.split("\n")
 
     assert len(lines) == height
     assert max(map(cell_len, lines)) <= width
-    assert screen.options.first <= max(30 - screen.rows, 0)
 
 
 def test_a_thousand_workers_are_scrolled() -> None:
-    """The last page ends with the last worker, even after scrolling further."""
-    fleet = view_of(*[{"name": f"w{number:03}"} for number in range(1000)])
-    screen = draw(fleet, TopOptions(first=10**6), 80, 24)
+    """The last page ends with the last worker, even after scrolling further, and the first lines stay."""
+    fleet, page = view_of(*[{"name": f"w{number:03}"} for number in range(1000)]), Page()
+    page.press("end")
+    page.press("down")
+    first, *_, last, keys = draw(fleet, DEFAULT, page, 80, 24).plain.split("\n")
 
-    assert screen.options.first == 1000 - screen.rows
-    assert f"page: {screen.options.first + 1} to 1,000 of 1,000" in screen.text.plain
-    assert column(fleet, 1, TopOptions(first=17))[:2] == ["w017", "w018"]
+    assert first.startswith("fleet f at 14:03:22  1,000 workers")
+    assert last.startswith("serving  w999 ")
+    assert keys.endswith("page: lines 983 to 1,003 of 1,003")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,7 @@ def test_one_model_is_shown() -> None:
     assert column(SMALL, 1, TopOptions(model="n")) == ["w3"]
     assert not any(line.startswith(("m ", "update_weights", "queue")) for line in lines)
     assert "p model: n" in lines[-1]
-    assert "no workers" in shown(SMALL, TopOptions(model="gone"))[-1]
+    assert shown(SMALL, TopOptions(model="gone"))[0].endswith("0 workers")
 
 
 def test_old_data_is_marked_while_nats_is_down() -> None:
@@ -251,7 +254,7 @@ def test_escapes_and_markup_of_peers_are_shown_as_text(width: int) -> None:
         queue_problems={HOSTILE_MODEL: HOSTILE},
     )
     for options in (TopOptions(), TopOptions(model=HOSTILE_MODEL)):
-        text = draw(fleet, options, width, 40).text
+        text = draw(fleet, options, Page(), width, 40)
         assert all(char.isprintable() or char == "\n" for char in text.plain)
         assert len(text.plain.split("\n")) == 40
         assert r"[red]\x1b[2J" in text.plain
@@ -330,24 +333,29 @@ def test_json_has_the_chosen_model_in_the_chosen_order() -> None:
     assert (other["queues"], other["desired"], other["rates"]["models"].keys()) == ([], {}, {"n"})
 
 
-def test_keys_change_what_is_shown() -> None:
-    """A new sort or model scrolls to the top. Arrow and page keys scroll, but never above the first worker."""
-    options: TopOptions | None = TopOptions(first=5)
+def test_keys_choose_what_is_shown() -> None:
+    """Keys select the next sort and the next model, and other keys change neither."""
+    options: TopOptions | None = TopOptions()
     for sort in (*SORTS[1:], SORTS[0]):
         assert options is not None
-        options = press(options, "sort", ["m", "n"], 10)
+        options = choose(options, "sort", ["m", "n"])
         assert options == TopOptions(sort=sort)
     for model in ("m", "n", None):
         assert options is not None
-        options = press(options, "model", ["m", "n"], 10)
+        options = choose(options, "model", ["m", "n"])
         assert options == TopOptions(model=model)
-    assert press(TopOptions(model="gone", first=3), "model", ["m"], 10) == TopOptions(model="m")
-    moves: list[tuple[Key, int]] = [("up", 4), ("down", 6), ("page_up", 0), ("page_down", 15), ("home", 0)]
-    assert [press(TopOptions(first=5), key, [], 10) for key, _ in moves] == [TopOptions(first=at) for _, at in moves]
-    end = press(TopOptions(first=5), "end", [], 10)
-    assert end is not None
-    assert draw(SMALL, end, 80, 24).options.first == 0
-    assert press(TopOptions(), "quit", [], 10) is None
+    assert choose(TopOptions(model="gone"), "model", ["m"]) == TopOptions(model="m")
+    assert choose(DEFAULT, "down", ["m"]) is None
+
+
+def test_keys_scroll() -> None:
+    """Arrow and page keys scroll, but neither above the first line nor below the last."""
+    page, lines = Page(), [Text(f"line {number}") for number in range(50)]
+    steps: list[tuple[Key, int]] = [("down", 1), ("page_down", 10), ("up", 9), ("page_up", 0), ("end", 41), ("home", 0)]
+    for key, first in (*steps, steps[3]):
+        assert page.press(key)
+        assert page.draw(lines, 80, 10).plain.startswith(f"line {first}\n")
+    assert not page.press("quit")
 
 
 @given(st.data())
@@ -377,4 +385,4 @@ def test_a_worker_without_capabilities_shows_the_slots_of_its_presence() -> None
     """A worker without capabilities shows the slots of its presence."""
     fleet = view_of({"capabilities": None, "free_slots": 3})
 
-    assert "12/15" in shown(TopView(replace(fleet.state), fleet.rates, AT))[3]
+    assert "12/15" in shown(TopView(replace(fleet.state), fleet.rates, AT))[5]

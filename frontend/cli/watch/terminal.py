@@ -32,7 +32,7 @@ from ...follow import Heard, RecordedReader
 from ..console import print_json, write
 from ..exits import ExitCode
 from ..options import refuse_options
-from .top import Key, KeyReader, Screen, TopOptions, TopView, draw, folded, press, print_top, top_as_json
+from .top import Key, KeyReader, Page, TopOptions, TopView, choose, draw, print_top, top_as_json
 
 FIRST_READ_S: Final = 0.5
 """Seconds for NATS to answer before the first display. A healthy server answers in milliseconds."""
@@ -143,20 +143,17 @@ async def read_view(rb: Client) -> TopView:
 
 async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
     """Show the fleet on the terminal until a key or a signal ends it. If the server is down, show that and continue."""
-    shown: Screen
+    page = Page()
 
     def draw_view(width: int, height: int) -> Text:
-        nonlocal shown, options
-        shown = draw(view, options, width, height)
-        options = shown.options
-        return shown.text
+        return draw(view, options, page, width, height)
 
     def press_key(key: Key) -> bool:
         nonlocal options
-        models = sorted({worker.model for worker in view.state.workers})
-        pressed = press(options, key, models, shown.rows)
-        options = pressed or options
-        return pressed is not None
+        chosen = choose(options, key, sorted({worker.model for worker in view.state.workers}))
+        if chosen is not None:
+            options, page.first = chosen, 0
+        return page.press(key)
 
     with open_screen() as screen:
         async with following(watch_fleet(rb)) as refresh:
@@ -316,7 +313,7 @@ async def show_pages(
 
     def draw_state(width: int, height: int) -> Text:
         lines = lines_of(shown, width) if shown is not None else ["waiting for the state of the fleet"]
-        return page.draw([problem, *lines] if problem else lines, width, height)
+        return page.draw(map(Text, lines), width, height, [Text(problem)] if problem else ())
 
     with open_screen() as screen:
         async with asyncio.TaskGroup() as tasks:
@@ -325,31 +322,6 @@ async def show_pages(
             reading.cancel()
     if shown is not None:
         write("\n".join(lines_of(shown, shutil.get_terminal_size().columns)))
-
-
-class Page:
-    """The part of a longer text that is scrolled to."""
-
-    def __init__(self) -> None:
-        self._first = 0
-        self._room = 1
-
-    def draw(self, lines: Sequence[str], width: int, height: int) -> Text:
-        """Return the part of the lines that fits a terminal of this size."""
-        pieces = [piece for line in lines for piece in folded(Text(line), width)]
-        self._room = room = max(height - 1, 1)
-        self._first = first = max(min(self._first, len(pieces) - room), 0)
-        where = f"lines {first + 1} to {min(first + room, len(pieces))} of {len(pieces)}"
-        keys = Text(f"q quit  up, down, page: {where}"[:width], "dim")
-        page = pieces[first : first + room]
-        blank = [Text()] * (room - len(page))
-        return Text("\n").join([*page, *blank, keys][:height])
-
-    def press(self, key: Key) -> bool:
-        """Scroll. Return False if the key ends the display."""
-        pressed = press(TopOptions(first=self._first), key, [], self._room)
-        self._first = self._first if pressed is None else pressed.first
-        return pressed is not None
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,8 @@ import dataclasses
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final, Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
@@ -82,8 +81,6 @@ class TopOptions:
     sort: Sort = "state"
     model: str | None = None
     """None for workers of all models."""
-    first: int = 0
-    """Number of workers above the screen."""
 
 
 class KeyReader:
@@ -102,28 +99,23 @@ class KeyReader:
         return [KEY_OF[sequence] for sequence in found if sequence in KEY_OF]
 
 
-def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> TopOptions | None:
-    """Return the choices after a key; None if the key ends the display.
+def choose(options: TopOptions, key: Key, models: Sequence[str]) -> TopOptions | None:
+    """Return the choices after a key; None if the key changes none.
 
     Args:
         models: models of the fleet, in the order in which the key `p` selects them.
-        rows: number of workers on the screen.
     """
-    match key:
-        case "quit":
-            return None
-        case "sort":
-            return dataclasses.replace(options, sort=SORTS[(SORTS.index(options.sort) + 1) % len(SORTS)], first=0)
-        case "model":
-            choices = [None, *models]
-            number = choices.index(options.model) if options.model in choices else 0
-            return dataclasses.replace(options, model=choices[(number + 1) % len(choices)], first=0)
-    steps = {"up": -1, "down": 1, "page_up": -rows, "page_down": rows, "home": -options.first, "end": _BEYOND}
-    return dataclasses.replace(options, first=max(options.first + steps.get(key, 0), 0))
+    if key == "sort":
+        return dataclasses.replace(options, sort=SORTS[(SORTS.index(options.sort) + 1) % len(SORTS)])
+    if key != "model":
+        return None
+    choices = [None, *models]
+    number = choices.index(options.model) if options.model in choices else 0
+    return dataclasses.replace(options, model=choices[(number + 1) % len(choices)])
 
 
 _BEYOND: Final = 1_000_000
-"""More rows than a fleet has. The screen stops at the last row."""
+"""More lines than a text has. The screen stops at the last line."""
 
 
 def per_s(rate: float) -> str:
@@ -320,8 +312,6 @@ def states_text(workers: Sequence[WorkerPresence]) -> str:
     return f"{len(workers):,} worker{'s' * (len(workers) != 1)}" + (f": {listed}" if listed else "")
 
 
-MIN_WORKERS: Final = 4
-"""Minimum number of lines of the table of workers, with its titles. With less room, the lowest table is left out."""
 _MODEL: Final = COLUMNS.index("model")
 _STYLES: Final = {
     WorkerState.SERVING: "green",
@@ -344,16 +334,6 @@ class TopView:
     """Unix time."""
     problem: str | None = None
     """Reason why the displayed state may be old; None if it is current."""
-
-
-class Screen(NamedTuple):
-    """Content of the screen."""
-
-    text: Text
-    options: TopOptions
-    """The user's choices, with `first` limited so that the last worker stays visible."""
-    rows: int
-    """Number of workers that fit on the screen."""
 
 
 def heading(view: TopView, options: TopOptions, width: int | None = None) -> list[str]:
@@ -380,47 +360,66 @@ def heading(view: TopView, options: TopOptions, width: int | None = None) -> lis
     return [f"{whose} at {at}  {states_text(workers)}", second]
 
 
-def draw(view: TopView, options: TopOptions, width: int, height: int) -> Screen:
-    """Return the screen of a terminal of this size."""
+class Page:
+    """The part of a longer text that is scrolled to."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        """Number of lines above the screen."""
+        self._room = 1
+
+    def draw(
+        self, lines: Iterable[Text], width: int, height: int, above: Iterable[Text] = (), keys: str = "q quit"
+    ) -> Text:
+        """Return the part of the lines that fits a terminal of this size, between lines that stay and a line of keys.
+
+        Args:
+            above: lines that stay at the top.
+            keys: the keys that have an effect beside those that scroll.
+        """
+        head, pieces = ([piece for line in each for piece in folded(line, width)] for each in (above, lines))
+        self._room = room = max(height - len(head) - 1, 1)
+        # The last page ends with the last line.
+        self.first = first = max(min(self.first, len(pieces) - room), 0)
+        shown = pieces[first : first + room]
+        where = f"lines {first + 1:,} to {first + len(shown):,} of {len(pieces):,}"
+        last = Text(f"{keys}  up, down, page: {where}"[:width], "dim")
+        return Text("\n").join([*head, *shown, *[Text()] * (room - len(shown)), last][:height])
+
+    def press(self, key: Key) -> bool:
+        """Scroll. Return False if the key ends the display."""
+        room = self._room
+        steps = {"up": -1, "down": 1, "page_up": -room, "page_down": room, "home": -self.first, "end": _BEYOND}
+        self.first = max(self.first + steps.get(key, 0), 0)
+        return key != "quit"
+
+
+def draw(view: TopView, options: TopOptions, page: Page, width: int, height: int) -> Text:
+    """Return the screen of a terminal of this size: the figures of the fleet, its tables, and the workers last."""
     view = _select(view, options)
     above = [Text(line, "bold" if not number else "") for number, line in enumerate(heading(view, options, width))]
     if view.problem is not None:
         above.append(Text(printable(view.problem), "bold red"))
-    above = [part for line in above for part in folded(line, width)]
-    most, left = max(height // 8, 1), height - len(above) - 1
-    tables = _fitting([_table(each, width, most) for each in sections(view.state, view.rates)], left)
+    lines = []
+    for section in sections(view.state, view.rates):
+        lines += _table(section, width, max(height // 8, 1))
     workers = sorted_workers(view.state.workers, view.rates, options.sort)
-    num_keys = len(folded(_keys(options, len(workers), len(workers)), width))
-    room = max(height - len(above) - sum(map(len, tables)) - num_keys - 1, 1)
-    # The last page ends with the last worker.
-    last = _workers_table(view.rates, workers[-room:], width, options)
-    end = len(workers) - _num_fitting([*reversed(last[1:])], room)
-    options = dataclasses.replace(options, first=max(min(options.first, end), 0))
-    head, *blocks = _workers_table(view.rates, workers[options.first : options.first + room], width, options)
-    num_shown = _num_fitting(blocks, room)
-    keys = folded(_keys(options, num_shown, len(workers)), width)
-    below = [*(line for lines in tables for line in lines), *keys]
-    size = max(height - len(above) - len(below), 0)
-    table = [*head, *(line for block in blocks[: num_shown + 1] for line in block)][:size]
-    lines = [*above, *table, *[Text()] * (size - len(table)), *below]
-    return Screen(Text("\n").join(lines[:height]), options, num_shown)
+    cells = [worker_cells(worker, view.rates.of(worker.worker)) for worker in workers]
+    if options.model is not None or len({worker.model for worker in workers}) < 2:
+        # The table of models has the model.
+        cells = [[NONE if i == _MODEL else cell for i, cell in enumerate(row)] for row in cells]
+    table = lay_out(COLUMNS, cells, width, SPARE_COLUMNS)
+    lines.append(Text(table.head, "reverse"))
+    for worker, row in zip(workers, table.rows, strict=True):
+        first = Text(row[0])
+        first.stylize(_STYLES.get(worker.state, "red"), 0, len(state_cell(worker)))
+        lines += [first, *map(Text, row[1:])]
+    model = "all" if options.model is None else printable(options.model)
+    return page.draw(lines, width, height, above, f"q quit  s sort: {options.sort}  p model: {model}")
 
 
 def _select(view: TopView, options: TopOptions) -> TopView:
     return dataclasses.replace(view, state=of_model(view.state, options.model))
-
-
-def _num_fitting(blocks: Sequence[Sequence[Text]], room: int) -> int:
-    """Return how many of the first blocks fit as a whole, at least one if there are any."""
-    ends = accumulate(map(len, blocks))
-    return min(max(sum(end <= room for end in ends), 1), len(blocks))
-
-
-def _fitting(tables: list[list[Text]], height: int) -> list[list[Text]]:
-    """Return the tables that leave room for workers."""
-    while tables and height - sum(map(len, tables)) < MIN_WORKERS:
-        tables = tables[:-1]
-    return tables
 
 
 def _table(section: Section, width: int, most: int) -> list[Text]:
@@ -428,8 +427,7 @@ def _table(section: Section, width: int, most: int) -> list[Text]:
     if most < len(section.rows):
         titles[0] += f" ({most} of {len(section.rows):,})"
     table = lay_out(titles, section.rows[:most], width, section.spare)
-    lines = [Text(table.head, "reverse"), *(Text(line) for row in table.rows for line in row)]
-    return [part for line in lines for part in folded(line, width)]
+    return [Text(table.head, "reverse"), *(Text(line) for row in table.rows for line in row)]
 
 
 def folded(line: Text, width: int) -> list[Text]:
@@ -449,29 +447,6 @@ def _cuts(text: str, width: int) -> list[int]:
             cuts.append(number)
             used = cell_len(char)
     return cuts
-
-
-def _workers_table(
-    rates: FleetRates, workers: Sequence[WorkerPresence], width: int, options: TopOptions
-) -> list[list[Text]]:
-    """Return the lines of the titles, and of each worker."""
-    rows = [worker_cells(worker, rates.of(worker.worker)) for worker in workers]
-    if options.model is not None or len({worker.model for worker in workers}) < 2:
-        # The table below the workers has the model.
-        rows = [[NONE if i == _MODEL else cell for i, cell in enumerate(row)] for row in rows]
-    table = lay_out(COLUMNS, rows, width, SPARE_COLUMNS)
-    blocks = [folded(Text(table.head, "reverse"), width)]
-    for worker, lines in zip(workers, table.rows, strict=True):
-        texts = [Text(line) for line in lines]
-        texts[0].stylize(_STYLES.get(worker.state, "red"), 0, len(state_cell(worker)))
-        blocks.append([part for text in texts for part in folded(text, width)])
-    return blocks
-
-
-def _keys(options: TopOptions, num_shown: int, count: int) -> Text:
-    where = f"{options.first + 1:,} to {options.first + num_shown:,} of {count:,}" if num_shown else "no workers"
-    model = "all" if options.model is None else printable(options.model)
-    return Text(f"q quit  s sort: {options.sort}  p model: {model}  up, down, page: {where}", "dim")
 
 
 def print_top(view: TopView, options: TopOptions) -> None:

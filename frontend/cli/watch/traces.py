@@ -34,8 +34,8 @@ from ...command_json import RequestQuery, answer_of, find_timelines, unknown_req
 from ..console import print_json, write
 from ..exits import CommandFailed, ExitCode
 from ..tables import NONE, TableLines, lay_out, printable, wrapped
-from .terminal import Page, is_capable, open_screen
-from .top import Key
+from .terminal import is_capable, open_screen
+from .top import Key, Page
 
 ATTEMPTS = ("attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end")
 SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", "tokens/s")
@@ -76,11 +76,7 @@ def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
             "" if lost else f"{timeline.prompt_tokens:,}",
             "" if last is None or last.tokens is None else f"{last.tokens:,}",
             ", ".join(map(str, dict.fromkeys(versions))),
-            f"lost: {printable(lost.reason or '')}"
-            if lost
-            else "in flight"
-            if ended is None
-            else printable(ended.reason or ""),
+            f"{'lost: ' if lost else ''}{printable(last.reason or '')}" if last else "in flight",
         ]
 
 
@@ -294,7 +290,7 @@ class Browser:
         problem = wrapped(printable(self.problem), width) if self.problem else []
         if self.opened is not None:
             lines = [f"request {printable(self.opened)}"] if self.trace is None else trace_lines(self.trace, width)
-            return self.page.draw([*problem, *lines], width, height)
+            return self.page.draw(map(Text, lines), width, height, map(Text, problem))
         if self.found is None:
             return Text("\n").join(map(Text, [*problem, f"{self.query.show}: waiting for the workers"]))
         table, number = list_table(self.found, width), self._number()
