@@ -1,6 +1,5 @@
 """Acks that workers send for commands: JSON, readable with `nats sub`."""
 
-import enum
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -8,13 +7,13 @@ from msgspec import Meta
 
 from . import limits
 from .checks import check_int, check_request_id, check_subject_token
-from .errors import ControlCode
+from .errors import ControlCode, OpenEnum
 from .limits import Count, ErrorText, Name, Version
 from .telemetry import ExpertLoad, RequestTimeline
 from .weights import Canary, Digest, Staging, UpdateTiming, Verified
 
 
-class AckStatus(enum.StrEnum):
+class AckStatus(OpenEnum):
     """The progress of a worker with a command. Append-only."""
 
     ACCEPTED = "accepted"
@@ -32,10 +31,6 @@ class AckStatus(enum.StrEnum):
     """A later command replaced this command. Final."""
     UNKNOWN = "unknown"
     """Never sent: the value for a newer worker's status."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "AckStatus":
-        return cls.UNKNOWN
 
     @property
     def is_final(self) -> bool:

@@ -8,6 +8,7 @@ import operator
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import compress
 from typing import Any, Final
 
@@ -242,12 +243,11 @@ def _pack_ids(value: Sequence[object]) -> npt.NDArray[np.int32] | None:
 
 def _make_int64(field: str, value: Sequence[object]) -> npt.NDArray[np.int64]:
     # numpy would convert True to 1 and make a float array for 2.0. A check of each entry names the wrong entry.
-    if set(map(type, value)) != {int}:
-        value = [check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)]
-    try:
-        return np.array(value, np.int64)
-    except OverflowError:
-        return np.array([check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)])
+    if set(map(type, value)) == {int}:
+        with suppress(OverflowError):
+            return np.array(value, np.int64)
+    ids = [check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)]
+    return np.array(ids, np.int64)
 
 
 def check_json(field: str, value: object, depth: int = limits.MAX_EXTRA_DEPTH) -> object:

@@ -227,12 +227,7 @@ class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def exception(self, request_id: str) -> RequestError:
         """Return the exception that the caller of the request receives."""
         return request_error(
-            self.code,
-            self.message,
-            request_id=request_id,
-            field=self.field,
-            problem=self.problem,
-            allowed=self.allowed,
+            self.code, self.message, request_id=request_id, field=self.field, problem=self.problem, allowed=self.allowed
         )
 
 

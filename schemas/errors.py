@@ -23,7 +23,7 @@ import enum
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 FREE_SPACE: Final = "free space, then the same command continues"
 """Advice for a full disk."""
@@ -46,7 +46,15 @@ class ErrorFacts(NamedTuple):
     """True if the error of an attempt does not predict an error of the next attempt, so the client starts another."""
 
 
-class ErrorCode(enum.StrEnum):
+class OpenEnum(enum.StrEnum):
+    """Names to which newer peers may append. A name that this process does not know decodes as `UNKNOWN`."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        return cls["UNKNOWN"]
+
+
+class ErrorCode(OpenEnum):
     """The reason why a request failed, as in a terminal chunk. Append-only; `ERRORS` explains each code."""
 
     facts: ErrorFacts
@@ -92,16 +100,11 @@ class ErrorCode(enum.StrEnum):
     )
     UNKNOWN = "unknown", "a newer peer sent a code that this process does not know", "worker", False, True
 
-    @classmethod
-    def _missing_(cls, value: object) -> "ErrorCode":
-        """Decode a code of a newer peer as UNKNOWN, so that its frame still decodes."""
-        return cls.UNKNOWN
-
 
 ERRORS: Final = {code: code.facts for code in ErrorCode}
 
 
-class ControlCode(enum.StrEnum):
+class ControlCode(OpenEnum):
     """The reason why a command was not executed. Append-only."""
 
     INVALID_COMMAND = "invalid_command"
@@ -148,10 +151,6 @@ class ControlCode(enum.StrEnum):
     """The source is a LoRA adapter, where a whole checkpoint is needed."""
     UNKNOWN = "unknown"
     """Never sent: the value for a newer worker's code."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "ControlCode":
-        return cls.UNKNOWN
 
 
 def is_disk_full(error: BaseException | None) -> bool:

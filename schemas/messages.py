@@ -28,13 +28,8 @@ from .telemetry import LostAttempt, ServiceMessage
 FrameNumber = Annotated[int, Meta(ge=0, le=2**53)]
 ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
 _untyped_decoder = msgspec.msgpack.Decoder()
-_presence_decoder = msgspec.json.Decoder(WorkerPresence)
 _command_decoder = msgspec.json.Decoder(AnyCommand)
 _commands = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyCommand)}
-_ack_decoder = msgspec.json.Decoder(Ack)
-_desired_decoder = msgspec.json.Decoder(DesiredState)
-_client_presence_decoder = msgspec.json.Decoder(ClientPresence)
-_service_decoder = msgspec.json.Decoder(ServiceMessage)
 _T = TypeVar("_T")
 _chunks_decoder = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)])
 _chunk_decoder = msgspec.msgpack.Decoder(Chunk)
@@ -209,21 +204,8 @@ def _dec_hook(kind: type, value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-
-
 _json_encoder = msgspec.json.Encoder(enc_hook=_enc_hook_json)
-
-
-_request_message_decoder = msgspec.msgpack.Decoder(RequestMessage)
-
-
 _request_decoder = msgspec.msgpack.Decoder(GenerateRequest, dec_hook=_dec_hook)
-
-
-_frame_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-_link_decoder = msgspec.msgpack.Decoder(LinkMessage)
 
 
 class _CommandHead(msgspec.Struct):
@@ -260,9 +242,30 @@ def priority_of(raw: bytes | msgspec.Raw) -> int:
         return 0
 
 
-def decode_request_message(data: bytes) -> RequestMessage:
-    """Decode the envelope of a request. `decode_request` decodes the request in it."""
-    return _decode(_request_message_decoder.decode, data, "request message", "map")
+def _decoder(kind: type[_T], what: str, form: Form = "json") -> Callable[[bytes], _T]:
+    """Return the function that decodes messages of one kind. `what` is their name in errors."""
+    decoder = msgspec.json.Decoder(kind) if form == "json" else msgspec.msgpack.Decoder(kind)
+    decode = decoder.decode
+
+    def decode_message(data: bytes) -> _T:
+        try:
+            return decode(data)
+        except MALFORMED as exc:
+            raise RemoteProtocolError(f"{what}: {why_malformed(exc, data, form)}") from None
+
+    return decode_message
+
+
+decode_request_message = _decoder(RequestMessage, "request message", "map")
+"""Decodes the envelope of a request. `decode_request` decodes the request in it."""
+decode_frame = _decoder(Frame, "frame", "array")
+"""Decodes a frame into a copy that does not refer to the bytes."""
+decode_link_message = _decoder(LinkMessage, "link message", "array")
+decode_presence = _decoder(WorkerPresence, "presence")
+decode_client_presence = _decoder(ClientPresence, "client presence")
+decode_ack = _decoder(Ack, "ack")
+decode_desired = _decoder(DesiredState, "desired state")
+decode_service_message = _decoder(ServiceMessage, "service message")
 
 
 def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
@@ -294,21 +297,6 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
         raise RemoteProtocolError(f"request: {describe(fields)}, not a map")
     build_request(fields)
     raise InvalidRequest("request", f"does not decode: {problem}", "a map of its fields")
-
-
-def decode_frame(data: bytes) -> Frame:
-    """Decode a frame into a copy that does not refer to `data`."""
-    return _decode(_frame_decoder.decode, data, "frame", "array")
-
-
-def decode_link_message(data: bytes) -> LinkMessage:
-    """Decode a client's message to a worker."""
-    return _decode(_link_decoder.decode, data, "link message", "array")
-
-
-def decode_presence(data: bytes) -> WorkerPresence:
-    """Decode a worker's presence from JSON."""
-    return _decode(_presence_decoder.decode, data, "presence")
 
 
 def decode_command(data: bytes) -> AnyCommand:
@@ -348,33 +336,6 @@ def command_id_of(data: bytes) -> str | None:
         return check_request_id("id", _read_head(data, "id"))
     except InvalidRequest:
         return None
-
-
-def decode_ack(data: bytes) -> Ack:
-    """Decode a worker's command ack from JSON."""
-    return _decode(_ack_decoder.decode, data, "ack")
-
-
-def decode_desired(data: bytes) -> DesiredState:
-    """Decode a model's desired state from JSON."""
-    return _decode(_desired_decoder.decode, data, "desired state")
-
-
-def decode_client_presence(data: bytes) -> ClientPresence:
-    """Decode a client's presence from JSON."""
-    return _decode(_client_presence_decoder.decode, data, "client presence")
-
-
-def decode_service_message(data: bytes) -> ServiceMessage:
-    """Decode the message of an HTTP service from JSON."""
-    return _decode(_service_decoder.decode, data, "service message")
-
-
-def _decode(decode: Callable[[bytes], _T], data: bytes, what: str, form: Form = "json") -> _T:
-    try:
-        return decode(data)
-    except MALFORMED as exc:
-        raise RemoteProtocolError(f"{what}: {why_malformed(exc, data, form)}") from None
 
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,24 +390,7 @@ def decode_frame_header(data: bytes) -> FrameHeader | None:
         header = _header_decoder.decode(data)
     except MALFORMED:
         return None
-    keys, bad_keys = _find_requests(header)
-    return FrameHeader(
-        incarnation=header.incarnation,
-        number=header.number,
-        link=header.link,
-        client_incarnation=header.client_incarnation,
-        keys=keys,
-        bad_keys=bad_keys,
-    )
-
-
-def _find_requests(header: _Header) -> tuple[frozenset[RequestKey], frozenset[RequestKey]]:
-    """Return all requests that a frame names, and the requests whose chunks do not decode.
-
-    Return two empty sets if any name does not decode.
-    """
-    keys: set[RequestKey] = set()
-    bad_keys: set[RequestKey] = set()
+    keys, bad_keys = set[RequestKey](), set[RequestKey]()
     try:
         keys.update(_offers_decoder.decode(header.admitted))
         for raw in _chunks_decoder.decode(header.chunks):
@@ -456,8 +400,9 @@ def _find_requests(header: _Header) -> tuple[frozenset[RequestKey], frozenset[Re
             if not _decodes(raw):
                 bad_keys.add(key)
     except MALFORMED:
-        return frozenset(), frozenset()
-    return frozenset(keys), frozenset(bad_keys)
+        keys, bad_keys = set(), set()
+    own = {name: getattr(header, name) for name in ("incarnation", "number", "link", "client_incarnation")}
+    return FrameHeader(**own, keys=frozenset(keys), bad_keys=frozenset(bad_keys))
 
 
 def _decodes(raw: msgspec.Raw) -> bool:

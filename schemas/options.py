@@ -47,7 +47,7 @@ Option = Callable[[Any], object]
 """Adds one or more options to a parser, or to a group of one."""
 
 
-def arg(name: str, value: str | Collection[str] | None, text: str, **settings: Any) -> Option:
+def arg(name: str, value: str | Collection[object] | None, text: str, **settings: Any) -> Option:
     """Return an argument or an option with a value.
 
     Args:

@@ -1,6 +1,5 @@
 """Presence of workers and clients, with the counters of a worker: JSON, readable with `nats sub`."""
 
-import enum
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,6 +8,7 @@ from msgspec import Meta
 from . import limits
 from .checks import check_name, check_subject_token
 from .control import PauseMode
+from .errors import OpenEnum
 from .limits import Count, Name, NonEmptyName, Seconds, Version
 from .rows import DTYPES
 from .weights import Digest, OpenTransfer, PublishedVersion, Staging
@@ -214,7 +214,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if the worker decodes `show` of `read_request` and receives reads on `read.<client>.<worker>`."""
 
 
-class WorkerState(enum.StrEnum):
+class WorkerState(OpenEnum):
     """The state of a worker. Append-only."""
 
     STARTING = "starting"
@@ -244,10 +244,6 @@ class WorkerState(enum.StrEnum):
     """The worker shuts down normally. Its open requests resume on other workers immediately."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a newer state as this value. Counts as present, but gets no new requests."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "WorkerState":
-        return cls.UNKNOWN
 
     @property
     def is_present(self) -> bool:
@@ -392,7 +388,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
         return self.weight_version if adapter is None else adapter
 
 
-class ClientState(enum.StrEnum):
+class ClientState(OpenEnum):
     """The state of a client. Append-only."""
 
     LIVE = "live"
@@ -401,10 +397,6 @@ class ClientState(enum.StrEnum):
     """The last message of a client that closes normally. Workers end its requests."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a state of a newer client as this value. Counts as live."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "ClientState":
-        return cls.UNKNOWN
 
 
 class ClientPresence(msgspec.Struct, frozen=True, kw_only=True):

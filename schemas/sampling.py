@@ -10,16 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from . import limits
-from .checks import (
-    FieldChecks,
-    check_bool,
-    check_float,
-    check_int,
-    check_json,
-    check_name,
-    check_token_ids,
-    describe,
-)
+from .checks import FieldChecks, check_bool, check_float, check_int, check_json, check_name, check_token_ids, describe
 from .decoding import nearest
 from .errors import InvalidRequest
 
