@@ -179,11 +179,7 @@ def test_the_status_says_which_workers_failed_and_why(
     [
         ({"applied": APPLIED, "missing": {"b": "its lease expired"}}, None, True),
         ({"applied": APPLIED, "missing": {"b": "its lease expired"}, "epochs": {}}, None, False),
-        (
-            {"applied": APPLIED, "missing": {"b": "its lease expired", "c": "it did not answer"}},
-            None,
-            False,
-        ),
+        ({"applied": APPLIED, "missing": {"b": "its lease expired", "c": "it did not answer"}}, None, False),
         ({"applied": APPLIED, "missing": {"b": "its lease expired"}}, "update_weights", False),
         ({"applied": APPLIED, "missing": {"b": "its lease expired"}, "failed": IN_USE}, None, False),
         ({"missing": {"b": "its lease expired"}}, None, False),

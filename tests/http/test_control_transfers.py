@@ -50,10 +50,7 @@ async def test_a_transfer_of_a_client_is_held_until_an_admin_cancels_it(
 ) -> None:
     """The start of another owner is 409 with the holder and the age of its transfer. An admin may cancel any."""
     settings = Settings(token="data", admin_token="secret")
-    async with (
-        control(settings=settings) as c,
-        rollbus.connect(nats_url, fleet=fleet, client="trainer") as trainer,
-    ):
+    async with control(settings=settings) as c, rollbus.connect(nats_url, fleet=fleet, client="trainer") as trainer:
         c.http.client.headers["Authorization"] = "Bearer secret"
         await trainer.fleet.wait_for_workers()
         await trainer.fleet.start_weight_update()

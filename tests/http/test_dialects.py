@@ -321,8 +321,8 @@ async def test_engines_sleep_and_wake(control: Control) -> None:
 
 def test_a_known_route_that_is_not_served_names_a_served_route() -> None:
     """The reason of each route with 501 names a served route, or says that none can do it."""
-    served = {path for _, path in {**OPEN, **DATA, **ADMIN}} - {path for _, path in INSTEAD}
-    for (_, path), instead in INSTEAD.items():
+    served = {path for _, path in {**OPEN, **DATA, **ADMIN}} - INSTEAD.keys()
+    for path, instead in INSTEAD.items():
         assert any(other in instead for other in served), path
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import HttpError
-from ..service import Handler, HttpRoute, RouteTable, Service
+from ..service import HttpRoute, RouteTable, Service
 from . import areal, bodies, commands, reads
 from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
 from .bodies import read_fields
@@ -80,47 +80,40 @@ _NO_XCCL: Final = (
     "AReaL's broadcasts need its code inside the engines; set its weight_update_mode to disk, so that it uses"
     " /areal_update_weights"
 )
+_NO_MEDIA: Final = "this service accepts no images, audio or video; use /reset_prefix_cache"
 INSTEAD: Final = {
-    ("POST", "/init_broadcaster"): (
+    "/init_broadcaster": (
         "prime-rl's broadcasts over NCCL and NIXL need prime-rl's code inside the engines; use its broadcast through"
         " the filesystem (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
     ),
-    ("POST", "/reload_weights"): "use /v1/rl/update_weights with the path of the first checkpoint and allow_rollback",
-    (
-        "POST",
-        "/start_draft_weight_update",
-    ): "use /update_weights: this service has no draft models with separate weights",
-    ("POST", "/release_kv_cache_memory"): "use /sleep, which frees the KV cache and all other memory of the engine",
-    ("POST", "/shutdown_weight_transfer_engine"): (
+    "/reload_weights": "use /v1/rl/update_weights with the path of the first checkpoint and allow_rollback",
+    "/start_draft_weight_update": "use /update_weights: this service has no draft models with separate weights",
+    "/release_kv_cache_memory": "use /sleep, which frees the KV cache and all other memory of the engine",
+    "/shutdown_weight_transfer_engine": (
         "engines stay in the group of /init_weight_transfer_engine until they exit; restart the workers to leave it"
     ),
-    ("POST", "/weight_checker"): (
-        "use /v1/rl/state: each worker verifies its weights against the files and with a canary"
-    ),
-    (
-        "POST",
-        "/v1/embeddings",
-    ): "no model of the fleet embeds, classifies or ranks; /v1/models lists the models that generate",
-    ("POST", "/reset_mm_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
-    ("POST", "/reset_encoder_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
-    ("POST", "/areal_init_weights_update_group"): _NO_XCCL,
-    ("POST", "/areal_set_update_weight_meta"): _NO_XCCL,
-    ("POST", "/areal_set_update_weight_meta_lora"): _NO_XCCL,
-    ("POST", "/areal_update_weights_xccl"): _NO_XCCL,
-    ("POST", "/areal_update_weights_lora_xccl"): _NO_XCCL,
+    "/weight_checker": "use /v1/rl/state: each worker verifies its weights against the files and with a canary",
+    "/v1/embeddings": "no model of the fleet embeds, classifies or ranks; /v1/models lists the models that generate",
+    "/reset_mm_cache": _NO_MEDIA,
+    "/reset_encoder_cache": _NO_MEDIA,
+    "/areal_init_weights_update_group": _NO_XCCL,
+    "/areal_set_update_weight_meta": _NO_XCCL,
+    "/areal_set_update_weight_meta_lora": _NO_XCCL,
+    "/areal_update_weights_xccl": _NO_XCCL,
+    "/areal_update_weights_lora_xccl": _NO_XCCL,
 }
-"""The alternative to each route, by method and path."""
+"""The alternative to each route, by path, all of them `POST`."""
 
 
-def _refusal(method: str, path: str, instead: str) -> Handler:
+def _refusal(path: str, instead: str) -> HttpRoute:
     async def refuse(_service: Service, _request: Request) -> Response:
-        raise HttpError(501, f"{method} {path} is not served: {instead}", code="not_served")
+        raise HttpError(501, f"POST {path} is not served: {instead}", code="not_served")
 
     refuse.__doc__ = f"Not served: {instead}."
-    return refuse
+    return HttpRoute(refuse, answer={})
 
 
-_ALL: Final[RouteTable] = {key: HttpRoute(_refusal(*key, instead), answer={}) for key, instead in INSTEAD.items()}
+_ALL: Final[RouteTable] = {("POST", path): _refusal(path, instead) for path, instead in INSTEAD.items()}
 DATA_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key[1].startswith("/v1/")}
 """Routes of OpenAI, whose clients have the data token."""
 NOT_SERVED_ROUTES: Final[RouteTable] = {key: route for key, route in _ALL.items() if key not in DATA_ROUTES}

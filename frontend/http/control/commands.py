@@ -5,7 +5,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
-from typing import Final, Generic
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -114,6 +114,9 @@ KEY_HEADER: Final = "Idempotency-Key"
 KEY: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+Other = TypeVar("Other", bound=bodies.SendBody)
+
+
 @dataclass(frozen=True, slots=True)
 class CommandCall(Generic[Fields]):
     """One HTTP request for a command: its decoded fields, and the style of the answer."""
@@ -141,8 +144,14 @@ class CommandCall(Generic[Fields]):
     def options(self) -> JsonObject:
         """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
         fields = self.fields
-        options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s, "by": self.user}
-        return {name: value for name, value in {**options, "id": self.id}.items() if value is not None}
+        options = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
+        own = {**options, "by": self.user, "id": self.id}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def with_fields(self, kind: type[Other], **fields: Any) -> "CommandCall[Other]":
+        """Return this call with the fields of another route for the same workers."""
+        same = {name: getattr(self.fields, name) for name in bodies.SendBody.__struct_fields__}
+        return CommandCall(self.service, self.request, kind(**same, **fields), self.style, self.id, self.recorded)
 
     @property
     def recorded_version(self) -> int | None:
@@ -222,7 +231,7 @@ async def pause(call: CommandCall[bodies.PauseBody]) -> Response:
     command = Pause(mode=mode, clear_cache=clear_cache, **call.options)
     if fields.is_async or wants_async(call.request):
         return await begin_pause(call.service, command)
-    return await call.answer(call.fleet.send(command), "pause", _is_paused)
+    return await call.answer(call.fleet.send(command), "pause", _describe_pause)
 
 
 def _pause_mode(fields: bodies.PauseBody) -> PauseMode:
@@ -237,9 +246,8 @@ def _pause_mode(fields: bodies.PauseBody) -> PauseMode:
     return "wait"
 
 
-def _is_paused(ledger: bus.CommandResult) -> dict[str, object]:
-    in_flight = sum(ack.in_flight for ack in ledger.applied.values())
-    return {"status": "paused", "inflight_requests": in_flight}
+def _describe_pause(ledger: bus.CommandResult) -> dict[str, object]:
+    return {"status": "paused", "inflight_requests": sum(ack.in_flight for ack in ledger.applied.values())}
 
 
 async def resume(call: CommandCall[bodies.ResumeBody]) -> Response:
@@ -494,11 +502,8 @@ async def start_weight_update(call: CommandCall[bodies.StartTransferBody]) -> Re
     """Hold the requests in flight and start to receive weights from the transfer engine."""
     _check_format(CHECKPOINT_FORMAT, call.fields.is_checkpoint_format)
     work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
-    return await call.answer(work, "start_weight_update", _is_started)
-
-
-def _is_started(ledger: bus.CommandResult) -> dict[str, object]:
-    return {"message": "Weight update started", "transfer": ledger.id}
+    extra = {"message": "Weight update started"}
+    return await call.answer(work, "start_weight_update", lambda ledger: {**extra, "transfer": ledger.id})
 
 
 async def cancel_weight_update(call: CommandCall[bodies.CancelTransferBody]) -> Response:
@@ -526,48 +531,29 @@ FILE: Final = "file://"
 OBJECTS: Final = "objects:"
 
 
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded adapter."""
-
-    name: str
-    """Name of the adapter in requests."""
-    model: str
-    """Name of the model that the adapter belongs to."""
-    workers: dict[str, int]
-    """Version of the adapter on each worker, by worker id."""
-
-
 async def list_loras(service: Service, request: Request) -> Response:
     """List the adapters that live workers have loaded, with newest version and workers, in Dynamo's format."""
-    model = read_query(request, FleetQuery).model
     found: dict[tuple[str, str], dict[str, int]] = {}
-    state = await fleet_state(service, model, SETTLE_S)
+    state = await fleet_state(service, read_query(request, FleetQuery).model, SETTLE_S)
     for worker in state.workers:
         for lora in worker.loras:
             found.setdefault((lora.name, worker.model), {})[worker.worker] = lora.version
-    adapters = [Adapter(name=name, model=model, workers=workers) for (name, model), workers in sorted(found.items())]
-    answer: JsonObject = {
-        "status": "success",
-        "loras": {adapter.name: max(adapter.workers.values()) for adapter in adapters},
-        "count": len(adapters),
-        "adapters": adapters,
-        **stale_field(state),
-    }
-    return json_response(answer)
+    # `workers`: the version of the adapter on each worker.
+    adapters = [{"name": name, "model": model, "workers": found[name, model]} for name, model in sorted(found)]
+    newest = {name: max(found[name, model].values()) for name, model in sorted(found)}
+    answer = {"status": "success", "loras": newest, "count": len(adapters), "adapters": adapters}
+    return json_response({**answer, **stale_field(state)})
 
 
 async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
     """Load a LoRA adapter into all workers of a model, or replace the one with that name, as Dynamo's route does."""
     fields = call.fields
     path, objects = parse_place(fields.source.uri, "source.uri")
-    same = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
-    given = bodies.LoadLoraBody(
-        name=fields.lora_name, path=path, objects=objects, load_inplace=fields.load_inplace, **same
+    asked = call.with_fields(
+        bodies.LoadLoraBody, name=fields.lora_name, path=path, objects=objects, load_inplace=fields.load_inplace
     )
     extra = {"status": "success", "message": f"adapter {fields.lora_name} is loaded", "lora_name": fields.lora_name}
-    names = {"source": "source.uri", "name": "lora_name"}
-    asked = CommandCall(call.service, call.request, given, call.style, call.id, call.recorded)
-    return await load_lora(asked, extra=extra, names=names)
+    return await load_lora(asked, extra=extra, names={"source": "source.uri", "name": "lora_name"})
 
 
 def parse_place(uri: str, field: str) -> tuple[str | None, str | None]:
@@ -587,11 +573,9 @@ def parse_place(uri: str, field: str) -> tuple[str | None, str | None]:
 async def remove_lora(service: Service, request: Request) -> Response:
     """Unload a LoRA adapter, as Dynamo's route does. Answer 404 if no worker has it and no worker should have it."""
     name = request.path_params["name"]
-    sent = read_query(request, bodies.SendBody)
-    same = {field: getattr(sent, field) for field in bodies.SendBody.__struct_fields__}
-    call = await read_key(CommandCall(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME))
-    if call.recorded is None and not await is_loaded(service.rb.fleet, name, sent.model):
+    sent = CommandCall(service, request, read_query(request, bodies.SendBody), LORA_OF_PRIME)
+    call = await read_key(sent.with_fields(bodies.UnloadLoraBody, name=name))
+    if call.recorded is None and not await is_loaded(service.rb.fleet, name, call.fields.model):
         raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
-    return await unload_lora(
-        call, extra={"status": "success", "message": f"adapter {name} is unloaded", "lora_name": name}
-    )
+    extra = {"status": "success", "message": f"adapter {name} is unloaded", "lora_name": name}
+    return await unload_lora(call, extra=extra)

@@ -23,26 +23,11 @@ from ....bus.protocol.fleet.authority import list_stops, open_transfers, unpinne
 from ....bus.protocol.fleet.command_result import RESULTS, workers_that_must_ack
 from ....bus.protocol.fleet.desired import effective, served_version, version_label
 from ....schemas.acks import Ack
-from ....schemas.control import (
-    AnyCommand,
-    DesiredState,
-    FinishWeightUpdate,
-    LoadLora,
-    Pause,
-    UnloadLora,
-    UpdateWeights,
-)
+from ....schemas.control import AnyCommand, DesiredState, FinishWeightUpdate, LoadLora, Pause, UnloadLora, UpdateWeights
 from ....schemas.decoding import JsonObject
 from ....schemas.errors import ErrorCode, InvalidRequest, RollbusError
 from ....schemas.presence import WorkerPresence, WorkerState
-from ...command_json import (
-    RequestAnswer,
-    RequestQuery,
-    answer_of,
-    find_timelines,
-    unknown_request,
-    without_prefix,
-)
+from ...command_json import RequestAnswer, RequestQuery, answer_of, find_timelines, unknown_request, without_prefix
 from ..calls import first_error, json_response
 from ..errors import HttpError, http_error, invalid
 from ..service import HttpRoute, RouteTable, Service
@@ -111,23 +96,16 @@ async def rl_health(service: Service, request: Request) -> Response:
     """
     # Probes have short timeouts, so this does not wait.
     state = await _state(service, request, 0.0)
-    counts = Counter(worker.state for worker in state.workers)
     is_well = any(worker.state.is_present or worker.state in PAUSED for worker in state.workers)
-    errors = {worker.worker: worker.last_error for worker in state.workers if worker.last_error is not None}
-    not_pinned = [line for desired in state.desired.values() for line in unpinned(desired)]
-    transfers = [
-        {**msgspec.structs.asdict(transfer), "workers": workers}
-        for transfer, workers in open_transfers(state.workers).values()
-    ]
+    transfers = open_transfers(state.workers).values()
     models = {worker.model for worker in state.workers}
-    stops = list_stops({model: desired for model, desired in state.desired.items() if model in models})
     answer = {
         "status": "ok" if is_well else "unhealthy",
-        "workers": counts,
-        "errors": errors,
-        "unpinned": not_pinned,
-        "stops": stops,
-        "transfers": transfers,
+        "workers": Counter(worker.state for worker in state.workers),
+        "errors": {worker.worker: worker.last_error for worker in state.workers if worker.last_error is not None},
+        "unpinned": [line for desired in state.desired.values() for line in unpinned(desired)],
+        "stops": list_stops({model: desired for model, desired in state.desired.items() if model in models}),
+        "transfers": [{**msgspec.structs.asdict(transfer), "workers": workers} for transfer, workers in transfers],
         **stale_field(state),
     }
     return json_response(answer, 200 if is_well else 503)
@@ -160,19 +138,16 @@ async def weight_version(service: Service, request: Request) -> Response:
     Of an adapter that answers under the model's name, this is the adapter's version.
     """
     state = await _state(service, request)
-    versions = {worker.worker: worker.served_version for worker in state.workers}
-    desired = {worker.worker: _target(state, worker) for worker in state.workers}
     able = [worker.served_version for worker in _able(state)]
-    return json_response(
-        {
-            "weight_version": min(able),
-            "newest_weight_version": max(able),
-            "is_uniform": len(set(able)) == 1,
-            "workers": versions,
-            "desired": desired,
-            **stale_field(state),
-        }
-    )
+    answer = {
+        "weight_version": min(able),
+        "newest_weight_version": max(able),
+        "is_uniform": len(set(able)) == 1,
+        "workers": {worker.worker: worker.served_version for worker in state.workers},
+        "desired": {worker.worker: _target(state, worker) for worker in state.workers},
+        **stale_field(state),
+    }
+    return json_response(answer)
 
 
 def _target(state: bus.FleetState, worker: WorkerPresence) -> int | None:
@@ -264,12 +239,8 @@ async def operation(service: Service, request: Request) -> Response:
     name = request.path_params["id"]
     found = operation_as_json(await service.rb.fleet.state(), name)
     if found is None:
-        raise HttpError(
-            404,
-            f"operation {name[:64]!r} is unknown, or older than the last recorded commands",
-            code="unknown_operation",
-            param="id",
-        )
+        message = f"operation {name[:64]!r} is unknown, or older than the last recorded commands"
+        raise HttpError(404, message, code="unknown_operation", param="id")
     return json_response(found)
 
 
@@ -381,7 +352,7 @@ class WorldQuery(FleetQuery, frozen=True, kw_only=True):
 
 
 class WorkerRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one worker."""
+    """The ranks of one worker. A trainer that is rank 0 adds 1 to `rank_offset`."""
 
     worker: str
     """Id of the worker."""
@@ -391,23 +362,12 @@ class WorkerRanks(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the ranks of all workers before this worker, in the order of their ids."""
 
 
-class WorldSize(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of a fleet."""
-
-    world_size: int
-    """Number of ranks of all workers together."""
-    engines: int
-    """Number of workers; each worker has one engine."""
-    workers: tuple[WorkerRanks, ...]
-    """The ranks of each worker. If the trainer is rank 0, it adds 1 to each `rank_offset`."""
-
-
 async def get_world_size(service: Service, request: Request) -> Response:
     """Return vLLM's world size, the number of ranks with a model's weights, and each worker's number and offset."""
     query = read_query(request, WorldQuery)
     ranks = await _ranks(service, query.model, include_dp=query.include_dp)
     total = sum(each.world_size for each in ranks)
-    return json_response(WorldSize(world_size=total, engines=len(ranks), workers=tuple(ranks)))
+    return json_response({"world_size": total, "engines": len(ranks), "workers": ranks})
 
 
 async def _ranks(service: Service, model: str | None, *, include_dp: bool = True) -> list[WorkerRanks]:

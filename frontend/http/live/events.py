@@ -21,7 +21,6 @@ from ....schemas.control import DesiredState, Drain, FinishWeightUpdate, Pause, 
 from ....schemas.errors import RollbusError
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import Lane
-from ....schemas.weights import OpenTransfer
 from ...follow import Heard
 
 logger = logging.getLogger(__name__)
@@ -306,14 +305,13 @@ class QueueWaits:
     def step(self, waits: Mapping[str, Durations]) -> tuple[float, dict[str, float]]:
         """Return the mean seconds since the last step, over all models and for each model; NaN without a request."""
         now = {model: (sum(durations.counts), durations.total_s) for model, durations in waits.items()}
-        news = {model: _since(found, self._before.get(model, (0, 0.0))) for model, found in now.items()}
+        news: dict[str, tuple[int, float]] = {}
+        for model, (count, seconds) in now.items():
+            before = self._before.get(model, (0, 0.0))
+            news[model] = count - before[0], seconds - before[1]
         self._before = now
         total = sum(count for count, _ in news.values()), sum(seconds for _, seconds in news.values())
         return _mean(*total), {model: _mean(*found) for model, found in news.items()}
-
-
-def _since(now: tuple[int, float], before: tuple[int, float]) -> tuple[int, float]:
-    return now[0] - before[0], now[1] - before[1]
 
 
 def _mean(count: int, seconds: float) -> float:
@@ -333,27 +331,22 @@ def worker_points(
     Args:
         waits: mean seconds in the queue, for the fleet and by model.
     """
-    presences = [each.presence for each in heard.workers.values()]
-    in_queue: dict[str, int] = {}
-    for depth in queues:
-        in_queue[depth.model] = in_queue.get(depth.model, 0) + depth.waiting
-    waiting = {worker.model: in_queue.get(worker.model, 0) for worker in presences}
-    in_flight = dict.fromkeys(waiting, 0)
-    workers = {}
-    for worker in presences:
-        waiting[worker.model] += waiting_at(worker)
+    waiting, in_flight = Counter[str](), Counter[str]()
+    workers, models = dict[str, Point](), dict[str, Point]()
+    for each in heard.workers.values():
+        worker, at_worker = each.presence, waiting_at(each.presence)
+        waiting[worker.model] += at_worker
         in_flight[worker.model] += worker.in_flight
-        rates = heard.rates.of(worker.worker)
-        workers[worker.worker] = _point(rates, math.nan, waiting_at(worker), worker.in_flight)
+        workers[worker.worker] = _point(heard.rates.of(worker.worker), math.nan, at_worker, worker.in_flight)
+    for depth in queues:
+        if depth.model in waiting:
+            waiting[depth.model] += depth.waiting
     fleet_wait, waits_by_model = waits
-    rates_by_model = heard.rates.of_models()
-    models = {
-        model: _point(
-            rates_by_model.get(model, Rates()), waits_by_model.get(model, math.nan), waiting[model], in_flight[model]
-        )
-        for model in waiting
-    }
-    fleet = _point(heard.rates.of_fleet(), fleet_wait, sum(waiting.values()), sum(in_flight.values()))
+    rates = heard.rates.of_models()
+    for model, count in waiting.items():
+        wait = waits_by_model.get(model, math.nan)
+        models[model] = _point(rates.get(model, Rates()), wait, count, in_flight[model])
+    fleet = _point(heard.rates.of_fleet(), fleet_wait, waiting.total(), in_flight.total())
     return fleet, models, workers
 
 
@@ -389,6 +382,10 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
     worker = heard.presence
     capabilities, stats, known = worker.capabilities, worker.engine_stats, rates.of(worker.worker)
     kv_use = None if stats is None else stats.kv_cache_use
+    staging, loan_s = worker.staging, worker.loan_left_s
+    cell = None
+    if staging is not None:
+        cell = StagingCell(staging.stage, staging.done_bytes, staging.total_bytes, worker.target_version)
     return WorkerRow(
         worker=worker.worker,
         incarnation=worker.incarnation,
@@ -406,26 +403,19 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         prefix_hit=_round(known.prefix_hit),
         role=None if capabilities is None else capabilities.role,
         last_error=None if worker.last_error is None else worker.last_error[:MAX_ERROR_CHARS],
-        staging=_staging_cell(worker),
+        staging=cell,
         uptime_s=round(worker.uptime_s, 1),
         seen_s_ago=round(max(now - heard.heard_at, 0.0), 1),
         host=worker.host,
         pid=worker.pid,
         log=worker.log,
         # In minutes, so that the row does not differ each second.
-        loan_left_s=None if worker.loan_left_s is None else 60 * math.ceil(worker.loan_left_s / 60),
+        loan_left_s=None if loan_s is None else 60 * math.ceil(loan_s / 60),
     )
 
 
 def _round(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else round(value, digits)
-
-
-def _staging_cell(worker: WorkerPresence) -> StagingCell | None:
-    staging = worker.staging
-    if staging is None:
-        return None
-    return StagingCell(staging.stage, staging.done_bytes, staging.total_bytes, worker.target_version)
 
 
 def queue_lines(
@@ -470,12 +460,11 @@ def model_lines(workers: Iterable[WorkerPresence], desired: Mapping[str, Desired
             label=label,
             behind=tuple(behind),
             stops=tuple(list_stops({model: state})),
-            transfers=tuple(_transfer_line(*found) for found in open_transfers(its_workers).values()),
+            transfers=tuple(
+                TransferLine(by=each.by, age_s=each.age_s, left_s=each.left_s, chunks=each.chunks, workers=len(names))
+                for each, names in open_transfers(its_workers).values()
+            ),
         )
-
-
-def _transfer_line(found: OpenTransfer, workers: list[str]) -> TransferLine:
-    return TransferLine(by=found.by, age_s=found.age_s, left_s=found.left_s, chunks=found.chunks, workers=len(workers))
 
 
 def _pause(state: DesiredState) -> str | None:

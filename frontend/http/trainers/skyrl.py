@@ -130,9 +130,7 @@ async def load_adapter(call: CommandCall[SkyrlLoraBody]) -> Response:
     fields = call.fields
     if fields.in_memory:
         raise unsupported("in_memory", "workers load adapters from directories", allowed="false, with lora_path")
-    same = {name: getattr(fields, name) for name in SendBody.__struct_fields__}
-    given = LoadLoraBody(lora_name=fields.lora_name, lora_path=fields.lora_path, **same)
-    asked = CommandCall(call.service, call.request, given, call.style, call.id, call.recorded)
+    asked = call.with_fields(LoadLoraBody, lora_name=fields.lora_name, lora_path=fields.lora_path)
     return await load_lora(asked, extra={"status": "ok", "lora_name": fields.lora_name})
 
 
