@@ -10,7 +10,7 @@ from ...bus.nats.server import Server
 from ...bus.objects.uploads import sources_in
 from ...bus.objects.writer import sign_folder
 from ...bus.subjects import Subjects
-from .console import print_json, write
+from .console import print_result
 from .exits import ExitCode
 
 
@@ -18,10 +18,8 @@ async def reset(args: argparse.Namespace) -> int:
     """Clear the desired state."""
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         models = await rb.fleet.reset(args.model)
-    if args.json:
-        print_json({"models": models})
-    else:
-        write(f"cleared the desired state of {', '.join(models)}" if models else "no desired state was recorded")
+    text = f"cleared the desired state of {', '.join(models)}" if models else "no desired state was recorded"
+    print_result(args, {"models": models}, text)
     return ExitCode.OK
 
 
@@ -29,10 +27,8 @@ async def forget_model(args: argparse.Namespace) -> int:
     """Forget the model."""
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         was_known = await rb.fleet.forget_model(args.model)
-    if args.json:
-        print_json({"model": args.model, "was_known": was_known})
-    else:
-        write(f"forgot the model {args.model}" if was_known else f"the model {args.model} was not known")
+    text = f"forgot the model {args.model}" if was_known else f"the model {args.model} was not known"
+    print_result(args, {"model": args.model, "was_known": was_known}, text)
     return ExitCode.OK
 
 
@@ -41,12 +37,10 @@ async def make_queue(args: argparse.Namespace) -> int:
     given = {"max_msgs": args.max_requests, "max_bytes": args.max_bytes, "max_per_client": args.max_per_client}
     given = {name: value for name, value in given.items() if value is not None}
     buckets = await provision(Server.named(args.nats), args.fleet, args.models, given, upload_bytes=args.upload_bytes)
-    if args.json:
-        print_json({"models": args.models, "upload_buckets": buckets})
-    else:
-        write(f"the queue of {', '.join(args.models)} exists")
-        for bucket, change in buckets.items():
-            write(f"the bucket {bucket} for uploads was {change}: at most {args.upload_bytes:,} bytes")
+    lines = [f"the queue of {', '.join(args.models)} exists"]
+    for bucket, change in buckets.items():
+        lines.append(f"the bucket {bucket} for uploads was {change}: at most {args.upload_bytes:,} bytes")
+    print_result(args, {"models": args.models, "upload_buckets": buckets}, *lines)
     return ExitCode.OK
 
 
@@ -63,13 +57,8 @@ async def sign(args: argparse.Namespace) -> int:
                 objects |= sources_in(state)
         for one in sorted(objects):
             await sign_folder(nats, one)
-    if args.json:
-        print_json({"signed": signed, "objects": sorted(objects)})
-    else:
-        for model, epoch in signed.items():
-            write(f"signed the desired state of {model}: epoch {epoch}")
-        for one in sorted(objects):
-            write(f"signed {one}")
-        if not signed and not objects:
-            write("no desired state was recorded")
+    lines = [f"signed the desired state of {model}: epoch {epoch}" for model, epoch in signed.items()]
+    lines += [f"signed {one}" for one in sorted(objects)]
+    value = {"signed": signed, "objects": sorted(objects)}
+    print_result(args, value, *(lines or ["no desired state was recorded"]))
     return ExitCode.OK

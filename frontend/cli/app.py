@@ -18,14 +18,7 @@ from typing import NoReturn, TypeVar
 
 from ... import __version__
 from ...schemas.decoding import nearest
-from ...schemas.errors import (
-    FREE_SPACE,
-    InvalidRequest,
-    NoWorkers,
-    PermissionDenied,
-    RollbusError,
-    is_disk_full,
-)
+from ...schemas.errors import FREE_SPACE, InvalidRequest, NoWorkers, PermissionDenied, RollbusError, is_disk_full
 from ...schemas.options import add_options
 from .arguments import COMMANDS, CliCommand
 from .commands import fleet, machine, prove, views  # noqa: F401 - they declare the subcommands
@@ -147,11 +140,6 @@ class CliParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, problem)
 
 
-def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the options of a parser, each by its short name if it has one."""
-    return [action.option_strings[0] for action in parser._actions if action.option_strings]
-
-
 def as_section(title: str, lines: Collection[str]) -> str:
     """Return a section of a help text in the layout of argparse."""
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
@@ -235,15 +223,11 @@ def _apply_login(args: argparse.Namespace) -> None:
         os.environ["ROLLBUS_REPLICAS"] = str(args.replicas)
     # `rollbus drain --socket` needs no NATS.
     if args.fleet is None and not args.command.reads_no_credentials and getattr(args, "socket", None) is None:
-        args.fleet = _fleet_of(os.environ.get(CREDENTIALS_VARIABLE))
+        args.fleet = DEFAULT_FLEET
+        if credentials := os.environ.get(CREDENTIALS_VARIABLE):
+            from ...bus.auth.credentials import load_credentials
 
-
-def _fleet_of(credentials: str | None) -> str:
-    if not credentials:
-        return DEFAULT_FLEET
-    from ...bus.auth.credentials import load_credentials
-
-    return load_credentials(credentials).fleet
+            args.fleet = load_credentials(credentials).fleet
 
 
 def run_async(coroutine: Coroutine[object, object, Outcome]) -> Outcome:
@@ -294,9 +278,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rollbus {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND [options]")
-    named = as_section("options of every command (rollbus --help describes them)", [" ".join(option_names(common))])
     for action in common._actions:
         action.help = argparse.SUPPRESS
+    # Each by its short name if it has one.
+    names = " ".join(action.option_strings[0] for action in common._actions if action.option_strings)
+    named = as_section("options of every command (rollbus --help describes them)", [names])
     for name, command in sorted(COMMANDS.items()):
         subparser = subcommands.add_parser(
             name,

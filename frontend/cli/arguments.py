@@ -26,20 +26,12 @@ def workers_option(text: str) -> Option:
 
 def group(title: str, *options: Option) -> Option:
     """Return options that stand under a title of their own in the help."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        add_options(parser.add_argument_group(title), options)
-
-    return add
+    return lambda parser: add_options(parser.add_argument_group(title), options)
 
 
 def one_of(*options: Option) -> Option:
     """Return options that exclude each other."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        add_options(parser.add_mutually_exclusive_group(), options)
-
-    return add
+    return lambda parser: add_options(parser.add_mutually_exclusive_group(), options)
 
 
 class CliCommand(NamedTuple):

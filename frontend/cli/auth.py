@@ -10,7 +10,6 @@ from ...bus.auth.credentials import DEFAULT_FLEET, Role, Tls
 from ...bus.auth.users import (
     CONFIG_FILE,
     SERVER_FILE,
-    UserFile,
     WantedUser,
     certify,
     ensure_users,
@@ -19,7 +18,7 @@ from ...bus.auth.users import (
 )
 from ...schemas.options import check_writable
 from .commands.machine import DEFAULT_LISTEN, ROLES, SINGLE
-from .console import print_json, program, write
+from .console import print_json, print_result, program, write
 from .exits import CommandFailed, ExitCode, WrongUsage
 from .options import refuse_options
 from .tables import print_table
@@ -38,14 +37,16 @@ def run(args: argparse.Namespace) -> int:
         refuse_options(args, options, f"for the action {args.action}")
     refuse_options(args, ["nats"], "here: this command does not connect to a server")
     if args.action == "certify":
-        return _certify(args)
+        certified = [certify(args.dir, path) for path in args.files]
+        found = [{"role": user.role, "name": user.name, "fleet": user.fleet} for user in certified]
+        print_result(args, {"certified": found}, *(f"certified {user}" for user in certified))
+        return ExitCode.OK
     models = _models_of(args)
     users = (*_users_of(args), *models)
     return _init(args, users, models) if args.action == "init" else _remove(args, users)
 
 
 def _users_of(args: argparse.Namespace) -> Iterator[WantedUser]:
-
     fleet = args.fleet or DEFAULT_FLEET
     for role in ROLES:
         names = getattr(args, role)
@@ -65,7 +66,6 @@ def _models_of(args: argparse.Namespace) -> dict[WantedUser, tuple[str, ...]]:
 
 
 def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[WantedUser, tuple[str, ...]]) -> int:
-
     tls = _read_tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
     has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
@@ -83,10 +83,19 @@ def _init(args: argparse.Namespace, users: tuple[WantedUser, ...], models: dict[
         server = args.dir / CONFIG_FILE
     else:
         write_server_config(args.dir, args.listen or DEFAULT_LISTEN, tls)
+    rows = [(each.user.role, each.user.name, each.user.fleet, str(each.path), each.is_new) for each in entries]
     if args.json:
-        print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
-    else:
-        _show(server, entries, has_cluster=has_cluster)
+        names = ("role", "name", "fleet", "creds", "new")
+        print_json({"server": str(server), "users": [dict(zip(names, row, strict=True)) for row in rows]})
+        return ExitCode.OK
+    cells = [(*row[:3], "new" if row[4] else "as before", row[3]) for row in rows]
+    print_table(("role", "name", "fleet", "key", "credentials"), cells)
+    admin = next(entry.path for entry in entries if entry.user.role == "admin")
+    start = f"Servers: copy {CONFIG_FILE} to each server." if has_cluster else f"Server: nats-server -c {server}."
+    running = "Running servers reload it" if has_cluster else "A running server reloads it"
+    write(f"\n{start} {running} on SIGHUP; send SIGHUP twice.")
+    write(f"Keep {admin.parent / 'root.seed'} secret: no running program needs it.")
+    write(f"Then create the queue of each model, since workers may not: {program()} make-queue MODEL --creds {admin}")
     return ExitCode.OK
 
 
@@ -114,54 +123,18 @@ def _options(names: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def _certify(args: argparse.Namespace) -> int:
-
-    users = [certify(args.dir, path) for path in args.files]
-    if args.json:
-        found = [{"role": user.role, "name": user.name, "fleet": user.fleet} for user in users]
-        print_json({"certified": found})
-    else:
-        for user in users:
-            write(f"certified {user}")
-    return ExitCode.OK
-
-
 def _remove(args: argparse.Namespace, users: tuple[WantedUser, ...]) -> int:
-
     if not users:
         raise WrongUsage("remove requires users, for example --trainer NAME")
     removed = [one for one in users if remove_user(args.dir, one)]
-    if args.json:
-        print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})
+    found = [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]
+    told = "after its next reload, the server rejects this user"
+    lines = [f"removed {role} {name} of fleet {fleet}; {told}" for fleet, role, name in removed]
+    print_result(args, {"removed": found}, *lines)
     for fleet, role, name in users:
         if (fleet, role, name) not in removed:
             raise CommandFailed(f"{args.dir} has no {role} {name} of fleet {fleet}")
-        if not args.json:
-            write(f"removed {role} {name} of fleet {fleet}; after its next reload, the server rejects this user")
     return ExitCode.OK
-
-
-def _as_json(entry: UserFile) -> dict[str, object]:
-    user = entry.user
-    return {"role": user.role, "name": user.name, "fleet": user.fleet, "creds": str(entry.path), "new": entry.is_new}
-
-
-def _show(server: Path, entries: tuple[UserFile, ...], *, has_cluster: bool) -> None:
-
-    rows = [
-        (entry.user.role, entry.user.name, entry.user.fleet, "new" if entry.is_new else "as before", str(entry.path))
-        for entry in entries
-    ]
-    print_table(("role", "name", "fleet", "key", "credentials"), rows)
-    admin = next(entry for entry in entries if entry.user.role == "admin")
-    if has_cluster:
-        write(f"\nServers: copy {CONFIG_FILE} to each server. Running servers reload it on SIGHUP; send SIGHUP twice.")
-    else:
-        write(f"\nServer: nats-server -c {server}. A running server reloads it on SIGHUP; send SIGHUP twice.")
-    write(f"Keep {admin.path.parent / 'root.seed'} secret: no running program needs it.")
-    write(
-        f"Then create the queue of each model, since workers may not: {program()} make-queue MODEL --creds {admin.path}"
-    )
 
 
 def run_nats(args: argparse.Namespace) -> int:
@@ -190,28 +163,23 @@ def run_nats(args: argparse.Namespace) -> int:
     paths = paths or write_cluster(args.dir, nodes, config)
     scheme = "tls" if client_tls.cert else "nats"
     url = ",".join(f"{scheme}://{node.url}" for node in nodes)
+    rows = [(node.name, node.url, str(path)) for node, path in zip(nodes, paths, strict=True)]
+    admin = users[0].path
     if args.json:
-        files = {node.name: str(path) for node, path in zip(nodes, paths, strict=True)}
-        print_json({"nodes": files, "url": url, "admin": str(users[0].path)})
-    else:
-        rows = [(node.name, node.url, str(path)) for node, path in zip(nodes, paths, strict=True)]
-        _show_nodes(args.dir, rows, url, users[0].path)
-    return ExitCode.OK
-
-
-def _show_nodes(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path) -> None:
-
+        print_json({"nodes": {node: path for node, _, path in rows}, "url": url, "admin": str(admin)})
+        return ExitCode.OK
     print_table(("server", "address", "configuration"), rows)
-    name = program()
+    name, file = program(), args.dir / "users.conf"
     write(
         f"""
-1. Create users: {name} auth init --dir {folder} --trainer NAME --worker NAME ...
-2. Copy to each machine its configuration and {folder / "users.conf"}, into one folder. Only nats-server may read them.
+1. Create users: {name} auth init --dir {args.dir} --trainer NAME --worker NAME ...
+2. Copy to each machine its configuration and {file}, into one folder. Only nats-server may read them.
 3. On each machine: nats-server -c FILE
 4. For all programs: export ROLLBUS_NATS={url}
 5. As an admin: {name} make-queue MODEL --creds {admin}
 6. {name} doctor --creds {admin}"""
     )
+    return ExitCode.OK
 
 
 def _read_tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> Tls:

@@ -3,6 +3,7 @@
 On a terminal, long work shows a progress bar.
 """
 
+import argparse
 import logging
 import os
 import shutil
@@ -55,6 +56,15 @@ def print_json(value: object) -> bool:
     import msgspec
 
     return write(msgspec.json.encode(value).decode())
+
+
+def print_result(args: argparse.Namespace, value: object, *lines: str) -> None:
+    """Print the result of a command: with --json this value, else the lines."""
+    if args.json:
+        print_json(value)
+    else:
+        for line in lines:
+            write(line)
 
 
 def program() -> str:

@@ -1,12 +1,18 @@
-"""Shared parts of the subcommands that send commands to workers: options, progress and printed command results."""
+"""The subcommands that send commands to workers: options, progress and printed command results.
+
+`rollbus drain` is a command to workers over NATS, or over the local socket of one worker.
+"""
 
 import argparse
+import http.client
 import inspect
+import json
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import asdict
@@ -17,18 +23,16 @@ from ...bus.control.options import SendOptions
 from ...bus.protocol.fleet.command_result import RESULTS, CommandResult
 from ...bus.protocol.fleet.loans import LOAN_S
 from ...schemas.acks import Ack
+from ...schemas.options import MAX_DRAIN_S
 from ...schemas.weights import Canary, Staging, UpdateTiming, Verified, WeightSource
 from ..command_json import ledger_as_json, ledger_lines
 from .console import note, print_json, size, staging_text, waiting
 from .exits import CommandFailed, ExitCode, WrongUsage, exit_code_of_ledger
 from .options import refuse_options
-from .tables import print_table, print_text
+from .tables import print_table, print_text, printable
 
 EXPECT_WITHIN_S = 5.0
 """Seconds to wait for the presence of expected workers. Workers publish presence every second."""
-
-Send = Callable[[Fleet, SendOptions], Awaitable[CommandResult]]
-"""Sends a command to a fleet."""
 
 
 def source_of(args: argparse.Namespace) -> WeightSource:
@@ -45,13 +49,13 @@ def source_of(args: argparse.Namespace) -> WeightSource:
     if args.upload and not Path(path).is_dir():
         raise WrongUsage(f"--upload {args.path}: PATH is not a folder on this machine")
     if args.upload and not any(Path(path).glob("*.safetensors")):
-        problem = f"--upload {args.path}: the folder has no *.safetensors; expected a folder of save_pretrained()"
-        raise WrongUsage(problem)
+        problem = "the folder has no *.safetensors; expected a folder of save_pretrained()"
+        raise WrongUsage(f"--upload {args.path}: {problem}")
     return WeightSource(path=path)
 
 
-async def send_command(send: Send, args: argparse.Namespace) -> int:
-    """Send one command, wait for all acks and print them. Return the exit code."""
+async def _send(method: str, args: argparse.Namespace, own: Mapping[str, Any]) -> int:
+    """Send the command of a method of `Fleet` with its own arguments, and print all acks. Return the exit code."""
     incomplete: CommandIncomplete | None = None
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         with waiting(args.command.name) as show:
@@ -60,7 +64,7 @@ async def send_command(send: Send, args: argparse.Namespace) -> int:
             options = _send_options(args)
             options["on_ack"] = AckCounter(show).add
             try:
-                ledger = await send(rb.fleet, options)
+                ledger = await getattr(rb.fleet, method)(**own, **options)
             except bus.CommandIncomplete as error:
                 incomplete, ledger = error, error.ledger
     show_ledger(args, ledger)
@@ -220,12 +224,67 @@ async def send(args: argparse.Namespace) -> int:
     return await _send(name, args, own)
 
 
-async def _send(method: str, args: argparse.Namespace, own: dict[str, Any]) -> int:
-    """Send the command of a method of `Fleet` with its own arguments."""
-    return await send_command(lambda fleet, options: getattr(fleet, method)(**own, **options), args)
+def drain(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
+    """Drain the named workers, or the worker behind a socket."""
+    if args.socket is None:
+        return _drain(args)
+    if args.workers:
+        raise WrongUsage("drain takes either the ids of workers or --socket")
+    refuse_options(args, NOT_AT_SOCKETS, "with --socket")
+    return _drain_at(args.socket, args.timeout_s, as_json=args.json)
 
 
-async def drain(args: argparse.Namespace) -> int:
+MARGIN_S: Final = 10.0
+"""Seconds for a busy worker to answer after the limit of its drain."""
+MAX_ANSWER_BYTES: Final = 65_536
+NOT_AT_SOCKETS: Final = ("all", "one_by_one", "allow_none", "start_timeout", "model", "expect")
+"""Options of a command to workers that a socket does not have."""
+
+
+def _drain_at(path: Path, timeout_s: float | None, *, as_json: bool) -> int:
+    if timeout_s is not None and timeout_s > MAX_DRAIN_S:
+        raise WrongUsage(f"--timeout-s is {timeout_s:g}; allowed: at most {MAX_DRAIN_S:g} seconds")
+    connection = _UnixConnection(path, (MAX_DRAIN_S if timeout_s is None else timeout_s) + MARGIN_S)
+    try:
+        connection.request("POST", "/drain" if timeout_s is None else f"/drain?timeout_s={timeout_s:.3f}")
+        answer = connection.getresponse()
+        found = json.loads(answer.read(MAX_ANSWER_BYTES))
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+    except TimeoutError as exc:
+        raise CommandFailed(f"the worker at {path} does not answer", ExitCode.TIMEOUT) from exc
+    except OSError as exc:
+        reason = exc.strerror or "it closed the connection without an answer: it ended, or another process listens"
+        raise CommandFailed(f"no drain by a worker at {path}: {reason}") from exc
+    except (http.client.HTTPException, ValueError, RecursionError) as exc:
+        raise CommandFailed(f"the process at {path} is not a worker: its answer is invalid") from exc
+    finally:
+        connection.close()
+    if as_json:
+        print_json({"status": answer.status, **found})
+    said = {name: printable(str(value)) for name, value in found.items()}
+    if answer.status == http.HTTPStatus.OK:
+        note(f"drained; its state is {said.get('state')}")
+        return ExitCode.OK
+    if answer.status == http.HTTPStatus.GATEWAY_TIMEOUT:
+        left = f"{said.get('in_flight')} requests in flight; its clients have not acknowledged everything"
+        raise CommandFailed(f"the worker at {path} is not drained in time: {left}", ExitCode.TIMEOUT)
+    raise CommandFailed(f"the worker at {path} did not drain: {said.get('error', answer.status)}")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket instead of to a host."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+async def _drain(args: argparse.Namespace) -> int:
     """Drain the workers, or restart them one by one."""
     if args.all == bool(args.workers):
         raise WrongUsage("drain takes either ids of workers or --all; or --socket alone")
@@ -243,8 +302,8 @@ async def drain(args: argparse.Namespace) -> int:
 async def lend(args: argparse.Namespace) -> int:
     """Lend the worker."""
     for_s: float | None = getattr(args, "for")
-    own = {"for_s": LOAN_S if for_s is None else for_s, "allow_none": args.allow_none}
-    return await _send("lend", args, {"worker": args.worker, **own})
+    own = {"worker": args.worker, "for_s": LOAN_S if for_s is None else for_s, "allow_none": args.allow_none}
+    return await _send("lend", args, own)
 
 
 async def return_worker(args: argparse.Namespace) -> int:
@@ -254,15 +313,13 @@ async def return_worker(args: argparse.Namespace) -> int:
 
 async def cancel_transfer(args: argparse.Namespace) -> int:
     """End the transfer."""
-    return await send_command(
-        lambda fleet, options: fleet.cancel_weight_update(transfer=args.transfer, **options), args
-    )
+    return await _send("cancel_weight_update", args, {"transfer": args.transfer})
 
 
 async def load_lora(args: argparse.Namespace) -> int:
     """Load the adapter."""
-    source = {**asdict(source_of(args)), "upload": args.upload, "version": args.version}
-    return await send_command(lambda fleet, options: fleet.load_lora(args.name, **source, **options), args)
+    own = {"name": args.name, "upload": args.upload, "version": args.version}
+    return await _send("load_lora", args, {**own, **asdict(source_of(args))})
 
 
 async def update_weights(args: argparse.Namespace) -> int:
@@ -270,18 +327,15 @@ async def update_weights(args: argparse.Namespace) -> int:
     source = asdict(source_of(args))
     if args.check:
         if args.upload:
-            raise WrongUsage(
-                "--check and --upload exclude each other: --check tests weights that the workers can reach already"
-            )
+            problem = "--check and --upload exclude each other"
+            raise WrongUsage(f"{problem}: --check tests weights that the workers can reach already")
         refuse_options(args, ("version", "mode", "allow_rollback", "min_staged", "expected_canary"), "with --check")
-        return await send_command(lambda fleet, options: fleet.check_weights(**source, **options), args)
+        return await _send("check_weights", args, source)
     if args.version is None:
         raise WrongUsage("--version N is required: it marks the tokens of the new weights")
     canary = None if args.expected_canary is None else read_canary(args.expected_canary)
     switch = {name: getattr(args, name) for name in ("upload", "version", "mode", "allow_rollback", "min_staged")}
-    return await send_command(
-        lambda fleet, options: fleet.update_weights(**source, **switch, expected_canary=canary, **options), args
-    )
+    return await _send("update_weights", args, {**source, **switch, "expected_canary": canary})
 
 
 def read_canary(path: Path) -> Canary:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ...schemas.decoding import nearest
+from ...schemas.errors import ForeignError, foreign_code
 from ...schemas.options import ENGINE_OPTIONS, PROCESS_OPTIONS, RAY_OPTIONS, flags_of, is_hub_id, pip_install
 from .console import note
 from .exits import CommandFailed, WrongUsage
@@ -201,28 +202,19 @@ def fetch_model(hub_id: str) -> Path:
         disable_progress_bars()
     note(f"--model {hub_id}: not a folder; reading the model from Hugging Face, cache: {constants.HF_HUB_CACHE}")
     try:
-        folder = Path(snapshot_download(hub_id, ignore_patterns=[*OTHER_WEIGHTS, *OTHER_FOLDERS]))
-        if not any(folder.glob("*.safetensors")):
-            ignored = [pattern for pattern in OTHER_WEIGHTS if pattern != "*.bin"]
-            folder = Path(snapshot_download(hub_id, ignore_patterns=[*ignored, *OTHER_FOLDERS]))
-    except _fetch_errors() as exc:
-        raise _failure(hub_id, _reason(exc)) from exc
+        # Its HTTP client, and with it the exceptions, depend on the release of huggingface_hub.
+        with foreign_code():
+            folder = Path(snapshot_download(hub_id, ignore_patterns=[*OTHER_WEIGHTS, *OTHER_FOLDERS]))
+            if not any(folder.glob("*.safetensors")):
+                ignored = [pattern for pattern in OTHER_WEIGHTS if pattern != "*.bin"]
+                folder = Path(snapshot_download(hub_id, ignore_patterns=[*ignored, *OTHER_FOLDERS]))
+    except ForeignError as exc:
+        raise _failure(hub_id, _reason(exc.cause)) from exc.cause
     if not (folder / "config.json").is_file():
         raise _failure(hub_id, f"{folder} has no config.json")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise _failure(hub_id, f"{folder} has no weights: *.safetensors or *.bin")
     return folder
-
-
-def _fetch_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of downloads: OSError, ValueError, RuntimeError of the Rust code, HTTP client errors.
-
-    The HTTP client depends on the release of huggingface_hub: requests, httpx or httpx2.
-    """
-    from huggingface_hub.errors import HfHubHTTPError
-
-    of_client = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ in {"HTTPError", "RequestException"}]
-    return OSError, ValueError, RuntimeError, *(kind for kind in of_client if issubclass(kind, Exception))
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...bus import RunRecord, read_record
-from .console import note, print_json, write
+from .console import note, print_result
 from .exits import ExitCode
 from .options import check_drawable
 
@@ -84,13 +84,9 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.svg is not None:
         draw(args.svg, record)
-    if args.json:
-        print_json(report)
-        return ExitCode.OK
     scored = f", {report['scored']:,} with a reward" if report["scored"] else ""
-    write(f"{record.num_samples:,} samples{scored}; {report['tokens']:,} tokens in {seconds:.1f} s")
-    for problem in record.problems:
-        write(f"problem: {problem}")
-    if args.svg is not None:
+    line = f"{record.num_samples:,} samples{scored}; {report['tokens']:,} tokens in {seconds:.1f} s"
+    print_result(args, report, line, *(f"problem: {problem}" for problem in record.problems))
+    if args.svg is not None and not args.json:
         note(f"rollbus: the picture is in {args.svg}")
     return ExitCode.OK

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
@@ -68,9 +69,8 @@ def weights_rows(weights: ModelWeights) -> list[list[str]]:
             NONE if link.delta_bytes is None else size(link.delta_bytes),
             "yes" if link.objects in weights.recorded else NONE,
             # Workers publish only the number of their version. It means the last published version of that number.
-            ", ".join(sorted(weights.workers.get(link.version, ()))) or NONE
-            if newest[link.version] == link.objects
-            else NONE,
+            ", ".join(sorted(weights.workers.get(link.version, ())) if newest[link.version] == link.objects else ())
+            or NONE,
             link.objects,
         ]
         for link in weights.record.links
@@ -124,20 +124,12 @@ async def run(args: argparse.Namespace) -> int:
                     check_known_model(fleet, model)
                     raise
                 continue  # the model has no bucket
-            versions: dict[int, list[str]] = {}
+            versions = defaultdict[int, list[str]](list)
             for worker in fleet.workers:
                 if worker.model == model:
-                    versions.setdefault(worker.weight_version, []).append(worker.worker)
-            found.append(
-                ModelWeights(
-                    record=stored.record,
-                    age_s=stored.age_s,
-                    used=bucket.used,
-                    limit=bucket.limit,
-                    recorded=sources_in(fleet.desired[model]) if model in fleet.desired else frozenset(),
-                    workers=versions,
-                )
-            )
+                    versions[worker.weight_version].append(worker.worker)
+            recorded = sources_in(fleet.desired[model]) if model in fleet.desired else frozenset()
+            found.append(ModelWeights(stored.record, stored.age_s, bucket.used, bucket.limit, recorded, versions))
     if not found:
         shown = f"fleet {fleet.fleet!r} has no published weights: no model has a bucket for them"
         raise CommandFailed(
@@ -198,7 +190,6 @@ async def only_model(rb: Client) -> str:
 
 
 def _show_published(args: argparse.Namespace, published: PublishedWeights) -> None:
-
     if args.json:
         told = msgspec.to_builtins(msgspec.structs.replace(published, ledger=None))
         told["ledger"] = None if published.ledger is None else ledger_as_json(published.ledger)

@@ -69,10 +69,7 @@ def test_prompts_of_rounds_and_seeds_differ() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (
-            BenchOptions(input_tokens=65_530, output_tokens=7),
-            "65537 together; allowed: at most 65536, the max_model",
-        ),
+        (BenchOptions(input_tokens=65_530, output_tokens=7), "65537 together; allowed: at most 65536, the max_model"),
         (BenchOptions(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
         (BenchOptions(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
     ],
@@ -210,10 +207,7 @@ async def test_aborted_requests_give_exit_code_1(nats_url: str, fleet: str) -> N
 
 async def test_ctrl_c_aborts_the_requests_in_flight(nats_url: str, fleet: str) -> None:
     """After Ctrl-C, the engine has no request left, and the command reports the interrupt with exit code 130."""
-    async with (
-        observing(nats_url, fleet) as observer,
-        served(nats_url, fleet, config=SLOW) as (_, _, engine),
-    ):
+    async with observing(nats_url, fleet) as observer, served(nats_url, fleet, config=SLOW) as (_, _, engine):
         process = await asyncio.create_subprocess_exec(
             *command("bench", "--output-tokens", "20000", "--concurrency", "3", "--fleet", fleet),
             env={**ENV, "ROLLBUS_NATS": nats_url},

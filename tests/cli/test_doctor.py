@@ -64,11 +64,7 @@ async def examined(url: str, creds: Path | None = None, fleet: str | None = None
     ],
 )
 def test_incompatible_versions_are_reported(
-    good: pytest.MonkeyPatch,
-    versions: dict[str, str | None],
-    check: str | None,
-    status: Status | None,
-    words: str,
+    good: pytest.MonkeyPatch, versions: dict[str, str | None], check: str | None, status: Status | None, words: str
 ) -> None:
     """`doctor` reports the torchvision that pip installs beside a CPU torch, an old engine, and a missing engine.
 

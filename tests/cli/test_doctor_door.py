@@ -121,12 +121,7 @@ async def at_tls(monkeypatch: pytest.MonkeyPatch, folder: Path, scheme: str, day
 @pytest.mark.parametrize(
     ("scheme", "days", "status", "words"),
     [
-        (
-            "tls://",
-            100,
-            Status.OK,
-            ("TLSv1.3, certificate of CN=cert for 127.0.0.1, issued by CN=cert, valid", ""),
-        ),
+        ("tls://", 100, Status.OK, ("TLSv1.3, certificate of CN=cert for 127.0.0.1, issued by CN=cert, valid", "")),
         ("tls://", 5.1, Status.WARN, ("5 days", "renew")),
         ("nats://", 100, Status.WARN, ("the URL does not require it", "tls:// in the URL")),
     ],

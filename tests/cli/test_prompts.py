@@ -368,8 +368,7 @@ def test_only_an_id_in_flight_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "problem"),
-    [("none/out.jsonl", "none is not a directory"), (".", "is a directory; name a file in it")],
+    ("place", "problem"), [("none/out.jsonl", "none is not a directory"), (".", "is a directory; name a file in it")]
 )
 def test_a_wrong_place_of_the_output_is_found_first(tmp_path: Path, place: str, problem: str) -> None:
     """An output that cannot be written is a usage error before the command connects."""

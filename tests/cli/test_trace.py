@@ -117,10 +117,7 @@ def ack(worker: str, timeline: RequestTimeline) -> Ack:
 
 async def test_the_attempt_of_a_killed_worker_is_shown(nats_url: str, fleet: str) -> None:
     """After the loss of a worker, the next worker reports the lost attempt with its worker, time and kept tokens."""
-    async with (
-        rollbus.connect(nats_url, fleet=fleet, placement=False, client="me") as rb,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with rollbus.connect(nats_url, fleet=fleet, placement=False, client="me") as rb, asyncio.TaskGroup() as tasks:
         async with worker_by_hand(nats_url, fleet, "killed") as first:
             await first.announce()
             await rb.fleet.wait_for_workers()

@@ -140,12 +140,7 @@ def test_the_demo_shows_experts_pause_new_weights_an_empty_cache_and_a_killed_wo
     """
     prompts = list(read_prompts(open_input(str(QUESTIONS)), Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
-        prompts=prompts,
-        source=QUESTIONS,
-        fleet="default",
-        state_dir=up.model.parent,
-        as_json=False,
-        is_verbose=False,
+        prompts=prompts, source=QUESTIONS, fleet="default", state_dir=up.model.parent, as_json=False, is_verbose=False
     )
 
     next_weights = asyncio.run(make_tiny_moe(up.model.parent, seed=1))

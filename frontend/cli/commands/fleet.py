@@ -11,19 +11,9 @@ SENT: Final = "control:send"
 """Sends the command whose method of `Fleet` has the name of the subcommand."""
 
 SWITCH: Final = (
-    arg(
-        "--mode",
-        get_args(PauseMode),
-        "treatment of requests in flight during the switch (default: keep)",
-        default="keep",
-    ),
+    arg("--mode", get_args(PauseMode), "requests in flight during the switch (default: keep)", default="keep"),
     flag("--allow-rollback", "allow N to be lower than the current version"),
-    arg(
-        "--min-staged",
-        "N",
-        "number of workers that must have the weights on their machines before the switch; the command does not wait "
-        "for the others, which serve no requests until they have the weights (default: all)",
-    ),
+    arg("--min-staged", "N", "workers that must have the weights before the switch; others serve later (default: all)"),
 )
 """Options that state how workers switch to new weights."""
 
@@ -39,12 +29,7 @@ def send_options(*, has_worker: bool = True) -> Option:
         "workers of the command",
         arg("--model", "NAME", "only workers that serve this model (default: all models)"),
         *([workers_option(text)] if has_worker else []),
-        arg(
-            "--expect",
-            "N",
-            "expected number of workers of the model or fleet; with fewer live workers, the command is not sent "
-            "(default: no check)",
-        ),
+        arg("--expect", "N", "live workers of the model or fleet without which nothing is sent (default: no check)"),
         arg("--timeout-s", "TIME", "seconds for each worker (default: 60, or 600 for weights and adapters)"),
     )
 
@@ -101,19 +86,13 @@ def cancel_transfer() -> None:
 
 @command(
     "move all requests away from workers",
-    "drain:run",
+    "control:drain",
     arg("workers", "WORKER", "id of a worker, as in `rollbus status`", nargs="*"),
     flag("--one-by-one", "restart each worker: it drains and exits, and the next follows when it serves again"),
     flag("--all", "all workers; only with --one-by-one"),
     flag("--allow-none", "with --one-by-one, even if no other worker serves the model; its requests wait"),
     arg("--start-timeout", "TIME", "with --one-by-one, time for each worker to come back (default: 1800 seconds)"),
-    arg(
-        "--socket",
-        "PATH",
-        "instead of WORKER: the --socket of a worker on this machine, which drains itself without NATS; nothing is "
-        "recorded, so a restart serves",
-        type=Path,
-    ),
+    arg("--socket", "PATH", "instead of WORKER: the --socket of a worker on this machine, without NATS", type=Path),
     send_options(has_worker=False),
 )
 def drain() -> None:
@@ -121,8 +100,9 @@ def drain() -> None:
     resume`.
 
     The other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without
-    loss. With --socket, the worker stays drained until its process ends, whatever is resumed. The command then waits
-    for the worker's --drain-s, or for --timeout-s, and exits with 4 if its clients did not take over in this time.
+    loss. With --socket, the worker drains itself and nothing is recorded: it stays drained until its process ends,
+    whatever is resumed. The command then waits for the worker's --drain-s, or for --timeout-s, and exits with 4 if its
+    clients did not take over in this time.
 
     With --one-by-one, nothing is recorded: each worker exits with code 0, and its supervisor must start it again. The
     command stops at the first worker that does not come back.
@@ -212,14 +192,7 @@ def resume() -> None:
 @command(
     "release the memory of engines",
     SENT,
-    arg(
-        "--level",
-        None,
-        "1: keep the weights in the memory of the machine; 2: discard and reload them on wake (default: 1)",
-        type=int,
-        choices=(1, 2),
-        default=1,
-    ),
+    arg("--level", (1, 2), "1: keep the weights in memory; 2: reload them on wake (default: 1)", type=int, default=1),
     send_options(),
 )
 def sleep() -> None:
@@ -289,10 +262,7 @@ def unload_lora() -> None:
     arg("--version", "N", "version of the new weights (required unless --check)", type=non_negative_int),
     *SWITCH,
     arg(
-        "--expected-canary",
-        "FILE",
-        "JSON with the expected canary of the new weights, from an earlier --json or from the trainer (default: no "
-        "comparison)",
+        "--expected-canary", "FILE", "JSON of the canary from an earlier --json or the trainer (default: not compared)"
     ),
     flag("--check", "dry run: check that the workers can load these weights, change nothing"),
     send_options(),
@@ -364,24 +334,15 @@ def publish_weights() -> None:
     arg("models", "MODEL", "name of a model", nargs="+"),
     arg("--max-requests", "N", "maximum number of waiting requests of all clients (default of a new queue: 65,536)"),
     arg("--max-bytes", "SIZE", "maximum size of waiting requests (default of a new queue: 1 GiB)"),
-    arg(
-        "--max-per-client",
-        "N",
-        "maximum number of waiting requests of one client in one lane (default of a new queue: 1,024)",
-    ),
-    arg(
-        "--upload-bytes",
-        "SIZE",
-        "maximum size of the bucket for uploads of publishers, which is created if missing (for example 32GiB; "
-        "default: unchanged)",
-    ),
+    arg("--max-per-client", "N", "maximum of them of one client in one lane (default of a new queue: 1,024)"),
+    arg("--upload-bytes", "SIZE", "maximum size of the bucket for uploads of publishers (default: unchanged)"),
 )
 def make_queue() -> None:
     """Create the queues of models and the bucket of desired states, and set limits.
 
     Use this on a server with `rollbus auth`, where only admins may create queues. On other servers the workers create
     them. Existing queues stay unchanged. A limit changes only if an option sets it. It cannot be lower than the present
-    content of the queue.
+    content of the queue. --upload-bytes also creates the bucket if it is missing.
 
     Examples:
         rollbus make-queue my-model
@@ -424,13 +385,7 @@ def forget_model() -> None:
     "sign data that was stored without a root key",
     "admin:sign",
     arg("--model", "NAME", "name of the model (default: every model)"),
-    arg(
-        "--objects",
-        "BUCKET/PREFIX",
-        "also sign this folder in the object store; may be repeated",
-        action="append",
-        default=[],
-    ),
+    arg("--objects", "BUCKET/PREFIX", "also sign this upload; may be repeated", action="append", default=[]),
 )
 def sign() -> None:
     """Sign stored desired states and uploads from before the fleet had its root key, or from before a new root key.

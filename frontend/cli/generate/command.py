@@ -12,7 +12,7 @@ from typing import Any
 from ....schemas.errors import is_disk_full
 from ....schemas.options import check_writable
 from ..app import run_async
-from ..console import note, print_json, size, write
+from ..console import note, print_result, size
 from ..exits import CommandFailed, ExitCode, WrongUsage, cause_of
 from .inputs import open_input
 from .results import ResultsFile, open_results, parquet_results
@@ -71,18 +71,13 @@ def run(args: argparse.Namespace) -> int:
             except KeyboardInterrupt as exc:
                 raise KeyboardInterrupt(job.count_text()) from exc
     report = {
-        "prompts": len(results.finished) + job.counts.done + job.counts.failed
-        if summary.num_prompts is None
-        else summary.num_prompts,
+        "prompts": job.num_ended if summary.num_prompts is None else summary.num_prompts,
         "resumed": len(results.finished),
         **asdict(job.counts),
         "output": str(args.output),
         "npz": None if rows_path is None or not rows_path.exists() else str(rows_path),
     }
-    if args.json:
-        print_json(report)
-    else:
-        write(describe(report))
+    print_result(args, report, describe(report))
     return ExitCode.FAILED if job.counts.failed else ExitCode.OK
 
 
@@ -162,14 +157,11 @@ def _result_options(args: argparse.Namespace) -> dict[str, object]:
 
 def _default_fields(args: argparse.Namespace) -> tuple[dict[str, object], dict[str, object]]:
     """Return the fields of the request and of its sampling from the options."""
-    fields = _collect_given(args, ("model", "timeout_s"))
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    fields: dict[str, object] = {name: given[name] for name in ("model", "timeout_s") if name in given}
     if args.routed_experts == "none":
         fields["return_routed_experts"] = False
-    return fields, _collect_given(args, SAMPLING_OPTIONS)
-
-
-def _collect_given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object]:
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return fields, {name: given[name] for name in SAMPLING_OPTIONS if name in given}
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -439,14 +439,11 @@ def _sample(
         "worker_ids": generation.worker_ids,
         "cached_tokens": generation.cached_tokens,
     }
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+    floats = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")
+    for name in (*floats, "top_token_ids", "prompt_top_token_ids", "lora_versions"):
         values = getattr(generation, name)
         if values is not None:
-            sample[name] = _json_logprobs(values)
-    for name in ("top_token_ids", "prompt_top_token_ids", "lora_versions"):
-        values = getattr(generation, name)
-        if values is not None:
-            sample[name] = values.tolist()
+            sample[name] = _json_logprobs(values) if name in floats else values.tolist()
     if generation.sampling_mask is not None:
         sample["sampling_mask"] = [ids.tolist() for ids in generation.sampling_mask.split()]
     sample["routed_experts"] = _encode_experts(prompt, generation, rows)
@@ -457,11 +454,7 @@ def _encode_experts(prompt: PromptLine, generation: Generation, rows: RowsFile |
     if generation.routed_experts is None:
         return None
     array = np.ascontiguousarray(generation.routed_experts)
-    described: dict[str, object] = {
-        "start": generation.start,
-        "shape": array.shape,
-        "dtype": dtype_of(array),
-    }
+    described: dict[str, object] = {"start": generation.start, "shape": array.shape, "dtype": dtype_of(array)}
     if rows is None:
         return {**described, "data": base64.b64encode(array.reshape(-1).view(np.uint8).data).decode()}
     key = f"{prompt.index}.{generation.child}" if generation.child else str(prompt.index)

@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from .... import bus
@@ -49,8 +47,12 @@ class FirstRun(msgspec.Struct, frozen=True):
 
     def changes(self, options: Mapping[str, object]) -> str:
         """Return the options that differ now, or an empty string."""
-        names = [name for name in options if options[name] != self.options.get(name)]
-        return ", ".join(f"{_show(name, options[name])}, first run {_value(self.options.get(name))}" for name in names)
+        parts = []
+        for name, value in options.items():
+            if (first := self.options.get(name)) != value:
+                now = f"no {name}" if value is None else f"{name} {value}"
+                parts.append(f"{now}, first run {'without' if first is None else first}")
+        return ", ".join(parts)
 
 
 def read_first_run(output: Path) -> FirstRun | None:
@@ -80,14 +82,6 @@ def _path(output: Path) -> Path:
     return output.with_name(output.name + ".run.json")
 
 
-def _show(name: str, value: object) -> str:
-    return f"no {name}" if value is None else f"{name} {value}"
-
-
-def _value(value: object) -> str:
-    return "without" if value is None else str(value)
-
-
 REFRESH_PER_S: Final = 4
 """Updates per second of the bar, which counts seconds."""
 BAR_WIDTH: Final = 20
@@ -96,7 +90,17 @@ RATE_S: Final = 10.0
 """Seconds over which the bar measures tokens per second."""
 
 
-class GenerateBar:
+class _PaceColumn(ProgressColumn):
+    def __init__(self, pace: Callable[[], str]) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def render(self, task: Task) -> Text:
+        """Return the pace as text."""
+        return Text(self._pace())
+
+
+class GenerateBar(Progress):
     """One line on stderr that changes in place and disappears at the end. Its methods may be called on any thread.
 
     Args:
@@ -104,39 +108,20 @@ class GenerateBar:
     """
 
     def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._live: Live | None = None
-        self._what = "starting"
-        self._since = time.monotonic()
-        self._total: int | None = None
-        self._before = 0
-        self._ended = 0
-        self._tokens = 0
-        self._open_tokens: Callable[[], int] = lambda: 0
+        self._before = self._tokens = 0
+        self._open_tokens: Callable[[], int] | None = None
         self._reason: Callable[[], str] = lambda: ""
         # Times and numbers of tokens.
         self._seen: deque[tuple[float, int]] = deque()
-
-    def __enter__(self) -> Self:
-        """Show the bar."""
-        if self._is_shown and sys.stderr.isatty():
-            console = Console(stderr=True, markup=False, highlight=False)
-            self._live = Live(
-                get_renderable=self._line, console=console, refresh_per_second=REFRESH_PER_S, transient=True
-            )
-            self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Remove the bar."""
-        if self._live is not None:
-            self._live.stop()
+        # Without a total, the bar pulses.
+        columns = TextColumn("{task.description}", markup=False), BarColumn(BAR_WIDTH), _PaceColumn(self._pace)
+        console, hides = Console(stderr=True, markup=False, highlight=False), not (is_shown and sys.stderr.isatty())
+        super().__init__(*columns, console=console, refresh_per_second=REFRESH_PER_S, transient=True, disable=hides)
+        self._bar = self.add_task("starting", total=None)
 
     def show(self, what: str) -> None:
         """Show a step of the run that comes before the generation."""
-        self._what = what
-        if self._live is not None:
-            self._live.refresh()
+        self.update(self._bar, description=what, refresh=True)
 
     def start_count(
         self, total: int | None, before: int, *, open_tokens: Callable[[], int], reason: Callable[[], str]
@@ -149,30 +134,27 @@ class GenerateBar:
             open_tokens: returns the number of tokens of the requests in flight. The thread of the bar calls it.
             reason: returns the reason why requests wait, or an empty string. The thread of the bar calls it.
         """
-        self._what, self._since = "generating", time.monotonic()
-        self._total, self._before, self._ended = total, before, before
-        self._open_tokens, self._reason = open_tokens, reason
+        self._before, self._open_tokens, self._reason = before, open_tokens, reason
+        self.reset(self._bar, total=total, completed=before, description="generating")
 
     def set_counts(self, ended: int, tokens: int) -> None:
         """Set the number of prompts that ended in this run, and the number of their tokens."""
-        self._ended, self._tokens = self._before + ended, tokens
+        self._tokens = tokens
+        self.update(self._bar, completed=self._before + ended)
 
-    def _line(self) -> Group:
-        now = time.monotonic()
-        seconds = now - self._since
-        if self._what != "generating":
-            text = f"{seconds:.0f} s"
-        else:
-            tokens = self._tokens + self._open_tokens()
-            rate = self._measure(now, tokens)
-            text = pace_text(self._total, self._ended, before=self._before, rate=rate, seconds=seconds)
-        line = Table.grid(padding=(0, 1))
-        for _ in range(3):
-            line.add_column(no_wrap=True)
-        # Without a total, the bar pulses.
-        line.add_row(self._what, ProgressBar(total=self._total, completed=self._ended, width=BAR_WIDTH), text)
-        reason = self._reason()
-        return Group(line, Text(printable(reason))) if reason else Group(line)
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the line, and the reason why requests wait."""
+        yield from super().get_renderables()
+        if reason := self._reason():
+            yield Text(printable(reason))
+
+    def _pace(self) -> str:
+        task = self.tasks[0]
+        seconds, total = task.elapsed or 0.0, None if task.total is None else int(task.total)
+        if self._open_tokens is None:
+            return f"{seconds:.0f} s"
+        rate = self._measure(time.monotonic(), self._tokens + self._open_tokens())
+        return pace_text(total, int(task.completed), before=self._before, rate=rate, seconds=seconds)
 
     def _measure(self, now: float, tokens: int) -> float:
         """Return the tokens per second of the last seconds."""
@@ -185,10 +167,9 @@ class GenerateBar:
 
 def count_text(done: int, failed: int, total: int | None) -> str:
     """Return the counts of a run that ends early, and how the user continues it."""
-    text = (f"{done:,} done" if total is None else f"{done:,} of {total:,} done") + (
-        f", {failed:,} failed" if failed else ""
-    )
-    return f"{text}; the same command continues"
+    of = "" if total is None else f" of {total:,}"
+    failures = f", {failed:,} failed" if failed else ""
+    return f"{done:,}{of} done{failures}; the same command continues"
 
 
 def pace_text(total: int | None, ended: int, *, before: int, rate: float, seconds: float) -> str:
@@ -251,7 +232,7 @@ class GenerateRun:
     _tokenizer: Tokenizer | None = None
     _in_flight: dict[str, PromptLine] = field(default_factory=dict)
 
-    async def run(self, nats_url: str, fleet: str) -> int:
+    async def run(self, nats_url: str, fleet: str) -> None:
         """Generate a result for each of these prompts.
 
         Cancellation: the output has all results that were finished.
@@ -271,7 +252,6 @@ class GenerateRun:
             if folder is not None:
                 self._tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
             await self._generate(rb)
-        return ExitCode.OK
 
     async def _check_models(self, rb: bus.Client, workers: tuple[WorkerPresence, ...]) -> None:
         """Check the models that options and rows name.
@@ -314,10 +294,14 @@ class GenerateRun:
         return count_text(done, self.counts.failed, self.summary.num_prompts)
 
     @property
+    def num_ended(self) -> int:
+        """Number of prompts that have ended in this run or an earlier one."""
+        return len(self.results.finished) + self.counts.done + self.counts.failed
+
+    @property
     def num_left(self) -> int:
         """Number of prompts without a result; 0 if it is unknown."""
-        ended = len(self.results.finished) + self.counts.done + self.counts.failed
-        return max((self.summary.num_prompts or 0) - ended, 0)
+        return max((self.summary.num_prompts or 0) - self.num_ended, 0)
 
     async def _generate(self, rb: bus.Client) -> None:
         started = time.monotonic()
@@ -418,9 +402,8 @@ def wait_reason(workers: tuple[WorkerPresence, ...]) -> str:
     """Return the reason why requests wait, or an empty string if a worker serves."""
     if any(worker.state is WorkerState.SERVING for worker in workers):
         return ""
-    states = [
-        f"{worker.worker} {'starts' if worker.state is WorkerState.STARTING else f'is {worker.state}'}, "
-        f"{worker.uptime_s:.0f} s"
-        for worker in workers
-    ]
+    states = []
+    for worker in workers:
+        state = "starts" if worker.state is WorkerState.STARTING else f"is {worker.state}"
+        states.append(f"{worker.worker} {state}, {worker.uptime_s:.0f} s")
     return f"the requests wait: {', '.join(states) or 'no worker is live'}"

@@ -139,17 +139,13 @@ def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
     """
     if not any(depth.waiting or depth.in_hand or depth.leader for depth in depths):
         return []
-    waiting: dict[tuple[str, str], int] = {(depth.model, depth.lane): depth.waiting for depth in depths}
-    in_hand = {model: sum(depth.in_hand for depth in depths if depth.model == model) for model, _ in waiting}
-    return [
-        [
-            model,
-            *(str(waiting[model, lane]) if (model, lane) in waiting else NONE for lane in LANES),
-            str(count),
-            _replicas([depth for depth in depths if depth.model == model]),
-        ]
-        for model, count in in_hand.items()
-    ]
+    rows = []
+    for model in dict.fromkeys(depth.model for depth in depths):
+        lanes = [depth for depth in depths if depth.model == model]
+        waiting: dict[str, str] = {lane.lane: str(lane.waiting) for lane in lanes}
+        in_hand = str(sum(lane.in_hand for lane in lanes))
+        rows.append([model, *(waiting.get(lane, NONE) for lane in LANES), in_hand, _replicas(lanes)])
+    return rows
 
 
 def problem_rows(problems: Mapping[str, str]) -> list[list[str]]:
@@ -178,30 +174,28 @@ def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
 
 def stop_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
     """Return the cells of `STOP_COLUMNS` for each recorded pause, drain and sleep."""
-    return [
-        [
-            stop.model if stop.worker is None else f"{stop.model}, only {stop.worker}",
-            stop.what,
-            stop.by or NONE,
-            NONE if stop.since is None else f"{datetime.fromtimestamp(stop.since).astimezone():%Y-%m-%d %H:%M:%S}",
-        ]
-        for stop in list_stops(desired)
-    ]
+    rows = []
+    for stop in list_stops(desired):
+        since = NONE if stop.since is None else format_time(datetime.fromtimestamp(stop.since))
+        of = stop.model if stop.worker is None else f"{stop.model}, only {stop.worker}"
+        rows.append([of, stop.what, stop.by or NONE, since])
+    return rows
+
+
+def format_time(time: datetime) -> str:
+    """Return a time as text in the time zone of this machine."""
+    return f"{time.astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def transfer_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     """Return the cells of `TRANSFER_COLUMNS` for each open transfer."""
-    return [
-        [
-            found.id,
-            found.by,
-            _duration(found.age_s),
-            str(found.chunks),
-            _duration(found.left_s),
-            list_names(names, limit=NUM_NAMED),
-        ]
-        for found, names in open_transfers(workers).values()
-    ]
+    rows = []
+    for found, names in open_transfers(workers).values():
+        workers_cell = list_names(names, limit=NUM_NAMED)
+        rows.append(
+            [found.id, found.by, _duration(found.age_s), str(found.chunks), _duration(found.left_s), workers_cell]
+        )
+    return rows
 
 
 def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
@@ -249,13 +243,11 @@ def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
         found, known = worker.published, newest.get(worker.model)
         if found is not None and (known is None or known.version < found.version):
             newest[worker.model] = found
-    return [
-        [
-            *(model, str(found.version), size(found.stored_bytes), size(found.model_bytes), str(found.chain_length)),
-            *(size(found.used_bytes), size(found.limit_bytes) if found.limit_bytes else NONE),
-        ]
-        for model, found in sorted(newest.items())
-    ]
+    rows = []
+    for model, found in sorted(newest.items()):
+        sizes = [size(found.stored_bytes), size(found.model_bytes), str(found.chain_length), size(found.used_bytes)]
+        rows.append([model, str(found.version), *sizes, size(found.limit_bytes) if found.limit_bytes else NONE])
+    return rows
 
 
 def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
@@ -318,16 +310,12 @@ def _engine_cells(known: Capabilities) -> list[str]:
         f"KV by {(known.kv_connector or NONE).split()[0]}": known.kv_connector is not None,
         f"dp {known.data_parallel_size}": known.data_parallel_size > 1,
     }
-    return [
-        f"{known.engine} {known.engine_version}",
-        known.dtype,
-        str(known.max_model_len),
-        str(known.max_num_seqs),
-        NONE
-        if routing is None
-        else f"{routing.top_k} of {routing.num_experts} in {routing.num_layers} layers, {routing.dtype}",
-        ", ".join(what for what, is_able in can.items() if is_able) or NONE,
-    ]
+    rows = NONE
+    if routing is not None:
+        rows = f"{routing.top_k} of {routing.num_experts} in {routing.num_layers} layers, {routing.dtype}"
+    sizes = [known.dtype, str(known.max_model_len), str(known.max_num_seqs)]
+    able = ", ".join(what for what, is_able in can.items() if is_able) or NONE
+    return [f"{known.engine} {known.engine_version}", *sizes, rows, able]
 
 
 def _duration(seconds: float) -> str:
@@ -384,11 +372,8 @@ def serving_workers(workers: Sequence[WorkerPresence], *, nats_url: str, fleet: 
         raise NoWorkers(message="no worker is live")
     serving = [worker for worker in workers if worker.state is WorkerState.SERVING and accepts_whole_requests(worker)]
     if not serving:
-        raise CommandFailed(
-            f"no worker serves in fleet {fleet!r} at {without_password(nats_url)}"
-            f"{_others(workers)}; start one with `rollbus up` or `rollbus worker`",
-            ExitCode.NO_WORKERS,
-        )
+        problem = f"no worker serves in fleet {fleet!r} at {without_password(nats_url)}{_others(workers)}"
+        raise CommandFailed(f"{problem}; start one with `rollbus up` or `rollbus worker`", ExitCode.NO_WORKERS)
     return serving
 
 
@@ -411,7 +396,7 @@ async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
     await rb.fleet.mute_pause()
     times = [await rb.fleet.paused_since(model) for model in {worker.model for worker in paused}]
     since = max((time for time in times if time is not None), default=None)
-    when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
+    when = "" if since is None else f" since {format_time(since)}"
     note(f"the fleet is paused{when}; the requests wait for: {program()} resume{_options(nats_url, state.fleet)}")
 
 
@@ -522,7 +507,6 @@ async def _print(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace) -> int:
-
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         await watch_state(rb, nothing=f"{no_workers(args.nats, args.fleet)}; {START_SOME}", as_json=args.json)
     return ExitCode.OK
