@@ -1,7 +1,6 @@
 """The exit code of a command and its error line on stderr."""
 
 import enum
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import InvalidRequest, NoWorkers, RequestTimeout, RollbusError
@@ -76,16 +75,10 @@ def cause_of(group: BaseExceptionGroup[BaseException]) -> RollbusError | OSError
 
     A `CommandFailed` has precedence, because it may have caused the other errors.
     """
-    leaves = list(_leaves(group))
-    shown = [leaf for leaf in leaves if isinstance(leaf, (RollbusError, OSError))]
-    if len(shown) < len(leaves):
+    shown, others = group.split((RollbusError, OSError))
+    if shown is None or others is not None:
         return None
-    return min(shown, key=lambda leaf: not isinstance(leaf, CommandFailed))
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        yield error
-        return
-    for each in error.exceptions:
-        yield from _leaves(each)
+    first: BaseException = shown.subgroup(CommandFailed) or shown
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first if isinstance(first, RollbusError | OSError) else None

@@ -201,9 +201,7 @@ Value = Spread | float | int | str
 
 def in_turns(rounds: int, sides: Iterable[T]) -> Iterator[T]:
     """Yield every side once in each round, so that a slow phase of the machine affects all sides."""
-    every = list(sides)
-    for _ in range(rounds):
-        yield from every
+    return iter([*sides] * rounds)
 
 
 def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:

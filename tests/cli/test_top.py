@@ -118,12 +118,20 @@ async def test_top_keeps_the_last_state_while_nats_is_down(fleet: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str, number: signal.Signals) -> None:
-    """After a signal, `top` has left the alternate screen, shown the cursor and restored the terminal's settings."""
+    """After a signal, `top` has left the alternate screen, shown the cursor and restored the terminal's settings.
+
+    Ctrl-Z does so too, and `fg` continues the full screen.
+    """
     async with announced(nats_url, fleet, "a"):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
             before = terminal.settings()
             await until(terminal, r"serving +a")
             assert terminal.settings() != before
+            terminal.signal(signal.SIGTSTP)
+            await until(terminal, re.escape(LEAVE))
+            assert await asyncio.to_thread(becomes_true, lambda: terminal.settings() == before)
+            terminal.signal(signal.SIGCONT)
+            await until(terminal, r"serving +a")
             terminal.signal(number)
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
             assert terminal.settings() == before
@@ -140,22 +148,6 @@ def test_an_error_leaves_the_terminal_as_before() -> None:
     _, drawn, after = re.split(f"{re.escape(ENTER)}|{re.escape(LEAVE)}", terminal.text)
     assert "drawn" in drawn
     assert "RuntimeError: in the middle" in after
-
-
-async def test_top_can_be_suspended_and_continued(nats_url: str, fleet: str) -> None:
-    """Ctrl-Z restores the terminal, and `fg` continues the full screen."""
-    async with announced(nats_url, fleet, "a"):
-        with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
-            before = terminal.settings()
-            await until(terminal, r"serving +a")
-            terminal.signal(signal.SIGTSTP)
-            await until(terminal, re.escape(LEAVE))
-            assert await asyncio.to_thread(becomes_true, lambda: terminal.settings() == before)
-            terminal.signal(signal.SIGCONT)
-            await until(terminal, r"serving +a")
-            terminal.press(b"q")
-            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
-            assert terminal.settings() == before
 
 
 async def test_top_prints_the_tables_once_into_a_pipe(nats_url: str, fleet: str) -> None:

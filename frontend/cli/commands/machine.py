@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ....schemas.limits import DEFAULT_MAX_IN_FLIGHT, MAX_TIMEOUT_S
 from ....schemas.options import (
@@ -67,6 +67,11 @@ cluster_name = matching(r"[A-Za-z0-9_-]{1,64}", "a cluster name; allowed: up to 
 store_size = matching(r"[1-9]\d{0,11}[KMGT]B", "a size such as 50GB")
 
 
+def many(name: str, value: str, text: str, **settings: Any) -> Option:
+    """Return an option with a value that may be repeated."""
+    return arg(name, value, f"{text}; may be repeated", action="append", default=[], **settings)
+
+
 def http_options(http: str | None, default: str) -> tuple[Option, ...]:
     """Return the options of the HTTP service, with the names of `Settings` in the parsed arguments.
 
@@ -78,65 +83,38 @@ def http_options(http: str | None, default: str) -> tuple[Option, ...]:
     """
     settings = Settings()
 
-    def wait(name: str, text: str, dest: str, parse: Callable[[str], float] = duration) -> Option:
-        default: float = getattr(settings, dest)
-        return arg(name, "TIME", f"{text} (default: %(default)g)", dest=dest, type=parse, default=default)
+    def setting(name: str, value: str, text: str, dest: str, **own: Any) -> Option:
+        return arg(name, value, f"{text} (default: %(default)g)", dest=dest, default=getattr(settings, dest), **own)
 
     return (
         arg("--http", "HOST:PORT", f"address of the HTTP service (default: {default})", default=http),
-        arg(
-            "--allowed-host",
-            "NAME",
-            "name of the HTTP service for clients, such as that of its proxy; may be repeated (default: the host of "
-            "--http; always: localhost and addresses)",
-            type=host_name,
-            action="append",
-            default=[],
-        ),
+        many("--allowed-host", "NAME", "name of the service for clients (default: the host of --http)", type=host_name),
         TOKENIZER,
         arg("--tool-call-parser", "NAME", "vLLM's parser of tool calls, such as hermes (default: none: no tools)"),
         arg("--reasoning-parser", "NAME", "vLLM's parser of reasoning, such as qwen3 (default: none: it is content)"),
         arg("--default-model", "NAME", "model or adapter of requests that name none (default: the only known model)"),
-        wait(
-            "--request-timeout",
-            "timeout of requests for tokens without timeout_s and X-Request-Timeout",
-            "timeout_s",
-            request_timeout,
-        ),
-        wait(
+        setting("--request-timeout", "TIME", "timeout of requests that set none", "timeout_s", type=request_timeout),
+        setting(
             "--max-wait",
-            "time that an HTTP request waits for a worker that starts, updates or is paused, before it gets 503",
+            "TIME",
+            "time that a request waits while no worker serves and one starts, updates or is paused; then it gets 503",
             "max_wait_s",
-            request_timeout,
+            type=request_timeout,
         ),
         flag("--return-tokens", "return token ids and log probabilities in every answer", dest="returns_tokens"),
         flag("--routed-experts-npy", "return routed experts as vLLM's base64 .npy string in every choice"),
-        flag(
-            "--trust-traceparent",
-            "let the flags of a client's traceparent decide whether its request is sampled (default: clear the flags)",
-            dest="trusts_traceparent",
-        ),
-        arg(
-            "--max-in-flight",
-            "N",
-            "maximum concurrent HTTP requests for tokens; further requests get status 429 (default: %(default)s)",
-            default=settings.max_in_flight,
-        ),
-        wait("--client-timeout", "time for a client to send its request, and to read each part", "client_timeout_s"),
-        wait("--stop-timeout", "time for open requests to finish when the service stops", "stop_timeout_s"),
-        arg(
-            "--prefill-min-tokens",
-            "N",
-            "minimum tokens of a prompt for a prefill worker, if the fleet has prefill workers (default: %(default)s)",
-            default=settings.prefill_min_tokens,
-        ),
+        flag("--trust-traceparent", "let traceparents of clients decide what is sampled", dest="trusts_traceparent"),
+        setting("--max-in-flight", "N", "concurrent requests for tokens; further ones get status 429", "max_in_flight"),
+        setting("--client-timeout", "TIME", "time for a client to send, and to read each part", "client_timeout_s"),
+        setting("--stop-timeout", "TIME", "time for open requests to finish when the service stops", "stop_timeout_s"),
+        setting("--prefill-min-tokens", "N", "least tokens of a prompt for a prefill worker", "prefill_min_tokens"),
     )
 
 
 def user_option(role: str) -> Option:
     """Return the option of `auth` that names a user of a role."""
     default = f" (init always creates one with the name {role})" if role in SINGLE else ""
-    return arg(f"--{role}", "NAME", f"name of a user with the role {role}{default}", action="append", default=[])
+    return many(f"--{role}", "NAME", f"name of a user with the role {role}{default}")
 
 
 def tls_file(name: str, text: str) -> Option:
@@ -162,18 +140,9 @@ def cert_options(what: str, side: str) -> tuple[Option, Option]:
     arg("--config", "FILE", "settings as TOML, each key an option; `rollbus init` writes one (default: none)"),
     arg("--model", "DIR|ID", "folder of the checkpoint, or its id on Hugging Face (default: a tiny MoE)"),
     arg("--workers", "N", "number of workers (default: 1)", default=1),
+    arg("--prefill-workers", "N", "number of prefill workers (default: 0)", type=non_negative_int, default=0),
     arg(
-        "--prefill-workers",
-        "N",
-        "prefill workers; KV goes through a temporary folder, or as set by --kv-transfer-config (default: 0)",
-        type=non_negative_int,
-        default=0,
-    ),
-    arg(
-        "--gpus-per-worker",
-        "K",
-        "number of GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)",
-        type=non_negative_int,
+        "--gpus-per-worker", "K", "GPUs of each worker; 0: all (default: those its engine uses)", type=non_negative_int
     ),
     *http_options(None, f"{DEFAULT_ADDRESS}, or a free port if that port is in use"),
     *ENGINE_OPTIONS,
@@ -187,7 +156,10 @@ def up() -> None:
     Without --model, the workers serve a tiny mixture-of-experts model that the command creates. The NATS server listens
     at --nats. The default is port 4222, or a free port if that port is in use. The HTTP service listens at --http. The
     default is port 8080, or a free port. The service reads bearer tokens from ROLLBUS_HTTP_TOKEN and
-    ROLLBUS_ADMIN_TOKEN.
+    ROLLBUS_ADMIN_TOKEN. It answers to the names of --allowed-host, to localhost and to addresses.
+
+    Prefill workers compute prompts for decode workers. They share KV through a temporary folder, or as set by
+    --kv-transfer-config. With --gpus-per-worker 0, all workers see all GPUs.
 
     stderr shows the state and the start time in seconds of each worker: starting (the process runs), loading (the
     engine loads) or serving. On a terminal, logs go to a file that the command names at the start; with -v also to
@@ -299,15 +271,9 @@ def init() -> None:
     arg("files", "FILE", "credentials files (for the action certify)", nargs="*"),
     arg("--dir", "DIR", "folder of the users", required=True),
     group(
-        "users; each option may be repeated",
+        "users",
         *map(user_option, (*ROLES,)),
-        arg(
-            "--publisher",
-            "NAME:MODEL",
-            "trainer that may also replace the weights of MODEL; repeat for more models (for remove, only NAME)",
-            action="append",
-            default=[],
-        ),
+        many("--publisher", "NAME:MODEL", "trainer that may also replace the weights of MODEL (for remove, NAME)"),
     ),
     group(
         "configuration of the server, which init creates and never changes",
@@ -350,18 +316,9 @@ def auth() -> None:
         arg("--dir", "DIR", "folder of the files (default: %(default)s)", default=Path("nats")),
         arg("--cluster", "NAME", "name of the cluster (default: %(default)s)", type=cluster_name, default="rollbus"),
         arg(
-            "--store-dir",
-            "DIR",
-            "folder of streams on each machine; each server has its own folder in it (default: %(default)s)",
-            default=Path("/var/lib/nats"),
+            "--store-dir", "DIR", "folder of streams on a machine (default: %(default)s)", default=Path("/var/lib/nats")
         ),
-        arg(
-            "--max-file-store",
-            "SIZE",
-            "disk space for the streams of one server; the queue of a model reserves 5 GiB (default: %(default)s)",
-            type=store_size,
-            default="50GB",
-        ),
+        arg("--max-file-store", "SIZE", "disk space of a server (default: 50GB)", type=store_size, default="50GB"),
         *cert_options("server", "clients"),
         *cert_options("cluster", "the other servers"),
         CLIENT_CA,
@@ -374,7 +331,8 @@ def nats() -> None:
 
     `rollbus nats init --nodes A,B,C --dir DIR` writes a configuration for each of three or more servers into DIR, which
     also contains the users (see `rollbus auth`). The configuration has JetStream, routes with their own password, and
-    TLS if certificate files are given. The command prints the next steps.
+    TLS if certificate files are given. Each server has its own folder in --store-dir. The queue of a model reserves 5
+    GiB of --max-file-store. The command prints the next steps.
 
     Examples:
         rollbus nats init --nodes a.example,b.example,c.example --dir nats
@@ -462,19 +420,8 @@ def generate() -> None:
     arg("--requests", "N", "requests of a round (default: 4 times the concurrency, at least 32)", dest="num_requests"),
     arg("--input-tokens", "N", "tokens of each prompt (default: %(default)s)", default=128),
     arg("--output-tokens", "N", "tokens of each answer (default: %(default)s)", default=128),
-    arg(
-        "--logprobs",
-        "K",
-        "log probabilities: none; 0: of each sampled token; K: also of the K most likely tokens (default: 0)",
-        type=number_or_none,
-        default=0,
-    ),
-    arg(
-        "--routing",
-        None,
-        "request routed experts, or do not (default: request them if the model has experts)",
-        action=argparse.BooleanOptionalAction,
-    ),
+    arg("--logprobs", "K", "field logprobs of requests, or none (default: 0)", type=number_or_none, default=0),
+    arg("--routing", None, "request routed experts (default: if it has some)", action=argparse.BooleanOptionalAction),
     arg("--rounds", "N", "number of rounds (default: %(default)s)", default=5),
     flag("--stream", "stream chunks and measure their times", dest="streams"),
     arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0),

@@ -139,12 +139,7 @@ def why() -> None:
     "watch.experts:run",
     arg("--model", "NAME", "name of the model (default: the only model of the fleet)"),
     workers_option("id of a worker; may be repeated (default: all workers, or a sample of 64)"),
-    arg(
-        "--plane",
-        ("both", "prompt", "generated"),
-        "positions to show: prompt, generated or both (default: both)",
-        default="both",
-    ),
+    arg("--plane", ("both", "prompt", "generated"), "positions to show (default: both)", default="both"),
     one_of(
         arg("--last-s", "TIME", "show the counts of the last S seconds, up to 120 (default: 60)", default=60.0),
         flag("--versions", "show all counts of each of the last 8 weight versions"),

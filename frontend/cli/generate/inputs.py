@@ -4,7 +4,8 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -144,12 +145,9 @@ def _lines_of(path: Path) -> Iterator[NumberedRow]:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
-    for index in count():
-        raw = file.readline(MAX_LINE_BYTES + 1)
+    for index, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")):
         if len(raw) > MAX_LINE_BYTES:
             raise WrongUsage(f"{name} line {index + 1} is longer than {MAX_LINE_BYTES} bytes")
-        if not raw:
-            return
         if not raw.isspace():
             yield index, raw
 

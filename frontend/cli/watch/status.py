@@ -25,19 +25,8 @@ from ....bus.protocol.fleet.authority import list_stops, open_transfers, stop_of
 from ....bus.protocol.fleet.presence import FleetSnapshot, accepts_whole_requests, slots_of
 from ....bus.subjects import ALL_PRESENCES, Subjects
 from ....bus.worker_metrics import prefix_cache_hit_ratio
+from ....schemas import control
 from ....schemas.checks import list_names
-from ....schemas.control import (
-    LORA_REGISTER,
-    DesiredState,
-    Drain,
-    FinishWeightUpdate,
-    LoadLora,
-    Pause,
-    Recorded,
-    Resume,
-    Sleep,
-    UpdateWeights,
-)
 from ....schemas.decoding import JsonObject
 from ....schemas.presence import Capabilities, WorkerPresence, WorkerState
 from ....schemas.weights import PublishedVersion
@@ -162,7 +151,7 @@ def _replicas(lanes: Sequence[QueueDepth]) -> str:
     return str(min(lane.replicas for lane in lanes)) + (f", behind: {', '.join(behind)}" if behind else "")
 
 
-def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
+def desired_rows(desired: Mapping[str, control.DesiredState]) -> list[list[str]]:
     """Return the cells of `DESIRED_COLUMNS` for each model, and for each worker with a desired state of its own."""
     rows = []
     for model, state in sorted(desired.items()):
@@ -172,7 +161,7 @@ def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
     return rows
 
 
-def stop_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
+def stop_rows(desired: Mapping[str, control.DesiredState]) -> list[list[str]]:
     """Return the cells of `STOP_COLUMNS` for each recorded pause, drain and sleep."""
     rows = []
     for stop in list_stops(desired):
@@ -198,29 +187,29 @@ def transfer_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
     return rows
 
 
-def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
+def told_cells(registers: Mapping[str, control.Recorded]) -> list[str]:
     """Return version, source, state and adapters from the recorded registers."""
     version = source = NONE
     states, loras = [], []
     for register, recorded in sorted(registers.items()):
         match recorded.command:
-            case UpdateWeights() as update:
+            case control.UpdateWeights() as update:
                 version, source = f"{update.version}{_format_pin(update)}", str(update.source)
-            case FinishWeightUpdate() as finish:
+            case control.FinishWeightUpdate() as finish:
                 version, source = str(finish.version), "the transfer engine"
-            case Pause() | Drain() | Sleep():
+            case control.Pause() | control.Drain() | control.Sleep():
                 states.append(stop_of(recorded) or "")
-            case Resume():
+            case control.Resume():
                 states.append("resumed")
-            case LoadLora() as load:
-                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version}{_format_pin(load)})")
+            case control.LoadLora() as load:
+                loras.append(f"{register.removeprefix(control.LORA_REGISTER)} ({load.version}{_format_pin(load)})")
             case _:
                 # Wake, flush and unload have no cell.
                 pass
     return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
 
 
-def _format_pin(command: UpdateWeights | LoadLora) -> str:
+def _format_pin(command: control.UpdateWeights | control.LoadLora) -> str:
     return ", unpinned" if command.digest is None else ""
 
 

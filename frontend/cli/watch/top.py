@@ -13,41 +13,20 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
 from ....bus import FleetState
 from ....bus.protocol.fleet.desired import why_behind
 from ....bus.protocol.fleet.presence import slots_of
 from ....bus.protocol.telemetry.rates import FleetRates, Rates
+from ....schemas import control
 from ....schemas.checks import list_names
-from ....schemas.control import (
-    AnyCommand,
-    DesiredState,
-    FinishWeightUpdate,
-    LoadLora,
-    Pause,
-    Sleep,
-    UnloadLora,
-    UpdateWeights,
-)
 from ....schemas.decoding import JsonObject
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..console import write
-from ..tables import NONE, lay_out, print_table, printable, wrapped
-from .status import (
-    PROBLEM_COLUMNS,
-    QUEUE_COLUMNS,
-    in_flight_cell,
-    note_cell,
-    of_model,
-    problem_rows,
-    queue_rows,
-    severity,
-    state_as_json,
-    state_cell,
-    told_cells,
-    version_cell,
-)
+from ..tables import NONE, lay_out, print_table, printable
+from . import status
 
 Sort = Literal["state", "worker", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
 """Sort key of the workers. Names ascend, numbers descend, and the worst states come first."""
@@ -153,17 +132,17 @@ SPARE_COLUMNS: Final = ("hits", "next", "first", "model", "KV", "in flight", "ve
 def worker_cells(worker: WorkerPresence, rates: Rates) -> list[str]:
     """Return the cells of `COLUMNS` for one worker."""
     return [
-        state_cell(worker),
+        status.state_cell(worker),
         worker.worker,
         worker.model,
-        version_cell(worker),
-        in_flight_cell(worker),
+        status.version_cell(worker),
+        status.in_flight_cell(worker),
         percent(_kv(worker)),
         per_s(rates.tokens_per_s),
         seconds(rates.first_token_s),
         seconds(rates.between_tokens_s),
         percent(rates.prefix_hit),
-        note_cell(worker),
+        status.note_cell(worker),
     ]
 
 
@@ -188,7 +167,7 @@ def sorted_workers(workers: Sequence[WorkerPresence], rates: FleetRates, sort: S
     With the sort key `state`, the worst state comes first.
     """
     if sort == "state":
-        return sorted(workers, key=severity)
+        return sorted(workers, key=status.severity)
     key = _SORT_KEYS[sort]
     return sorted(workers, key=lambda worker: (-key(worker, rates.of(worker.worker)), worker.worker))
 
@@ -214,8 +193,8 @@ class Section(NamedTuple):
 def sections(state: FleetState, rates: FleetRates) -> list[Section]:
     """Return the tables that are not empty."""
     every = (
-        Section(PROBLEM_COLUMNS, problem_rows(state.queue_problems)),
-        Section(QUEUE_COLUMNS, queue_rows(state.queues)),
+        Section(status.PROBLEM_COLUMNS, status.problem_rows(state.queue_problems)),
+        Section(status.QUEUE_COLUMNS, status.queue_rows(state.queues)),
         Section(MODEL_COLUMNS, model_rows(state, rates), MODEL_SPARE_COLUMNS),
         Section(COMMAND_COLUMNS, command_rows(state)),
     )
@@ -235,8 +214,8 @@ def model_rows(state: FleetState, rates: FleetRates) -> list[list[str]]:
                 f"{len(workers):,}",
                 per_s(of_models[name].tokens_per_s) if name in of_models else NONE,
                 NONE if desired is None else str(desired.epoch),
-                *told_cells({} if desired is None else desired.registers),
-                _behind(workers, desired or DesiredState(model=name)),
+                *status.told_cells({} if desired is None else desired.registers),
+                _behind(workers, desired or control.DesiredState(model=name)),
             ]
         )
     return rows
@@ -249,7 +228,7 @@ def _by_model(state: FleetState) -> dict[str, list[WorkerPresence]]:
     return by_model
 
 
-def _behind(workers: Sequence[WorkerPresence], desired: DesiredState) -> str:
+def _behind(workers: Sequence[WorkerPresence], desired: control.DesiredState) -> str:
     behind = [f"{worker.worker} {why}" for worker in workers if (why := why_behind(worker, desired)) is not None]
     return list_names(behind, "; ", MAX_BEHIND) or NONE
 
@@ -266,10 +245,10 @@ def command_rows(state: FleetState) -> list[list[str]]:
     ]
 
 
-def _commands_of(desired: DesiredState, workers: Sequence[WorkerPresence]) -> Iterator[list[str]]:
+def _commands_of(desired: control.DesiredState, workers: Sequence[WorkerPresence]) -> Iterator[list[str]]:
     # A command for single workers is recorded once for each of them.
     named: dict[int, list[str]] = {}
-    commands: dict[int, AnyCommand] = {}
+    commands: dict[int, control.AnyCommand] = {}
     for recorded in desired.registers.values():
         commands[recorded.epoch] = recorded.command
     for worker, registers in desired.workers.items():
@@ -287,18 +266,18 @@ def _name_workers(workers: Sequence[str]) -> str:
     return workers[0] if len(workers) == 1 else f"{len(workers):,} workers"
 
 
-def _describe(command: AnyCommand) -> str:
+def _describe(command: control.AnyCommand) -> str:
     """Return a command with its main parameter."""
     match command:
-        case UpdateWeights() | FinishWeightUpdate():
+        case control.UpdateWeights() | control.FinishWeightUpdate():
             detail = f"{command.version}" + (f" ({command.label})" if command.label else "")
-        case Pause():
+        case control.Pause():
             detail = str(command.mode)
-        case Sleep():
+        case control.Sleep():
             detail = str(command.level)
-        case LoadLora():
+        case control.LoadLora():
             detail = f"{command.name} {command.version}"
-        case UnloadLora():
+        case control.UnloadLora():
             detail = command.name
         case _:
             detail = ""
@@ -412,14 +391,14 @@ def draw(view: TopView, options: TopOptions, page: Page, width: int, height: int
     lines.append(Text(table.head, "reverse"))
     for worker, row in zip(workers, table.rows, strict=True):
         first = Text(row[0])
-        first.stylize(_STYLES.get(worker.state, "red"), 0, len(state_cell(worker)))
+        first.stylize(_STYLES.get(worker.state, "red"), 0, len(status.state_cell(worker)))
         lines += [first, *map(Text, row[1:])]
     model = "all" if options.model is None else printable(options.model)
     return page.draw(lines, width, height, above, f"q quit  s sort: {options.sort}  p model: {model}")
 
 
 def _select(view: TopView, options: TopOptions) -> TopView:
-    return dataclasses.replace(view, state=of_model(view.state, options.model))
+    return dataclasses.replace(view, state=status.of_model(view.state, options.model))
 
 
 def _table(section: Section, width: int, most: int) -> list[Text]:
@@ -430,23 +409,13 @@ def _table(section: Section, width: int, most: int) -> list[Text]:
     return [Text(table.head, "reverse"), *(Text(line) for row in table.rows for line in row)]
 
 
+_CONSOLE: Final = Console()
+"""`Text.wrap` needs one, but uses it only for texts that are justified."""
+
+
 def folded(line: Text, width: int) -> list[Text]:
     """Return a line in pieces that fit, broken between words, and within a word that is longer than the screen."""
-    lines = [Text(part, line.style) for part in wrapped(line.plain, width)]
-    if len(lines) == 1:
-        lines = [line]
-    return [part for each in lines for part in (each.divide(_cuts(each.plain, width)) if len(each) else [each])]
-
-
-def _cuts(text: str, width: int) -> list[int]:
-    """Return the places at which a terminal breaks a line."""
-    cuts, used = [], 0
-    for number, char in enumerate(text):
-        used += cell_len(char)
-        if used > width and number:
-            cuts.append(number)
-            used = cell_len(char)
-    return cuts
+    return [line] if line.cell_len <= width else [*line.wrap(_CONSOLE, width)]
 
 
 def print_top(view: TopView, options: TopOptions) -> None:
@@ -465,10 +434,10 @@ def top_as_json(view: TopView, options: TopOptions) -> JsonObject:
 
     With `options.model`, all but the rates of the fleet is of this model.
     """
-    rates, state = view.rates, of_model(view.state, options.model)
+    rates, state = view.rates, status.of_model(view.state, options.model)
     workers = sorted_workers(state.workers, rates, options.sort)
     models = {model: each for model, each in rates.of_models().items() if options.model in (None, model)}
-    return state_as_json(replace(state, workers=tuple(workers))) | {
+    return status.state_as_json(replace(state, workers=tuple(workers))) | {
         "rates": {
             "fleet": _as_json(rates.of_fleet()),
             "models": {model: _as_json(each) for model, each in models.items()},

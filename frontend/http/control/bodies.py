@@ -90,7 +90,21 @@ class FlushBody(SendBody, frozen=True, kw_only=True):
     """vLLM's field. Only false is allowed, because the fleet has no external caches."""
 
 
-class UpdateBody(SendBody, frozen=True, kw_only=True):
+class WeightsBody(SendBody, frozen=True, kw_only=True):
+    """The version of new weights."""
+
+    version: Version | None = None
+    """Version of the new weights; None: one more than the newest applied or recorded version."""
+    weight_version: Name | None = None
+    """Field of Dynamo and vLLM: any text. A number is the version. Other text becomes the label of the version, which
+    `/weight_info` returns."""
+    allow_rollback: bool = False
+    """True: the version may be older than the present version, or equal to it with another source."""
+    transfer: Name | None = None
+    """Id of the transfer that must be open; None: any of the same user. In updates only with `update_info`."""
+
+
+class UpdateBody(WeightsBody, frozen=True, kw_only=True):
     """Replace the weights from exactly one source: `path` or `weight_dir`, `objects`, or `update_info`."""
 
     path: Path | None = None
@@ -101,20 +115,11 @@ class UpdateBody(SendBody, frozen=True, kw_only=True):
     """prime-rl's name for `path`."""
     update_info: JsonObject | None = None
     """vLLM's field: a part of the weights, in the format of the engines' transfer backend."""
-    transfer: Name | None = None
-    """Only with `update_info`: id of the transfer that must be open; None: any of the same user."""
-    version: Version | None = None
-    """Version of the new weights; None: one more than the newest applied or recorded version."""
-    weight_version: Name | None = None
-    """Field of Dynamo and vLLM: any text. A number is the version. Other text becomes the label of the version, which
-    `/weight_info` returns."""
     mode: PauseMode = "keep"
     """Handling of the requests in flight during the load."""
     clear_cache: bool | None = None
     """True: reset the prefix cache. None: true unless `mode` is `keep`. New requests never use cache entries of older
     weights."""
-    allow_rollback: bool = False
-    """True: the version may be older than the present version, or equal to it with another source."""
     expected_canary: Canary | None = None
     """Canary result of the trainer's own copy of the weights; None: no comparison with the trainer."""
     min_staged: Annotated[int, Meta(ge=1)] | None = None
@@ -135,13 +140,18 @@ class ArealUpdateBody(SendBody, frozen=True, kw_only=True):
     """AReaL's field. It has no effect, because AReaL's server aborts the requests in flight in both cases."""
 
 
-class LoadLoraBody(SendBody, frozen=True, kw_only=True):
-    """Load a LoRA adapter, or replace the adapter with the same name."""
+class LoraBody(SendBody, frozen=True, kw_only=True):
+    """The name of a LoRA adapter."""
 
     name: Name | None = None
     """Name of the adapter in requests."""
     lora_name: Name | None = None
     """vLLM's name for `name`."""
+
+
+class LoadLoraBody(LoraBody, frozen=True, kw_only=True):
+    """Load a LoRA adapter, or replace the adapter with the same name."""
+
     path: Path | None = None
     """Folder on the workers' machines, below one of their weight roots."""
     objects: Path | None = None
@@ -175,13 +185,9 @@ class AddLoraBody(SendBody, frozen=True, kw_only=True):
     """True if the adapter may replace a loaded adapter of the same name."""
 
 
-class UnloadLoraBody(SendBody, frozen=True, kw_only=True):
+class UnloadLoraBody(LoraBody, frozen=True, kw_only=True):
     """Unload a LoRA adapter. An adapter that no worker has is 404."""
 
-    name: Name | None = None
-    """Name of the adapter in requests."""
-    lora_name: Name | None = None
-    """vLLM's name for `name`."""
     lora_int_id: int | None = None
     """vLLM's field. It has no effect."""
 
@@ -228,18 +234,8 @@ class StartTransferBody(SendBody, frozen=True, kw_only=True):
     """Field of earlier vLLM releases. Only true is allowed: the tensors have the names and shapes of a checkpoint."""
 
 
-class FinishTransferBody(SendBody, frozen=True, kw_only=True):
+class FinishTransferBody(WeightsBody, frozen=True, kw_only=True):
     """Use the weights that were transferred."""
-
-    version: Version | None = None
-    """Version of the new weights; None: one more than the newest applied or recorded version."""
-    weight_version: Name | None = None
-    """vLLM's field: any text. A number is the version. Other text becomes the label of the version, which
-    `/weight_info` returns."""
-    allow_rollback: bool = False
-    """True: the version may be older than the present version."""
-    transfer: Name | None = None
-    """Id of the transfer that must be open; None: any of the same user."""
 
 
 class CancelTransferBody(SendBody, frozen=True, kw_only=True):

@@ -115,6 +115,7 @@ KEY: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 Other = TypeVar("Other", bound=bodies.SendBody)
+Versions = TypeVar("Versions", bound=bodies.WeightsBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +292,7 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
     path = either("path", fields.path, "weight_dir", fields.weight_dir)
     _check_source("weight_dir" if call.style.is_vllm and fields.objects is None else "path", path, fields.objects)
 
-    given, label = version_and_label(fields.version, fields.weight_version)
-    given = call.recorded_version if given is None else given
+    given, label = _choose_version(call)
     adapter: dict[str, object] = {}
 
     async def update(version: int) -> bus.CommandResult:
@@ -324,6 +324,12 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
 
     work = with_version(call.service, update, given, fields.model)
     return await call.answer(work, "update_weights", lambda ledger: {**_is_updated(ledger), **adapter})
+
+
+def _choose_version(call: CommandCall[Versions]) -> tuple[int | None, str | None]:
+    """Return the version and label of new weights; of a recorded command, its version."""
+    given, label = version_and_label(call.fields.version, call.fields.weight_version)
+    return (call.recorded_version if given is None else given), label
 
 
 def _is_of_adapter(ledger: bus.CommandResult) -> bool:
@@ -415,7 +421,7 @@ async def unload_lora(call: CommandCall[bodies.UnloadLoraBody], *, extra: Mappin
     return await call.answer(work, "unload_lora", extra, names)
 
 
-def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
+def _lora_name(fields: bodies.LoraBody) -> str:
     name = either("name", fields.name, "lora_name", fields.lora_name)
     if name is None:
         raise invalid("name", "is missing", "the name of the adapter")
@@ -515,8 +521,7 @@ async def cancel_weight_update(call: CommandCall[bodies.CancelTransferBody]) -> 
 async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> Response:
     """Use the transferred weights under the client's version, or under the next version."""
     fields = call.fields
-    given, label = version_and_label(fields.version, fields.weight_version)
-    given = call.recorded_version if given is None else given
+    given, label = _choose_version(call)
 
     async def finish(version: int) -> bus.CommandResult:
         return await call.fleet.finish_weight_update(

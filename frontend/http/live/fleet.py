@@ -118,11 +118,8 @@ class LiveFleet:
 
     async def _run(self, begun: float) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep(begun))
-            tasks.create_task(self._read())
-            tasks.create_task(self._tell())
-            tasks.create_task(self._listen())
-            tasks.create_task(self.experts.run())
+            for work in (self._keep(begun), self._read(), self._tell(), self._listen(), self.experts.run()):
+                tasks.create_task(work)
 
     async def _keep(self, begun: float) -> None:
         """Record a point in each step, even without viewers."""
@@ -213,17 +210,14 @@ class LiveFleet:
         watch, recorded = self._watch, self._recorded.latest
         await self._heard.update(watch)
         heard, now = tuple(self._heard.workers.values()), time.monotonic()
-        lost = watch.problem
-        workers = [each.presence for each in heard]
-        models = model_lines(workers, recorded.desired)
         return FleetEvent(
             at=round(time.time(), 3),
-            bus_up=lost is None,
-            problem=lost or recorded.problem or self._deaf,
+            bus_up=watch.problem is None,
+            problem=watch.problem or recorded.problem or self._deaf,
             workers=tuple(worker_row(each, self._heard.rates, now) for each in heard),
             queues=tuple(queue_lines(recorded.queues, recorded.clients)),
             queue_problems=recorded.queue_problems,
-            models=tuple(models),
+            models=tuple(model_lines((each.presence for each in heard), recorded.desired)),
             commands=await watch.commands(),
             history_number=self.history.number,
         )
