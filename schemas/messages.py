@@ -244,8 +244,8 @@ def priority_of(raw: bytes | msgspec.Raw) -> int:
 
 def _decoder(kind: type[_T], what: str, form: Form = "json") -> Callable[[bytes], _T]:
     """Return the function that decodes messages of one kind. `what` is their name in errors."""
-    decoder = msgspec.json.Decoder(kind) if form == "json" else msgspec.msgpack.Decoder(kind)
-    decode = decoder.decode
+    decode: Callable[[bytes], _T]
+    decode = msgspec.json.Decoder(kind).decode if form == "json" else msgspec.msgpack.Decoder(kind).decode
 
     def decode_message(data: bytes) -> _T:
         try:
