@@ -1,10 +1,11 @@
 """The bucket of agents' sessions: an admin creates it in a fleet with users, else the first service that needs it."""
 
-from typing import Any, Final
+from typing import Final
 
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_STREAM, create_stream, find, nanoseconds
 from ..subjects import session_bucket
+from .store import kv_stream
 
 SESSIONS_BYTES: Final = 1 << 30
 """Size of the bucket, for all sessions of a fleet: twenty samples of 100,000 tokens with the rows of a large model."""
@@ -22,16 +23,5 @@ async def ensure_session_bucket(nats: Connection, fleet: str) -> None:
     bucket = session_bucket(fleet)
     if await find(nats, f"STREAM.INFO.KV_{bucket}", absent={NO_STREAM}) is not None:
         return
-    config: dict[str, Any] = {
-        "name": f"KV_{bucket}",
-        "subjects": [f"$KV.{bucket}.>"],
-        "description": "rollbus: sessions of agents",
-        "retention": "limits",
-        "storage": "file",
-        "discard": "new",
-        "max_msgs_per_subject": 1,
-        "max_bytes": SESSIONS_BYTES,
-        "max_age": nanoseconds(MAX_AGE_S),
-        "allow_rollup_hdrs": True,
-    }
-    await create_stream(nats, config)
+    limits = {"max_msgs_per_subject": 1, "max_bytes": SESSIONS_BYTES, "max_age": nanoseconds(MAX_AGE_S)}
+    await create_stream(nats, kv_stream(bucket, "sessions of agents", **limits))

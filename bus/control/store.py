@@ -321,7 +321,10 @@ class DesiredStore(Revisions):
         subscribe to its subject, and the writer receives no answer.
         """
         if await find(self._nats, f"STREAM.INFO.{STREAM}", absent={NO_STREAM}) is None:
-            await create_stream(self._nats, _stream_config())
+            limits = {"max_msgs_per_subject": HISTORY, "max_bytes": MAX_BUCKET_BYTES}
+            limits["max_msg_size"] = MAX_STATE_BYTES + 1024  # headers count
+            what = "what each model's workers should be doing"
+            await create_stream(self._nats, kv_stream(BUCKET, what, deny_delete=True, allow_direct=True, **limits))
 
 
 def _with_bucket_id(state: DesiredState) -> DesiredState:
@@ -333,19 +336,15 @@ def _contention_error(model: str) -> BusBroken:
     return BusBroken(f"the desired state of {model!r} was not written: other writers were first in {MAX_TRIES} tries")
 
 
-def _stream_config() -> dict[str, object]:
-    """Return the configuration that makes the stream a KV bucket for NATS's own tools."""
+def kv_stream(bucket: str, description: str, **settings: object) -> dict[str, object]:
+    """Return the configuration that makes a stream a KV bucket for NATS's own tools."""
     return {
-        "name": STREAM,
-        "subjects": [f"{_SUBJECTS}.>"],
-        "description": "rollbus: what each model's workers should be doing",
+        "name": f"KV_{bucket}",
+        "subjects": [f"$KV.{bucket}.>"],
+        "description": f"rollbus: {description}",
         "retention": "limits",
         "storage": "file",
         "discard": "new",
-        "max_msgs_per_subject": HISTORY,
-        "max_msg_size": MAX_STATE_BYTES + 1024,  # headers count
-        "max_bytes": MAX_BUCKET_BYTES,
-        "deny_delete": True,
         "allow_rollup_hdrs": True,
-        "allow_direct": True,
+        **settings,
     }

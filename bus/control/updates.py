@@ -167,14 +167,7 @@ class Updates:
         unable = await self._controller.without("weight_digests", model)
         if unable:
             return *pin(command, {}, unable), {}
-        check = CheckWeights(
-            source=command.source,
-            model=command.model,
-            workers=command.workers,
-            timeout_s=command.timeout_s,
-            adapter=True,
-        )
-        outcome = await self._controller.execute(check, roster, on_ack)
+        outcome = await self._controller.execute(_check_of(command), roster, on_ack)
         return *pin(command, outcome.result.applied, ()), outcome.lost
 
     async def _warn_of_history(self, model: str, command: UpdateWeights) -> tuple[str, ...]:
@@ -229,12 +222,16 @@ class Updates:
             raise InvalidRequest("name", problem, allowed)
 
     async def _delete_source(self, model: str, command: LoadLora) -> None:
+        if (state := await self._find_state(model, command.source.objects)) is not None:
+            await self._uploads.delete_source(model, command, sources_in(state))
+
+    async def _find_state(self, model: str, objects: str | None) -> DesiredState | None:
+        """Return the desired state for the deletion of an upload, or None if it cannot be read now."""
         try:
-            keep = sources_in(await self.state(model))
+            return await self.state(model)
         except RollbusError as exc:
-            logger.warning("upload.delete_failed objects=%s error=%s", command.source.objects, exc)
-            return
-        await self._uploads.delete_source(model, command, keep)
+            logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
+            return None
 
     async def check_version(self, command: UpdateWeights | LoadLora, *, min_staged: int | None = None) -> None:
         """Raise the errors of loading this version before a command is sent. The source need not exist yet.
@@ -289,17 +286,9 @@ class Updates:
             may_be_recorded_yet = True
             raise
         finally:
-            if not may_be_recorded_yet:
-                await self._delete_unneeded(model, command, objects)
-
-    async def _delete_unneeded(self, model: str, command: Load, objects: str) -> None:
-        try:
-            state = await self.state(model)
-        except RollbusError as exc:
-            logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
-            return
-        if objects not in sources_in(state) and not desired.may_come_back(state, command):
-            await self._uploads.delete(objects)
+            state = None if may_be_recorded_yet else await self._find_state(model, objects)
+            if state is not None and objects not in sources_in(state) and not desired.may_come_back(state, command):
+                await self._uploads.delete(objects)
 
     async def _prune(self, model: str, command: Load, outcome: CommandOutcome) -> None:
         """Delete uploads that are older than that of `command`. Keep those that are recorded or were before it."""
@@ -323,11 +312,8 @@ class Updates:
             CommandIncomplete: a worker cannot stage it or did not answer in time, no worker is left, or fewer than
                 `min_staged` workers have staged it.
         """
-        check = CheckWeights(
-            source=command.source, model=command.model, workers=command.workers, timeout_s=command.timeout_s
-        )
         quorum = None if min_staged is None else Quorum(count=min_staged)
-        outcome = await self._controller.execute(check, roster, on_ack, quorum=quorum)
+        outcome = await self._controller.execute(_check_of(command), roster, on_ack, quorum=quorum)
         result = outcome.result
         if min_staged is not None:
             if len(result.applied) < min_staged:
@@ -378,6 +364,12 @@ def _not_verified(result: CommandResult, differing: dict[str, str], fenced: froz
         failed[worker] = structs.replace(result.applied[worker], status=AckStatus.FAILED, error=error)
     applied = {worker: ack for worker, ack in result.applied.items() if worker not in differing}
     return structs.replace(result, applied=applied, failed=dict(sorted(failed.items())))
+
+
+def _check_of(command: Load) -> CheckWeights:
+    """Return the command that makes the same workers stage the source of `command`."""
+    shared = {name: getattr(command, name) for name in ("source", "model", "workers", "timeout_s")}
+    return CheckWeights(adapter=isinstance(command, LoadLora), **shared)
 
 
 def _with_warnings(outcome: CommandOutcome, warnings: tuple[str, ...]) -> CommandOutcome:

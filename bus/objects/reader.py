@@ -111,11 +111,6 @@ def is_whole(path: Path, size: int, digest: bytes, on_read: Callable[[], None]) 
     return sha.digest() == digest
 
 
-def reason(error: OSError) -> str:
-    """Return the reason of an error, with the file."""
-    return f"{error.strerror or error} ({error.filename})" if error.filename else f"{error.strerror or error}"
-
-
 class _AttemptLost(Exception):
     """A batch or some of its messages were lost; the read continues with another attempt."""
 
@@ -481,7 +476,8 @@ def _disk_errors(info: ObjectInfo, into: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise storage_failure(f"{shown(info)} cannot be written to {into}: {reason(error)}") from error
+        where = f" ({error.filename})" if error.filename else ""
+        raise storage_failure(f"{shown(info)} cannot be written to {into}: {error.strerror or error}{where}") from error
 
 
 def _check_digest(info: ObjectInfo, sha: "hashlib._Hash", expected: bytes) -> None:

@@ -219,18 +219,13 @@ class Uploads:
         Args:
             keep: recorded uploads of the model.
         """
-        bucket, home = self._bucket(model), f"{encode_token(model)}/"
-        youngest: dict[str, datetime] = {}
+        bucket = self._bucket(model)
         try:
             async with self._connect() as nats:
-                for info in await list_objects(nats, bucket, home.removesuffix("/")):
-                    own = OWN_UPLOAD.match(info.name.removeprefix(home))
-                    if own is not None:
-                        folder, stored = f"{bucket}/{home}{own[0]}", datetime.fromisoformat(info.mtime)
-                        youngest[folder] = max(stored, youngest.get(folder, stored))
+                stored = await _list_own(nats, bucket, model, encode_token(model))
                 now = (await bucket_state(nats, bucket)).now
-                for folder, stored in sorted(youngest.items()):
-                    if folder not in keep and (now - stored).total_seconds() > ABANDONED_S:
+                for folder, at in sorted(stored.items()):
+                    if folder not in keep and (now - at).total_seconds() > ABANDONED_S:
                         logger.info("upload.abandoned_deleted objects=%s", folder)
                         await delete_prefix(nats, folder)
                 if not self._is_publisher:  # `WeightPublisher` cleans the bucket of a publisher
@@ -244,21 +239,17 @@ class Uploads:
         An upload is deleted only if it was stored earlier and has an older version. Another controller may be about to
         record a newer upload. Failures are logged.
         """
-        home = f"{_home(model, command)}/"
-        bucket, times = self._bucket(model), dict[str, str]()
+        bucket, home = self._bucket(model), _home(model, command)
         try:
             async with self._connect() as nats:
-                for info in await list_objects(nats, bucket, home.removesuffix("/")):
-                    name = info.name.removeprefix(home).partition("/")[0]
-                    times[name] = max(info.mtime, times.get(name, ""))
-                own = (command.source.objects or "").rpartition("/")[2]
-                for name, time in sorted(times.items()):
-                    objects = f"{bucket}/{home}{name}"
-                    is_older = _is_older(name, command.version) and time < times.get(own, "")
-                    if is_older and objects not in keep:
-                        await delete_prefix(nats, objects)
-        except RollbusError as exc:
-            logger.warning("upload.prune_failed bucket=%s home=%s error=%s", bucket, home, exc)
+                stored = await _list_own(nats, bucket, model, home)
+                own = stored.get(command.source.objects or "")
+                for folder, at in sorted(stored.items()):
+                    is_older = own is not None and at < own and _version_of(folder) < command.version
+                    if is_older and folder not in keep:
+                        await delete_prefix(nats, folder)
+        except (RollbusError, ValueError, TypeError) as exc:
+            logger.warning("upload.prune_failed bucket=%s home=%s error=%s", bucket, f"{home}/", exc)
 
     async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
         """Delete older uploads and the source of `command`, if it was uploaded here, except for `keep`."""
@@ -291,7 +282,21 @@ def _home(model: str, command: UpdateWeights | LoadLora) -> str:
     return f"{encode_token(model)}/weights"
 
 
-def _is_older(name: str, version: int) -> bool:
-    """Return True if an upload, named `<version>-<random>`, is of an older version."""
-    digits, _, _ = name.partition("-")
-    return digits.isascii() and digits.isdigit() and int(digits) < version
+async def _list_own(nats: Connection, bucket: str, model: str, prefix: str) -> dict[str, datetime]:
+    """Return the folders of the uploads by this library below a prefix, with the time of the last file.
+
+    Raises:
+        ControlError: as in `list_objects`.
+        ValueError, TypeError: an object has no valid time.
+    """
+    home, youngest = f"{encode_token(model)}/", dict[str, datetime]()
+    for info in await list_objects(nats, bucket, prefix):
+        if (own := OWN_UPLOAD.match(info.name.removeprefix(home))) is not None:
+            folder, stored = f"{bucket}/{home}{own[0]}", datetime.fromisoformat(info.mtime)
+            youngest[folder] = max(stored, youngest.get(folder, stored))
+    return youngest
+
+
+def _version_of(folder: str) -> int:
+    """Return the version of an upload, whose folder is named `<version>-<random>`."""
+    return int(folder.rpartition("/")[2].partition("-")[0])

@@ -38,6 +38,8 @@ REASON: Final = "rollbus-reason"
 """Metadata field of an object without content: the reason why a rank failed."""
 POLL_S: Final = 0.25
 """Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
+_SHARED: Final = ("name", "nuid", "size", "chunks", "digest", "mtime")
+"""Fields of an object's description that a rank's list has too."""
 
 
 class StoredChain(NamedTuple):
@@ -142,29 +144,14 @@ async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | 
 
 def as_rank_object(info: ObjectInfo) -> RankObject:
     """Convert an object's description in the folder to its entry in a rank's list."""
-    return RankObject(
-        name=info.name,
-        nuid=info.nuid,
-        size=info.size,
-        chunks=info.chunks,
-        digest=info.digest,
-        mtime=info.mtime,
-        part_bytes=0 if info.options is None else info.options.max_chunk_size,
-    )
+    part_bytes = 0 if info.options is None else info.options.max_chunk_size
+    return RankObject(part_bytes=part_bytes, **{name: getattr(info, name) for name in _SHARED})
 
 
 def as_info(bucket: str, given: RankObject) -> ObjectInfo:
     """Convert an object's entry in a rank's list to its description in the folder."""
-    return ObjectInfo(
-        name=given.name,
-        bucket=bucket,
-        nuid=given.nuid,
-        size=given.size,
-        chunks=given.chunks,
-        digest=given.digest,
-        mtime=given.mtime,
-        options=ObjectOptions(max_chunk_size=given.part_bytes),
-    )
+    options = ObjectOptions(max_chunk_size=given.part_bytes)
+    return ObjectInfo(bucket=bucket, options=options, **{name: getattr(given, name) for name in _SHARED})
 
 
 async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -> None:

@@ -189,8 +189,6 @@ class Draft:
         snapshot.digest, snapshot.tensors = "", {}
         self._is_over = False
         self.num_changed = 0
-        self.model_bytes = 0
-        self.anchor_bytes = 0
 
     @property
     def delta_bytes(self) -> int:
@@ -205,7 +203,6 @@ class Draft:
         """
         kind, content = read_tensor(name, tensor)
         self._check(name, kind)
-        self.model_bytes += kind.size
         if self._before:
             yield from self._compare(name, kind, content)
             return
@@ -331,7 +328,6 @@ class Draft:
     def _shard(self, file: str) -> StoredObject:
         names = self._layout[file]
         [layout] = layouts(self._entry(name, file) for name in names)
-        self.anchor_bytes += layout.size
 
         def pieces() -> Iterator[Piece]:
             yield layout.header

@@ -60,8 +60,6 @@ class PublicationHome:
 
     nats: Connection
     key: ChainKey
-    model: str
-    publisher: str
     change: Callable[[Callable[[ChainRecord], ChainRecord]], Awaitable[None]]
     """Writes the chain record while the lease is held."""
     record: Callable[[], ChainRecord]
@@ -78,16 +76,16 @@ class Publication:
     A call that fails or is cancelled discards the whole publication, as `discard` does.
 
     Attributes:
+        opened: the publication as other ranks see it.
         objects: folder of the publication, `<bucket>/<prefix>`.
         version: version that is published.
         epoch: epoch of the lease.
         tag: tag in the ids of the folder's object chunks.
     """
 
-    def __init__(self, home: PublicationHome, opened: OpenedVersion, *, is_joined: bool) -> None:
+    def __init__(self, home: PublicationHome, opened: OpenedVersion) -> None:
         self._home = home
-        self._opened = opened
-        self._is_joined = is_joined
+        self.opened: Final = opened
         self.objects: Final = opened.objects
         self.version: Final = opened.version
         self.epoch: Final = opened.epoch
@@ -102,11 +100,6 @@ class Publication:
         # Reason for the ranks that wait for the commit; empty until it is known.
         self._reason = ""
 
-    @property
-    def opened(self) -> OpenedVersion:
-        """The publication as other ranks see it."""
-        return self._opened
-
     async def put(self, name: str, pieces: Pieces) -> ObjectInfo:
         """Store an object of the folder. Return its description, which `commit` stores.
 
@@ -119,19 +112,16 @@ class Publication:
         Raises:
             ControlError: `bad_source`: the name is not valid, or the folder has too many objects; `storage`: the bucket
                 has no room, and the publication is discarded.
-            LocalProtocolError: the publication has an object of this name, or has ended.
+            LocalProtocolError: the publication has ended.
             BusBroken: JetStream or the connection failed. The publication is discarded if the server returns soon, and
                 otherwise by a later `clean`.
         """
         check_path(name, f"a file of objects:{self.objects}")
         self._check_open()
-        full = f"{self._prefix}/{name}"
-        if any(info.name == full for info in self._infos):
-            raise LocalProtocolError(f"{self.objects} has an object {name!r} already")
         if len(self._infos) >= MAX_FILES - 1:
             raise bad_source(f"{self.objects} has {MAX_FILES} objects with its manifest; no more are allowed")
         async with self._or_discarded():
-            return await self._put(full, pieces)
+            return await self._put(f"{self._prefix}/{name}", pieces)
 
     async def commit(self, manifest: Manifest) -> None:
         """Store all descriptions, with the manifest's last, and add the version to the chain record.
@@ -139,15 +129,14 @@ class Publication:
         Cancellation: discards the publication, unless the chain record may already name it.
 
         Raises:
-            LocalProtocolError: the manifest is of another version, epoch, model or folder, or its links differ from
-                those of `chain.links_with`.
+            LocalProtocolError: the links of the manifest differ from those of `chain.links_with`, this store has no
+                lease, or the publication has ended.
             ControlError: `publisher_busy`: another publisher took over; `storage`. The publication is discarded.
             BusBroken: JetStream or the connection failed. The chain record may name the version if its write had begun.
                 Otherwise the publication is discarded, at once or by a later `clean`.
         """
         self._check_open()
         async with self._or_discarded():
-            self._check_manifest(manifest)
             data = msgspec.json.encode(manifest)
             if len(data) > MAX_MANIFEST_BYTES:
                 raise LocalProtocolError(f"a manifest of {len(data)} bytes; allowed: {MAX_MANIFEST_BYTES}")
@@ -193,8 +182,7 @@ class Publication:
         """
         self._check_open()
         self._has_ranks = True
-        opened = self._opened
-        await self._home.change(lambda record: msgspec.structs.replace(record, opened=opened, withdrawn=None))
+        await self._home.change(lambda record: msgspec.structs.replace(record, opened=self.opened, withdrawn=None))
 
     def alive(self, rank: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Send signs of life to rank 0 during the block. Without them, rank 0 treats this rank as lost."""
@@ -374,15 +362,6 @@ class Publication:
     def _check_open(self) -> None:
         if self._is_over:
             raise LocalProtocolError(f"the publication {self.objects} is over")
-
-    def _check_manifest(self, manifest: Manifest) -> None:
-        expected = (self._home.model, self.version, self.epoch, self._opened.adapter, self._home.publisher)
-        found = (manifest.model, manifest.version, manifest.epoch, manifest.adapter, manifest.publisher)
-        if self._is_joined or found != expected or manifest.own.objects != self.objects:
-            raise LocalProtocolError(
-                f"the manifest of {manifest.own.objects[:200]} ({', '.join(map(str, found))}) does not belong to "
-                f"{self.objects} ({', '.join(map(str, expected))}); rank 0 commits"
-            )
 
 
 def _check(record: ChainRecord, manifest: Manifest) -> ChainRecord:

@@ -28,7 +28,7 @@ from .options import (
     publish_options,
     read_adapter,
 )
-from .tensors import Checkpoint, read_checkpoint_folder
+from .tensors import read_checkpoint_folder
 from .version_publisher import VersionPublisher
 
 R = TypeVar("R")
@@ -128,12 +128,9 @@ class WeightPublisher:
         async with contextlib.AsyncExitStack() as stack:
             if self._is_own:
                 await stack.enter_async_context(self._client)
-            folder = None if self._folder is None else await asyncio.to_thread(read_checkpoint_folder, self._folder)
             runtime = runtime_of(self._client)
-            publisher = self._make(runtime, folder)
-            await runtime.thread.run(publisher.open(self._base))
-            self._publisher, self._thread = publisher, runtime.thread
-            self._exits = stack.pop_all()
+            self._publisher = await runtime.thread.run(self._open(runtime))
+            self._thread, self._exits = runtime.thread, stack.pop_all()
         return self
 
     async def __aexit__(self, *_error: object) -> None:
@@ -152,12 +149,9 @@ class WeightPublisher:
         with contextlib.ExitStack() as stack:
             if self._is_own:
                 stack.enter_context(BlockingClient(self._client))
-            folder = None if self._folder is None else read_checkpoint_folder(self._folder)
             runtime = runtime_of(self._client)
-            publisher = self._make(runtime, folder)
-            runtime.thread.submit(publisher.open(self._base)).result()
-            self._publisher, self._thread = publisher, runtime.thread
-            self._exits = stack.pop_all()
+            self._publisher = runtime.thread.submit(self._open(runtime)).result()
+            self._thread, self._exits = runtime.thread, stack.pop_all()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -236,8 +230,12 @@ class WeightPublisher:
             raise InvalidRequest("rank", f"is {self._rank}", "0: only rank 0 publishes adapters")
         return adapter_options(self._model, name, version, settings)
 
-    def _make(self, runtime: Runtime, checkpoint: Checkpoint | None) -> VersionPublisher:
-        return VersionPublisher(runtime, self._model, checkpoint, rank=self._rank, num_ranks=self._num_ranks)
+    async def _open(self, runtime: Runtime) -> VersionPublisher:
+        """Return a publisher with the lease. Runs on the client's thread."""
+        folder = None if self._folder is None else await asyncio.to_thread(read_checkpoint_folder, self._folder)
+        publisher = VersionPublisher(runtime, self._model, folder, rank=self._rank, num_ranks=self._num_ranks)
+        await publisher.open(self._base)
+        return publisher
 
     def _check_not_entered(self) -> None:
         if self._thread is not None:

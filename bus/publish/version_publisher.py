@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -145,7 +146,8 @@ class VersionPublisher:
         # of rank 0.
         self._is_out_of_step = False
         if not rank:
-            self._versions.make_room = self._make_room
+            # Folders without a recorded version then stay for only one minute.
+            self._versions.make_room = partial(self._clean, young_s=PRESSED_S)
         self._is_busy = asyncio.Lock()
 
     @property
@@ -289,10 +291,6 @@ class VersionPublisher:
         finally:
             await self._clean()
 
-    async def _make_room(self) -> None:
-        """Delete old folders from a full bucket. Keep folders without a recorded version for only one minute."""
-        await self._clean(young_s=PRESSED_S)
-
     async def _clean(self, *, young_s: float = YOUNG_S) -> None:
         """Delete old versions that the desired state does not name.
 
@@ -344,7 +342,7 @@ class VersionPublisher:
         anchor_bytes = _anchor_bytes(links, self._snapshot, self._kinds, given_bytes)
         used, limit = await self._versions.used_and_limit()
         if used + needed_for_version(links, anchor_bytes) > limit:
-            await self._make_room()
+            await self._versions.make_room()
             used, limit = await self._versions.used_and_limit()
             links = self._versions.record.links
         return links, contents(reason, links, anchor_bytes=anchor_bytes, used=used, limit=limit)
@@ -391,7 +389,9 @@ class VersionPublisher:
         try:
             yield draft
         except BaseException:
-            await _take_back(draft, feed)
+            # If the thread may still compare a tensor, the snapshot stays empty: the next version is an anchor.
+            if await feed.stop():
+                await call_to_end(draft.restore)
             raise
 
     async def _store(self, feed: TensorFeed, job: _Job) -> PublishedWeights:
@@ -462,12 +462,6 @@ class VersionPublisher:
             files=files,
             links=links_with(job.links, link),
         )
-
-
-async def _take_back(draft: Draft, feed: TensorFeed) -> None:
-    """Restore the snapshot, unless the thread may still compare a tensor. Then the next version is an anchor."""
-    if await feed.stop():
-        await call_to_end(draft.restore)
 
 
 def _anchor_bytes(

@@ -87,8 +87,6 @@ class VersionStore:
             self._home = PublicationHome(
                 nats=nats,
                 key=key,
-                model=self._model,
-                publisher=self._publisher,
                 change=self._change,
                 ended=self._open.discard,
                 record=lambda: self.record,
@@ -170,7 +168,7 @@ class VersionStore:
             has_delta=has_delta,
             has_anchor=has_anchor,
         )
-        publication = Publication(home, opened, is_joined=False)
+        publication = Publication(home, opened)
         self._open.add(publication)
         return publication
 
@@ -183,7 +181,7 @@ class VersionStore:
         """
         home = self._opened()
         self.record, opened = await until_opened(home.key, version, timeout_s)
-        publication = Publication(home, opened, is_joined=True)
+        publication = Publication(home, opened)
         self._open.add(publication)
         return publication
 
@@ -267,10 +265,8 @@ class VersionStore:
         try:
             await self._change(self._version_taken, is_leasing=True)
         except ControlError as error:
-            if error.code is not ControlCode.STORAGE:
-                raise
             # A killed upload may have filled the bucket. Its leftovers can be deleted under any holder of the lease.
-            if not await self._delete_leftovers(key, chain.PRESSED_S):
+            if error.code is not ControlCode.STORAGE or not await self._delete_leftovers(key, chain.PRESSED_S):
                 raise
             await self._change(self._version_taken, is_leasing=True)
         self._epoch = self.record.epoch

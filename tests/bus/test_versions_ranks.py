@@ -20,7 +20,7 @@ from rollbus.schemas.errors import ControlCode, ControlError, LocalProtocolError
 from rollbus.schemas.manifest import Link, Manifest, RankList, TensorEntry, content_digest
 from tests.support.nats_server import opened
 from tests.support.versions import opened_store, parts_in, publish, versions_bucket
-from tests.support.waits import SOON_S
+from tests.support.waits import SOON_S, patient
 
 ZERO = "0" * 64
 
@@ -97,10 +97,9 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
     async with announced(nats_url, 2) as (nats, bucket, stores, publication):
         await publication.put("0.safetensors", [b"\0"])
         await take_part(stores[1], 1, 7)
-        with pytest.raises(
-            ControlError, match=r"of 4 ranks, these stored no list within 0\.1 s: 2 \(did not join\), 3 \(did"
-        ) as raised:
-            await publication.collect(4, 0.1)
+        with pytest.raises(ControlError, match=r"of 4 ranks, these .* s: 2 \(did not join\), 3 \(did") as raised:
+            # A busy server must answer about rank 1 within this time.
+            await publication.collect(4, patient(0.3))
         assert raised.value.code is ControlCode.TIMEOUT
         assert await parts_in(nats, bucket) == 0
         with pytest.raises(ControlError, match="rank 0 did not begin to publish version 7 within 0 s"):
@@ -228,7 +227,7 @@ async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
         assert raised.value.code is ControlCode.TIMEOUT
         joined = await stores[1].join(7, 0.0)
         assert joined.objects == publication.objects
-        with pytest.raises(LocalProtocolError, match="rank 0 commits"):
+        with pytest.raises(LocalProtocolError, match="has no lease"):
             await joined.commit(manifest_of(joined, [tensor(1)]))
         with pytest.raises(LocalProtocolError, match="has no lease"):
             stores[1].begin(7)
