@@ -130,11 +130,8 @@ def next_due(
     """
     delayed = effective[WEIGHTS].epoch if WEIGHTS in staging and WEIGHTS in effective else None
     pending = pending_registers(effective, handled)
-    return next((due for due in pending if due.register not in staging and _epoch_of(due) != delayed), None)
-
-
-def _epoch_of(due: PendingRegister) -> int:
-    return -1 if due.recorded is None else due.recorded.epoch
+    ready = (due for due in pending if due.register not in staging)
+    return next((due for due in ready if due.recorded is None or due.recorded.epoch != delayed), None)
 
 
 def target_event(

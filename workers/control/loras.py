@@ -17,7 +17,7 @@ from ..requests.in_flight import InFlightRequests
 from ..sources.sources import WeightSources
 from ..sources.threads import Report
 from .content import check_content
-from .staging import Deadline, StageKey, check_adapters_supported
+from .staging import Deadline, StageKey, check_supported
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Loras:
             self._loaded[command.name] = desired
             return
         capabilities = self._in_flight.runner.engine.capabilities
-        check_adapters_supported(command.source, capabilities)
+        check_supported(command.source, capabilities, is_adapter=True)
         self._check_room(command.name)
         deadline = Deadline(command.timeout_s)
         async with deadline.bound("checking the adapter"):

@@ -85,38 +85,24 @@ class Deadline:
             raise ControlError(ControlCode.TIMEOUT, problem) from None
 
 
-def check_weights_supported(source: WeightSource, capabilities: Capabilities) -> None:
-    """Check that the engine can replace its weights by those of `source`.
+def check_supported(source: WeightSource, capabilities: Capabilities, *, is_adapter: bool = False) -> None:
+    """Check that the engine can replace its weights by those of `source`, or load the LoRA adapter of `source`.
 
     Raises:
         ControlError: `unsupported`.
     """
-    if not capabilities.weight_updates:
-        raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot replace its weights")
-    _check_fetchable(source, capabilities)
-
-
-def check_adapters_supported(source: WeightSource, capabilities: Capabilities) -> None:
-    """Check that the engine can load the LoRA adapter of `source`.
-
-    Raises:
-        ControlError: `unsupported`.
-    """
-    if not capabilities.max_loras:
-        raise ControlError(
-            ControlCode.UNSUPPORTED,
-            "this engine loads no LoRA adapters; its arguments may enable adapters (for vLLM: 'enable_lora')",
-        )
-    _check_fetchable(source, capabilities)
-
-
-def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
-    if source.objects is not None and not capabilities.weight_deltas:
-        raise ControlError(
-            ControlCode.UNSUPPORTED,
+    problem = None
+    if is_adapter and not capabilities.max_loras:
+        problem = "this engine loads no LoRA adapters; its arguments may enable adapters (for vLLM: 'enable_lora')"
+    elif not is_adapter and not capabilities.weight_updates:
+        problem = "this engine cannot replace its weights"
+    elif source.objects is not None and not capabilities.weight_deltas:
+        problem = (
             f"{source} is refused: processes of this engine may run on several machines, but fetched files are only on "
-            "the worker's machine; allowed: the path of a folder that all these machines share",
+            "the worker's machine; allowed: the path of a folder that all these machines share"
         )
+    if problem is not None:
+        raise ControlError(ControlCode.UNSUPPORTED, problem)
 
 
 class StageKey(NamedTuple):
@@ -321,11 +307,10 @@ class Stager:
 
         source, is_adapter = job.key
         capabilities = self._capabilities()
+        check_supported(source, capabilities, is_adapter=is_adapter)
         if is_adapter:
-            check_adapters_supported(source, capabilities)
             folder = await self._sources.adapter(source, report, max_rank=capabilities.max_lora_rank)
         else:
-            check_weights_supported(source, capabilities)
             folder = await self._sources.checkpoint(source, report)
         job.content = StagedContent(folder, self._sources.digest_of(folder))
         if source.path is not None:

@@ -235,10 +235,9 @@ class Transfer:
         """
         if (found := self.open) is not None:
             check_continues(found, command.transfer, None)
+            self.end(f"{by} cancelled it")
         elif not was_found:
             raise ControlError(ControlCode.TRANSFER_EXPIRED, "no transfer of weights is open")
-        if self._weights.is_transferring:
-            self.end(f"{by} cancelled it")
 
     async def recover(self) -> bool:
         """After an end, wait until the engine answers. Return True if the desired weights must be loaded again.

@@ -21,7 +21,7 @@ from ..sources.threads import Report
 from .canary import Canaries
 from .content import StartCheck, check_content
 from .loras import Loras
-from .staging import Deadline, UpdateClock, check_weights_supported
+from .staging import Deadline, UpdateClock, check_supported
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +358,6 @@ class WeightManager:
         self.is_poisoned, self.problem = True, reason
 
     async def _resolve(self, source: WeightSource, deadline: Deadline, report: Report) -> Path:
-        check_weights_supported(source, self._in_flight.runner.engine.capabilities)
+        check_supported(source, self._in_flight.runner.engine.capabilities)
         async with deadline.bound("checking the checkpoint"):
             return await self._sources.checkpoint(source, report)

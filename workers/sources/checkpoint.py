@@ -3,6 +3,7 @@
 A checkpoint must have the same tensors, shapes and dtypes as the worker's own. An adapter is a folder in PEFT's layout.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -18,8 +19,8 @@ from ...schemas.options import memory_bytes
 from .content import (
     FLOATS,
     PIECE_BYTES,
-    ContentHasher,
     FileNotes,
+    FolderContent,
     Tensor,
     note_files,
     open_regular,
@@ -98,32 +99,6 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return _check_any(folder, read_header(files[0]))
 
 
-def checkpoint_files(folder: Path, tensors: Mapping[str, Tensor]) -> set[Path]:
-    """Return the files of a checkpoint that an engine reads. Blocks."""
-    return {tensor.file for tensor in tensors.values()} | {
-        path for name in (INDEX, CONFIG) if (path := folder / name).exists()
-    }
-
-
-def start_content(model: Path) -> tuple[FileNotes, Mapping[str, Tensor], frozenset[str]]:
-    """Return the states of the weight files of a start checkpoint, its tensors, and the names that are whole files.
-
-    Blocks. Without readable safetensors files, all weight files count as a whole. Empty if there are none.
-
-    Raises:
-        OSError: a file does not exist any more.
-    """
-    files = [model] if model.is_file() else sorted(path for path in model.iterdir() if path.suffix in _WEIGHT_FILES)
-    notes = note_files(files)
-    try:
-        if (tensors := read_checkpoint(model)).keys() and {each.file for each in tensors.values()} <= notes.keys():
-            return notes, tensors, frozenset()
-    except ControlError:
-        pass
-    whole = {path.name: whole_file(path) for path in files}
-    return notes, whole, frozenset(whole)
-
-
 def check_model(
     folder: Path, tensors: Mapping[str, Tensor], own_tensors: Mapping[str, Tensor], own_config: Mapping[str, Any]
 ) -> None:
@@ -141,11 +116,14 @@ def check_model(
             raise bad_source(f"{folder / CONFIG} has {key}={found}; expected: {expected}, as the worker's model")
 
 
-def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Mapping[str, Tensor]) -> None:
-    """Compare tensors with those of the worker's own checkpoint.
+def check_tensors(
+    where: object, tensors: Mapping[str, Tensor], own_tensors: Mapping[str, Tensor], whose: str = "the worker's model"
+) -> None:
+    """Compare tensors with those of the worker's own checkpoint, or of another version.
 
     Args:
         where: the owner of the tensors, for error messages.
+        whose: the owner of `own_tensors`.
 
     Raises:
         ControlError: `bad_source`: tensors are missing, additional or different.
@@ -155,13 +133,11 @@ def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Map
         raise bad_source(f"{where} lacks {_name_first(missing)}: it is of another model, or incomplete")
     unknown = tensors.keys() - own_tensors.keys()
     if unknown:
-        raise bad_source(f"{where} has {_name_first(unknown)}, which the worker's model does not have")
+        raise bad_source(f"{where} has {_name_first(unknown)}, which {whose} does not have")
     for name in sorted(tensors):
         found, expected = tensors[name], own_tensors[name]
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-            raise bad_source(
-                f"{found.file} has the tensor {name!r} as {found}; expected: {expected}, as the worker's model"
-            )
+            raise bad_source(f"{found.file} has the tensor {name[:200]!r} as {found}; expected: {expected}, as {whose}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -258,23 +234,6 @@ def holds_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).exists()
 
 
-def adapter_files(folder: Path) -> set[Path]:
-    """Return the existing files of an adapter that an engine reads. Blocks."""
-    return {path for name in (ADAPTER_CONFIG, TENSORS) if (path := folder / name).exists()}
-
-
-def adapter_content(folder: Path) -> tuple[Mapping[str, Tensor], frozenset[str]]:
-    """Return what decides the effect of an adapter: its tensors and its config, and the names of whole files. Blocks.
-
-    Raises:
-        ControlError: `bad_source`.
-        OSError: a file does not exist any more.
-    """
-    return {**read_header(folder / TENSORS), ADAPTER_CONFIG: whole_file(folder / ADAPTER_CONFIG)}, frozenset(
-        {ADAPTER_CONFIG}
-    )
-
-
 def digest_of_published(manifest: Manifest) -> str:
     """Return the digest of a published version, equal to that of its folder. It reads no content."""
     files = {} if manifest.adapter is None else {ADAPTER_CONFIG: manifest.files.get(ADAPTER_CONFIG, "")}
@@ -369,16 +328,40 @@ def _check_base(file: Path, module: str, pair: tuple[Tensor, Tensor], own_tensor
         )
 
 
-class FolderContent(NamedTuple):
-    """What an engine reads in a folder."""
+def folder_content(folder: Path, check: Callable[[Path], None] | None, *, is_adapter: bool) -> FolderContent:
+    """Validate a folder with `check`, and return its content: of an adapter its tensors and its config. Blocks.
 
-    folder: Path
-    """The real path of the folder."""
-    notes: FileNotes
-    """States of the files, from before their headers were read."""
-    tensors: Mapping[str, Tensor]
-    whole: frozenset[str]
-    """Names in `tensors` that are whole files."""
+    Raises:
+        ControlError: an error of `check`, or `bad_source`.
+        OSError: a file cannot be read.
+    """
+    files = set() if is_adapter else {tensor.file for tensor in read_checkpoint(folder).values()}
+    names = (ADAPTER_CONFIG, TENSORS) if is_adapter else (INDEX, CONFIG)
+    notes = note_files(files | {path for name in names if (path := folder / name).exists()})
+    if check is not None:
+        check(folder)
+    if not is_adapter:
+        return FolderContent(folder, notes, read_checkpoint(folder), frozenset())
+    tensors = {**read_header(folder / TENSORS), ADAPTER_CONFIG: whole_file(folder / ADAPTER_CONFIG)}
+    return FolderContent(folder, notes, tensors, frozenset({ADAPTER_CONFIG}))
+
+
+def start_content(model: Path) -> FolderContent:
+    """Return the content of a start checkpoint. Blocks.
+
+    Without readable safetensors files, all weight files count as a whole. There are no tensors if there are none.
+
+    Raises:
+        OSError: a file does not exist any more.
+    """
+    files = [model] if model.is_file() else sorted(path for path in model.iterdir() if path.suffix in _WEIGHT_FILES)
+    notes = note_files(files)
+    with contextlib.suppress(ControlError):
+        tensors = read_checkpoint(model)
+        if {tensor.file for tensor in tensors.values()} <= notes.keys():
+            return FolderContent(model, notes, tensors, frozenset())
+    whole = {path.name: whole_file(path) for path in files}
+    return FolderContent(model, notes, whole, frozenset(whole))
 
 
 class Watched(NamedTuple):
@@ -388,75 +371,6 @@ class Watched(NamedTuple):
     """States of the files that the engine reads."""
     digest: str
     """Digest of the content that they had."""
-
-
-class WatchedFolders:
-    """Folders named by paths, with the states and the content of their files when they were validated.
-
-    Args:
-        max_watched: the maximum number of remembered folders.
-        hasher: computes digests.
-    """
-
-    def __init__(self, max_watched: int, hasher: ContentHasher) -> None:
-        self._max_watched = max_watched
-        self._hasher = hasher
-        # The folder that was read last is the last one.
-        self._watched: dict[Path, Watched] = {}
-
-    def find(self, folder: Path) -> Watched | None:
-        """Return the recorded state of a folder, or None."""
-        return self._watched.get(folder)
-
-    def is_known(self, content: FolderContent) -> bool:
-        """Return True if the folder was read before and has not changed since."""
-        watched = self.find(content.folder)
-        return watched is not None and watched.notes == content.notes
-
-    async def read(self, path: str, content: FolderContent, progress: Progress, *, is_urgent: bool = False) -> str:
-        """Hash a folder and read it into the page cache, unless that was done before and it has not changed since.
-
-        Args:
-            path: the path that leads to the folder.
-            is_urgent: True if a worker waits for the digest before it serves.
-
-        Returns:
-            The digest of the content.
-
-        Raises:
-            ControlError: `bad_source`: a file cannot be read; `storage`: a file changed meanwhile.
-        """
-        watched = self.find(content.folder)
-        if watched is None or watched.notes != content.notes:
-            try:
-                digest, read = await self._hasher.digest(
-                    content.tensors, content.notes, progress, whole=content.whole, is_urgent=is_urgent
-                )
-                unread = {tensor.file for tensor in content.tensors.values()} - read
-                await _read_ahead({file: content.notes[file] for file in unread}, progress)
-            except OSError as error:
-                raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
-            watched = Watched(content.notes, digest)
-        self._watched.pop(content.folder, None)
-        self._watched[content.folder] = watched
-        if len(self._watched) > self._max_watched:
-            del self._watched[next(iter(self._watched))]
-        return watched.digest
-
-
-def folder_content(folder: Path, check: Callable[[Path], None] | None, *, is_adapter: bool) -> FolderContent:
-    """Validate a folder with `check`, and return its content. Blocks.
-
-    Raises:
-        ControlError: an error of `check`, or `bad_source`.
-        OSError: a file cannot be read.
-    """
-    files = adapter_files(folder) if is_adapter else checkpoint_files(folder, read_checkpoint(folder))
-    notes = note_files(files)
-    if check is not None:
-        check(folder)
-    tensors, whole = adapter_content(folder) if is_adapter else (read_checkpoint(folder), frozenset[str]())
-    return FolderContent(folder, notes, tensors, whole)
 
 
 def find_changed_file(notes: FileNotes, *, is_strict: bool) -> Path | None:
@@ -475,7 +389,7 @@ def find_changed_file(notes: FileNotes, *, is_strict: bool) -> Path | None:
     return None
 
 
-async def _read_ahead(notes: FileNotes, progress: Progress) -> None:
+async def read_ahead(notes: FileNotes, progress: Progress) -> None:
     """Read files once, so that the engine then reads them from memory. Requests wait for that read of the engine."""
     total = sum(note.size for note in notes.values())
     if not total or total > (memory_bytes() or 0) // MEMORY_SHARE:

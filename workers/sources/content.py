@@ -229,6 +229,18 @@ def whole_file(path: Path) -> Tensor:
     return Tensor("U8", (path.stat().st_size,), path)
 
 
+class FolderContent(NamedTuple):
+    """What an engine reads in a folder."""
+
+    folder: Path
+    """The real path of the folder."""
+    notes: FileNotes
+    """States of the files, from before their headers were read."""
+    tensors: Mapping[str, Tensor]
+    whole: frozenset[str]
+    """Names in `tensors` that are whole files."""
+
+
 class ContentHasher:
     """Computes digests of checkpoints and adapters.
 
@@ -240,28 +252,20 @@ class ContentHasher:
         self._folder = folder
 
     async def digest(
-        self,
-        tensors: Mapping[str, Tensor],
-        notes: FileNotes,
-        progress: Progress,
-        *,
-        whole: frozenset[str],
-        is_urgent: bool = False,
+        self, content: FolderContent, progress: Progress, *, is_urgent: bool = False
     ) -> tuple[str, frozenset[Path]]:
-        """Return the digest of these tensors, and the files that were read for it.
+        """Return the digest of a folder, and the files that were read for it.
 
         Args:
-            tensors: all tensors by name.
-            notes: states of the files from before the headers were read.
-            whole: names in `tensors` that are whole files.
             is_urgent: True if a worker waits for the digest before it serves.
 
         Raises:
             ControlError: `bad_source`: a file is too short; `storage`: a file changed meanwhile.
             OSError: a file cannot be read.
         """
+        notes = content.notes
         by_file: dict[Path, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in content.tensors.items():
             by_file.setdefault(tensor.file, {})[name] = tensor
         found = await asyncio.to_thread(self._find_kept, by_file, notes)
         missing = by_file.keys() - found.keys()
@@ -271,16 +275,11 @@ class ContentHasher:
                 found |= await asyncio.to_thread(self._find_kept, {path: by_file[path] for path in missing}, notes)
                 missing = by_file.keys() - found.keys()
                 files = {path: by_file[path] for path in sorted(missing)}
-                found |= await self._hash(files, notes, progress, is_urgent=is_urgent)
-        return await asyncio.to_thread(_combine, tensors, found, whole), frozenset(missing)
+                found |= await self._hash(files, notes, progress, is_urgent)
+        return await asyncio.to_thread(_combine, content, found), frozenset(missing)
 
     async def _hash(
-        self,
-        by_file: Mapping[Path, Mapping[str, Tensor]],
-        notes: FileNotes,
-        progress: Progress,
-        *,
-        is_urgent: bool,
+        self, by_file: Mapping[Path, Mapping[str, Tensor]], notes: FileNotes, progress: Progress, is_urgent: bool
     ) -> dict[Path, dict[str, str]]:
         began_ns = time.time_ns()
         found: dict[Path, dict[str, str]] = {path: {} for path in by_file}
@@ -377,7 +376,8 @@ def _hash_tensor(name: str, tensor: Tensor, found: dict[str, str], progress: Pro
     found[name] = hash_range(tensor.file, tensor.begin, tensor.size, progress.add, scratch)
 
 
-def _combine(tensors: Mapping[str, Tensor], found: Mapping[Path, Mapping[str, str]], whole: frozenset[str]) -> str:
+def _combine(content: FolderContent, found: Mapping[Path, Mapping[str, str]]) -> str:
+    tensors, whole = content.tensors, content.whole
     digests = {name: found[tensor.file][name] for name, tensor in tensors.items()}
     return tensors_digest(
         ((name, tensor.dtype, tensor.shape, digests[name]) for name, tensor in tensors.items() if name not in whole),

@@ -36,7 +36,6 @@ from ...schemas.manifest import (
     Link,
     Manifest,
     TensorDelta,
-    TensorEntry,
     decode_manifest,
     delta_name,
 )
@@ -252,7 +251,7 @@ class Fetcher:
         self, stack: contextlib.AsyncExitStack, plan: FetchPlan, newest: Manifest, folder: FolderReader
     ) -> list[_Part]:
         """Open the versions that a plan needs, and validate their manifests before any object is fetched."""
-        entries = await asyncio.to_thread(lambda: {entry.name: entry for entry in newest.tensors})
+        tensors = await asyncio.to_thread(_tensors_of, newest)
         parts: list[_Part] = []
         for link in (*(() if plan.anchor is None else (plan.anchor,)), *plan.deltas):
             if link == newest.own:
@@ -261,7 +260,7 @@ class Fetcher:
                 opened = await stack.enter_async_context(self._objects.open_folder(link.objects))
                 manifest = await read_link(opened, link, newest)
             is_anchor = link is plan.anchor
-            parts.append(await asyncio.to_thread(_check_part, link, opened, manifest, entries, is_anchor=is_anchor))
+            parts.append(await asyncio.to_thread(_check_part, link, opened, manifest, tensors, is_anchor=is_anchor))
         return parts
 
     async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path, progress: Progress) -> None:
@@ -335,8 +334,13 @@ def check_manifest(manifest: Manifest, model: str, own: Mapping[str, Tensor] | N
             raise bad_source(f"{where} has the version objects:{folder} in its chain, which is in another bucket")
     if own is not None:
         # The sizes of tensors limit the decompressed bytes, and the sizes of files limit the written bytes.
-        tensors = {entry.name: Tensor(entry.dtype, entry.shape, Path(entry.file)) for entry in manifest.tensors}
-        check_tensors(where, tensors, own)
+        check_tensors(where, _tensors_of(manifest), own)
+
+
+def _tensors_of(manifest: Manifest) -> dict[str, Tensor]:
+    # A large model has a hundred thousand tensors in a few hundred files.
+    paths = {file: Path(manifest.own.objects, file) for file in {entry.file for entry in manifest.tensors}}
+    return {entry.name: Tensor(entry.dtype, entry.shape, paths[entry.file]) for entry in manifest.tensors}
 
 
 async def read_link(folder: FolderReader, link: Link, newest: Manifest) -> Manifest:
@@ -355,24 +359,6 @@ async def read_link(folder: FolderReader, link: Link, newest: Manifest) -> Manif
     if (manifest.digest, manifest.version) != (link.digest, link.version):
         raise bad_source(f"{where} is the version {manifest.version} of digest {manifest.digest}; expected: {link}")
     return manifest
-
-
-def check_same_tensors(manifest: Manifest, newest: Mapping[str, TensorEntry]) -> None:
-    """Check that a version has the same tensors as the newest version of its chain, whose sizes are already checked.
-
-    Raises:
-        ControlError: `bad_source`.
-    """
-    where = f"objects:{manifest.own.objects}"
-    if newest.keys() != {entry.name for entry in manifest.tensors}:
-        raise bad_source(f"{where} has other tensors than the versions after it")
-    for entry in manifest.tensors:
-        expected = newest[entry.name]
-        if (entry.dtype, entry.shape) != (expected.dtype, expected.shape):
-            raise bad_source(
-                f"{where} has the tensor {entry.name[:200]!r} as {entry.dtype}{list(entry.shape)}; expected: "
-                f"{expected.dtype}{list(expected.shape)}, as the versions after it"
-            )
 
 
 def delta_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
@@ -422,10 +408,13 @@ def anchor_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
 
 
 def _check_part(
-    link: Link, folder: FolderReader, manifest: Manifest, newest: Mapping[str, TensorEntry], *, is_anchor: bool
+    link: Link, folder: FolderReader, manifest: Manifest, newest: Mapping[str, Tensor], *, is_anchor: bool
 ) -> _Part:
-    """Check a version against the newest one, and return the data of its manifest that the plan needs. Blocks."""
-    check_same_tensors(manifest, newest)
+    """Check a version against the newest one, and return the data of its manifest that the plan needs. Blocks.
+
+    The tensors must be those of the newest version of the chain, whose sizes are already checked.
+    """
+    check_tensors(f"objects:{link.objects}", _tensors_of(manifest), newest, "the newest version")
     if is_anchor:
         return _Part(link, folder, is_anchor, anchor_files(folder, manifest), {})
     changes = {entry.name: entry.delta for entry in manifest.tensors if entry.delta is not None}
@@ -477,10 +466,7 @@ def _read_inputs(
         for name, delta in part.changes.items():
             changes.setdefault(name, []).append(Change(path / delta_name(delta.object), delta))
     tensors = read_checkpoint(base)
-    for entry in newest.tensors:
-        found = tensors.get(entry.name)
-        if found is None or (found.dtype, found.shape) != (entry.dtype, entry.shape):
-            raise bad_source(f"{base} has no tensor {entry.name[:200]!r} of {entry.dtype}{list(entry.shape)}")
+    check_tensors(base, tensors, _tensors_of(newest), "the newest version")
     return changes, tensors
 
 

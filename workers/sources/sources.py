@@ -20,19 +20,19 @@ from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging, WeightSource
 from .checkpoint import (
-    FolderContent,
-    WatchedFolders,
+    Watched,
     check_adapter,
     check_model,
     find_changed_file,
     folder_content,
     has_checkpoint,
     holds_adapter,
+    read_ahead,
     read_checkpoint,
     read_config,
     start_content,
 )
-from .content import ContentHasher, Tensor, resolve_allowed
+from .content import ContentHasher, FolderContent, Tensor, resolve_allowed
 from .fetcher import Checks, Fetcher, check_manifest
 from .store import FolderStore, Hold, store_root
 from .threads import Progress, Report
@@ -84,17 +84,23 @@ class StagedFolders:
 
     Args:
         store: contains the folders.
-        watched: the folders of this kind that paths named.
+        hasher: computes digests.
+        max_watched: the maximum number of remembered folders that paths named.
         max_held: number of the last staged or found folders that are held, so that no process deletes them before the
             engine reads them.
         is_adapter: True for adapters.
     """
 
-    def __init__(self, store: FolderStore, watched: WatchedFolders, max_held: int, *, is_adapter: bool) -> None:
+    def __init__(
+        self, store: FolderStore, hasher: ContentHasher, max_watched: int, max_held: int, *, is_adapter: bool
+    ) -> None:
         self.store = store
-        self.watched = watched
         self.is_adapter = is_adapter
+        self._hasher = hasher
+        self._max_watched = max_watched
         self._max_held = max_held
+        # Folders that paths named, as they were hashed. The folder that was read last is the last one.
+        self._watched: dict[Path, Watched] = {}
         self._known: dict[str, _KnownFolder] = {}
         self._holds: dict[str, Hold] = {}
 
@@ -123,16 +129,79 @@ class StagedFolders:
 
     def digest_of(self, folder: Path) -> str | None:
         """Return the digest of the weights in a folder that was added or watched, or None."""
-        if (watched := self.watched.find(folder)) is not None:
+        if (watched := self._watched.get(folder)) is not None:
             return watched.digest
         known = (known.content for known in self._known.values() if known.digest == folder.name)
         return next(known, None) if folder.parent == self.store.root else None
+
+    def find_digest(self, content: FolderContent) -> str | None:
+        """Return the digest of a folder that a path named, or None if it is not known or the folder has changed."""
+        watched = self._watched.get(content.folder)
+        if watched is None or watched.notes != content.notes:
+            return None
+        self._watched[content.folder] = self._watched.pop(content.folder)
+        return watched.digest
+
+    async def watch(self, path: str, content: FolderContent, progress: Progress, *, is_urgent: bool = False) -> str:
+        """Hash a folder, read it into the page cache, and return its digest.
+
+        Args:
+            path: the path that leads to the folder.
+            is_urgent: True if a worker waits for the digest before it serves.
+
+        Raises:
+            ControlError: `bad_source`: a file cannot be read; `storage`: a file changed meanwhile.
+        """
+        try:
+            digest, read = await self._hasher.digest(content, progress, is_urgent=is_urgent)
+            unread = {tensor.file for tensor in content.tensors.values()} - read
+            await read_ahead({file: content.notes[file] for file in unread}, progress)
+        except OSError as error:
+            raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
+        self._watched.pop(content.folder, None)
+        self._watched[content.folder] = Watched(content.notes, digest)
+        if len(self._watched) > self._max_watched:
+            del self._watched[next(iter(self._watched))]
+        return digest
 
     def expire_upload(self, folder: Path) -> None:
         """Expire an upload that is being used, so that it is compared with the object store before its next use."""
         for name, known in self._known.items():
             if known.digest == folder.name and known.expires_at != math.inf:
                 self._known[name] = known._replace(expires_at=-math.inf)
+
+    async def use(
+        self, folder: Path, digest: str | None, code: ControlCode, stack: contextlib.ExitStack
+    ) -> tuple[Hold | None, VerifyUnchanged]:
+        """Hold a folder of the store until the stack ends. Return the hold and the check for after the load.
+
+        Args:
+            folder: the folder that the engine loads. It has no hold if a path named it.
+            digest: the digest that the folder must have, or None.
+            code: the error code of a change that is found after the load.
+
+        Raises:
+            ControlError: `storage`: the folder was deleted, or files have changed since it was validated.
+        """
+        hold, watched = None, self._watched.get(folder)
+        if folder.parent == self.store.root:
+            if (hold := self.store.hold(folder.name)) is None:
+                raise storage_failure(f"{folder} was deleted meanwhile: stage its source again")
+            stack.enter_context(hold)
+
+        def find_changed(*, is_strict: bool) -> Path | None:
+            if hold is not None:
+                return None if hold.is_unchanged() else folder
+            return None if watched is None else find_changed_file(watched.notes, is_strict=is_strict)
+
+        async def verify_unchanged() -> None:
+            if (file := await asyncio.to_thread(find_changed, is_strict=False)) is not None:
+                raise ControlError(code, f"{file} changed during the load")
+
+        has_other = watched is not None and digest not in {None, watched.digest}
+        if has_other or await asyncio.to_thread(find_changed, is_strict=True) is not None:
+            raise storage_failure(f"files of {folder} were changed: stage its source again")
+        return hold, verify_unchanged
 
     def release(self) -> None:
         """Release all holds."""
@@ -182,11 +251,9 @@ class WeightSources:
         root = store_root(cache, worker)
         self._hasher = ContentHasher(root / "digests")
         checkpoints = FolderStore(root / "checkpoints", model=model, max_bytes=stage_bytes, kept=KEPT_CHECKPOINTS)
-        watched = WatchedFolders(MAX_WATCHED, self._hasher)
-        self._checkpoints = StagedFolders(checkpoints, watched, max_held=1, is_adapter=False)
+        self._checkpoints = StagedFolders(checkpoints, self._hasher, MAX_WATCHED, 1, is_adapter=False)
         adapters = FolderStore(root / "adapters", model=model, max_bytes=stage_bytes, kept=MAX_LORAS)
-        watched = WatchedFolders(MAX_LORAS, self._hasher)
-        self._adapters = StagedFolders(adapters, watched, max_held=MAX_LORAS, is_adapter=True)
+        self._adapters = StagedFolders(adapters, self._hasher, MAX_LORAS, MAX_LORAS, is_adapter=True)
         self._present: Hold | None = None
         # Only one source is fetched at a time, and only one is read: parallel transfers would not be faster.
         self._lock = asyncio.Lock()
@@ -253,14 +320,15 @@ class WeightSources:
         if own is None or not self.has_own:
             return None
         try:
-            notes, tensors, whole = await asyncio.to_thread(start_content, own)
+            content = await asyncio.to_thread(start_content, own)
         except OSError as error:
             raise bad_source(f"{own} cannot be read: {error.strerror or error}") from error
-        if not tensors:
+        if not content.tensors:
             return None
+        if (digest := self._checkpoints.find_digest(content)) is not None:
+            return digest
         progress = Progress(WeightSource(path=str(own)), lambda _stage: None)
-        content = FolderContent(own, notes, tensors, whole)
-        return await self._checkpoints.watched.read(str(own), content, progress, is_urgent=True)
+        return await self._checkpoints.watch(str(own), content, progress, is_urgent=True)
 
     @contextlib.asynccontextmanager
     async def using(self, folder: Path, digest: str | None = None) -> AsyncIterator[VerifyUnchanged]:
@@ -277,8 +345,8 @@ class WeightSources:
             ControlError: `storage`: the folder was deleted or changed after its validation.
         """
         with contextlib.ExitStack() as stack:
-            hold = _hold(folder, self._checkpoints.store, stack)
-            yield await _check_unchanged(folder, hold, self._checkpoints, digest, ControlCode.HALF_WRITTEN)
+            hold, verify_unchanged = await self._checkpoints.use(folder, digest, ControlCode.HALF_WRITTEN, stack)
+            yield verify_unchanged
             stack.pop_all()
         self._checkpoints.expire_upload(folder)
         if self._present is not None:
@@ -292,8 +360,7 @@ class WeightSources:
         Yields and raises the same as `using`, but every error has the code `storage`.
         """
         with contextlib.ExitStack() as stack:
-            hold = _hold(folder, self._adapters.store, stack)
-            yield await _check_unchanged(folder, hold, self._adapters, digest, ControlCode.STORAGE)
+            yield (await self._adapters.use(folder, digest, ControlCode.STORAGE, stack))[1]
 
     async def clean_up(self) -> None:
         """Delete unneeded files: older folders, and the remains of killed builders."""
@@ -327,9 +394,9 @@ class WeightSources:
                 _read_allowed, source.path, self._roots, checks, is_adapter=staged.is_adapter
             )
             async with self._reading:
-                progress = Progress(source, report)
-                with contextlib.nullcontext() if staged.watched.is_known(content) else self._counting(progress):
-                    await staged.watched.read(source.path, content, progress)
+                if staged.find_digest(content) is None:
+                    with self._counting(Progress(source, report)) as progress:
+                        await staged.watch(source.path, content, progress)
             return content.folder
         if self._objects is None or source.objects is None:
             raise bad_source(f"{source} is refused: this worker reads no object store")
@@ -366,7 +433,7 @@ class WeightSources:
         """Return the digest of a fetched folder without a manifest."""
         try:
             content = await asyncio.to_thread(folder_content, hold.folder, None, is_adapter=staged.is_adapter)
-            digest, _ = await self._hasher.digest(content.tensors, content.notes, progress, whole=content.whole)
+            digest, _ = await self._hasher.digest(content, progress)
         except BaseException:
             hold.release()
             raise
@@ -427,49 +494,3 @@ def _read_allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapte
         return folder_content(folder, checks.folder, is_adapter=is_adapter)
     except OSError as error:
         raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold | None:
-    """Hold a folder of the store until the stack ends. Return None if it is no folder of the store.
-
-    Raises:
-        ControlError: `storage`: the folder was deleted.
-    """
-    if folder.parent != store.root:
-        return None
-    hold = store.hold(folder.name)
-    if hold is None:
-        raise storage_failure(f"{folder} was deleted meanwhile: stage its source again")
-    return stack.enter_context(hold)
-
-
-async def _check_unchanged(
-    folder: Path, hold: Hold | None, staged: StagedFolders, digest: str | None, code: ControlCode
-) -> VerifyUnchanged:
-    """Check that the files have not changed since the folder was validated. Return the check for after the load.
-
-    Args:
-        folder: the folder that the engine loads.
-        hold: the hold of the folder; None if a path named the folder.
-        staged: the folders of this kind.
-        digest: the digest that the folder must have, or None.
-        code: the error code of a change that is found after the load.
-
-    Raises:
-        ControlError: `storage`: files have changed.
-    """
-    watched = staged.watched.find(folder)
-
-    def find_changed(*, is_strict: bool) -> Path | None:
-        if hold is not None:
-            return None if hold.is_unchanged() else folder
-        return None if watched is None else find_changed_file(watched.notes, is_strict=is_strict)
-
-    async def verify_unchanged() -> None:
-        if (file := await asyncio.to_thread(find_changed, is_strict=False)) is not None:
-            raise ControlError(code, f"{file} changed during the load")
-
-    has_other = watched is not None and digest not in {None, watched.digest}
-    if has_other or await asyncio.to_thread(find_changed, is_strict=True) is not None:
-        raise storage_failure(f"files of {folder} were changed: stage its source again")
-    return verify_unchanged

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -209,9 +209,25 @@ class Hold:
         Afterwards the folder can be built again. If another process has removed the folder, or is removing it now, only
         the hold is released.
         """
-        if self._fd is not None:
-            self._store.retire(self.digest, self._fd)
-        self.release()
+        store, digest = self._store, self.digest
+        with self:
+            # Other processes hold the lock too and find the damage. A mutex lets only one of them check and remove.
+            mutex = None if self._fd is None else try_lock(store.root / RETIRING, is_exclusive=True)
+            if self._fd is None or mutex is None:
+                return
+            damaged = store.root / f".{uuid.uuid4().hex}.partial"
+            try:
+                if not os.path.samestat(os.fstat(self._fd), store.lock_file(digest).stat()):
+                    return
+                # Remove the lock file first: if this process is killed here, the folder counts as not verified.
+                store.lock_file(digest).unlink()
+                self.folder.rename(damaged)
+            except FileNotFoundError:  # another process removed the folder first
+                return
+            finally:
+                os.close(mutex)
+        shutil.rmtree(damaged, ignore_errors=True)
+        logger.info("folders.retired folder=%s", self.folder)
 
     def __enter__(self) -> Self:
         """Return this hold, which the end of the block releases."""
@@ -311,7 +327,7 @@ class FolderStore:
 
     def digests(self) -> frozenset[str]:
         """Return the digests of the complete folders. Blocks."""
-        return frozenset(self._complete())
+        return frozenset(name for name in self._names() if not name.startswith("."))
 
     def hold(self, digest: str) -> Hold | None:
         """Hold a complete folder. Return None if there is none, or if it is just being deleted. Blocks briefly."""
@@ -352,7 +368,7 @@ class FolderStore:
                         unless_begun.pop_all()
                         return PartialFolder(self, digest, fd)
             if watch is None:
-                watch = LockWatch(self._lock_file(digest))
+                watch = LockWatch(self.lock_file(digest))
                 on_wait()
             watch.check()
             await asyncio.sleep(POLL_S)
@@ -367,25 +383,6 @@ class FolderStore:
             os.close(fd)
         logger.info("folders.deleted folder=%s", self.folder(digest))
         return True
-
-    def retire(self, digest: str, fd: int) -> None:
-        """Do the work of `Hold.retire` for a hold whose lock is `fd`."""
-        # Other processes hold the lock too and find the damage. A mutex lets only one of them check and remove.
-        if (mutex := try_lock(self.root / RETIRING, is_exclusive=True)) is None:
-            return
-        damaged = self.root / f".{uuid.uuid4().hex}.partial"
-        try:
-            if not os.path.samestat(os.fstat(fd), self._lock_file(digest).stat()):
-                return
-            # Remove the lock file first: if this process is killed here, the folder counts as not verified.
-            self._lock_file(digest).unlink()
-            self.folder(digest).rename(damaged)
-        except FileNotFoundError:  # another process removed the folder first
-            return
-        finally:
-            os.close(mutex)
-        shutil.rmtree(damaged, ignore_errors=True)
-        logger.info("folders.retired folder=%s", self.folder(digest))
 
     def clean_up(self) -> None:
         """Delete complete folders beyond the `kept` newest, and old folders of builders and other models. Blocks."""
@@ -449,9 +446,10 @@ class FolderStore:
         return None
 
     def _lock(self, digest: str, *, is_exclusive: bool) -> int | None:
-        return try_lock(self._lock_file(digest), is_exclusive=is_exclusive)
+        return try_lock(self.lock_file(digest), is_exclusive=is_exclusive)
 
-    def _lock_file(self, digest: str) -> Path:
+    def lock_file(self, digest: str) -> Path:
+        """Return the path of the lock file of a digest."""
         return self.root / f".{digest}.lock"
 
     def _delete_locked(self, digest: str) -> None:
@@ -461,10 +459,7 @@ class FolderStore:
             self.folder(digest).rename(partial)
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
-            self._lock_file(digest).unlink()
-
-    def _complete(self) -> Iterator[str]:
-        return (name for name in self._names() if not name.startswith("."))
+            self.lock_file(digest).unlink()
 
     def _partial(self) -> list[str]:
         names = [name for name in self._names() if name.startswith(".") and name.endswith(".partial")]
@@ -478,7 +473,7 @@ class FolderStore:
 
     def _by_last_use(self) -> list[str]:
         """Return the complete folders, most recently used first."""
-        return sorted(self._complete(), key=self._last_use, reverse=True)
+        return sorted(self.digests(), key=self._last_use, reverse=True)
 
     def _own_by_last_use(self) -> list[str]:
         """Return the complete folders of this store's model or of an unknown model, most recently used first."""
@@ -486,14 +481,14 @@ class FolderStore:
 
     def _model_of(self, digest: str) -> str:
         try:
-            with self._lock_file(digest).open("rb") as file:
+            with self.lock_file(digest).open("rb") as file:
                 return _Mark.read(file.fileno()).model
         except FileNotFoundError:
             return ""
 
     def _last_use(self, digest: str) -> float:
         try:
-            return self._lock_file(digest).stat().st_mtime
+            return self.lock_file(digest).stat().st_mtime
         except FileNotFoundError:
             return 0.0
 
