@@ -60,7 +60,7 @@ async def fetch_folder(server: str | Server, objects: str, cache: Path, report: 
     """Fetch the folder of an upload into `cache` without checks, release its hold and return its path."""
     store = FolderStore(cache, model="m", max_bytes=None, kept=2)
     progress = Progress(WeightSource(objects=objects), report)
-    fetched = await Fetcher(ObjectReader(server, name="test"), store).fetch(objects, Checks(_any, _any), progress)
+    fetched = await Fetcher(ObjectReader(server, name="test"), store, Checks(_any, _any), progress).fetch(objects)
     fetched.hold.release()
     return fetched.hold.folder
 

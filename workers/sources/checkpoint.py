@@ -25,6 +25,7 @@ from .content import (
     note_files,
     open_regular,
     read_header,
+    reading,
     whole_file,
 )
 from .threads import Progress, Scratch, run_quietly
@@ -157,11 +158,8 @@ def read_json(path: Path, kind: type[T]) -> T:
         ControlError: `bad_source`.
     """
     fd = open_regular(path)
-    with os.fdopen(fd, "rb") as file:
-        try:
-            data = file.read(MAX_JSON_BYTES + 1)
-        except OSError as error:
-            raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
+    with os.fdopen(fd, "rb") as file, reading(path):
+        data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise bad_source(f"{path} is larger than {MAX_JSON_BYTES} bytes")
     try:

@@ -12,7 +12,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -77,16 +77,23 @@ def resolve_allowed(path: str, roots: Sequence[Path]) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raise `bad_source` with the name of what is read for each `OSError` of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise bad_source(f"{what} cannot be read: {error.strerror or error}") from error
+
+
 def open_regular(path: Path) -> int:
     """Open a regular file for reading and return its descriptor. Opening a named pipe does not block.
 
     Raises:
         ControlError: `bad_source`: the file cannot be opened or is no regular file.
     """
-    try:
+    with reading(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise bad_source(f"{path} is no regular file")
@@ -169,11 +176,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """
     fd = open_regular(path)
     try:
-        tensors = safetensors_header.read_header(fd)
+        with reading(path):
+            tensors = safetensors_header.read_header(fd)
     except safetensors_header.BadSafetensors as error:
         raise bad_source(path, error) from error
-    except OSError as error:
-        raise bad_source(path, f"cannot be read: {error.strerror or error}") from error
     finally:
         os.close(fd)
     return {name: Tensor(stored.dtype, stored.shape, path, stored.begin) for name, stored in tensors.items()}

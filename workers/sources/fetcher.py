@@ -104,13 +104,17 @@ class Fetcher:
     Args:
         objects: reads the object store.
         store: stores the fetched folders.
+        checks: the checks of each source.
+        progress: counts the fetched and the built bytes.
     """
 
-    def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
+    def __init__(self, objects: ObjectReader, store: FolderStore, checks: Checks, progress: Progress) -> None:
         self._objects = objects
         self._store = store
+        self._checks = checks
+        self._progress = progress
 
-    async def fetch(self, objects: str, checks: Checks, progress: Progress) -> Fetched:
+    async def fetch(self, objects: str) -> Fetched:
         """Return the folder of a source, and hold it.
 
         Cancellation: the fetched bytes stay for the next try.
@@ -125,10 +129,10 @@ class Fetcher:
             async with self._objects.open_folder(objects) as folder:
                 manifest = await read_manifest(folder, objects)
                 if manifest is not None:
-                    await asyncio.to_thread(checks.manifest, manifest)
+                    await asyncio.to_thread(self._checks.manifest, manifest)
                     content = await asyncio.to_thread(digest_of_published, manifest)
                     published = describe(manifest, await folder.bucket_state())
-                hold = await self._find_or_build(folder, manifest, checks, progress)
+                hold = await self._find_or_build(folder, manifest)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             where += f"; {FREE_SPACE}" if is_disk_full(error) else ""
@@ -139,59 +143,52 @@ class Fetcher:
             raise
         return Fetched(hold, published, content)
 
-    async def _find_or_build(
-        self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
-    ) -> Hold:
+    async def _find_or_build(self, folder: FolderReader, manifest: Manifest | None) -> Hold:
+        progress = self._progress
         digest = folder.digest if manifest is None else manifest.digest
         for _ in range(MAX_LOOKS):
             opened = await self._store.open(digest, lambda: progress.begin("waiting"))
             if isinstance(opened, PartialFolder):
                 async with _building(opened, progress):
-                    path = await self._build(folder, manifest, opened, progress)
+                    path = await self._build(folder, manifest, opened)
                     progress.begin("checking")
-                    await asyncio.to_thread(checks.folder, path)
+                    await asyncio.to_thread(self._checks.folder, path)
                     opened.complete(path, await asyncio.to_thread(files_stamp, path))
                 # The hold is None if another process locked the folder first, or has deleted it.
                 if (hold := self._store.hold(digest)) is not None:
                     return hold
-            elif await self._is_sound(opened, folder, manifest, checks, progress):
+            elif await self._is_sound(opened, folder, manifest):
                 return opened
         raise storage_failure(f"{self._store.folder(digest)} was found damaged or deleted repeatedly")
 
-    async def _is_sound(
-        self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
-    ) -> bool:
+    async def _is_sound(self, hold: Hold, folder: FolderReader, manifest: Manifest | None) -> bool:
         """Return True if a folder of the store is valid. A damaged folder is deleted."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(hold)
             if not hold.is_of_this_boot or not await asyncio.to_thread(hold.is_unchanged):
                 files = await asyncio.to_thread(files_stamp, hold.folder)
                 try:
-                    await self._verify(folder, manifest, hold.folder, progress)
+                    await self._verify(folder, manifest, hold.folder)
                 except (ControlError, OSError) as error:
                     logger.warning("folders.damage_detected folder=%s error=%s", hold.folder, error)
                     await asyncio.to_thread(hold.retire)
                     return False
                 hold.confirm(files)
-            progress.begin("checking")
-            await asyncio.to_thread(checks.folder, hold.folder)
+            self._progress.begin("checking")
+            await asyncio.to_thread(self._checks.folder, hold.folder)
             stack.pop_all()
         return True
 
-    async def _build(
-        self, folder: FolderReader, manifest: Manifest | None, partial: PartialFolder, progress: Progress
-    ) -> Path:
+    async def _build(self, folder: FolderReader, manifest: Manifest | None, partial: PartialFolder) -> Path:
         if manifest is not None:
-            return await self._build_version(manifest, folder, partial, progress)
+            return await self._build_version(manifest, folder, partial)
         files = {name: info.size for name, info in folder.names.items()}
         await run_quietly([lambda _: partial.make_room(sum(files.values()))])
-        progress.begin("fetching", sum(files.values()))
-        await fetch_files(folder, files, partial.path / _UPLOAD, progress)
+        self._progress.begin("fetching", sum(files.values()))
+        await fetch_files(folder, files, partial.path / _UPLOAD, self._progress)
         return partial.path / _UPLOAD
 
-    async def _build_version(
-        self, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress
-    ) -> Path:
+    async def _build_version(self, newest: Manifest, folder: FolderReader, partial: PartialFolder) -> Path:
         """Build a version and return its complete folder, which lies below `partial`.
 
         Args:
@@ -206,7 +203,7 @@ class Fetcher:
         problems: list[str] = []
         for plan in fetch_plans(newest.links, await asyncio.to_thread(self._store.digests)):
             try:
-                return await self._carry_out(plan, newest, folder, partial, progress)
+                return await self._carry_out(plan, newest, folder, partial)
             except ControlError as error:
                 if error.code is not ControlCode.BAD_SOURCE:
                     raise
@@ -218,9 +215,8 @@ class Fetcher:
         nothing = f"objects:{newest.own.objects} has no anchor, and no chain that begins with a folder on this machine"
         raise bad_source(shown or nothing)
 
-    async def _carry_out(
-        self, plan: FetchPlan, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress
-    ) -> Path:
+    async def _carry_out(self, plan: FetchPlan, newest: Manifest, folder: FolderReader, partial: PartialFolder) -> Path:
+        progress = self._progress
         async with contextlib.AsyncExitStack() as stack:
             base: Path | None = None
             if plan.base is not None:
@@ -263,7 +259,7 @@ class Fetcher:
             parts.append(await asyncio.to_thread(_check_part, link, opened, manifest, tensors, is_anchor=is_anchor))
         return parts
 
-    async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path, progress: Progress) -> None:
+    async def _verify(self, folder: FolderReader, manifest: Manifest | None, path: Path) -> None:
         """Compare a folder with the store: a crash of the machine may have lost some of it, or people changed it.
 
         Raises:
@@ -271,7 +267,7 @@ class Fetcher:
             OSError: a file was deleted during the check.
         """
         if manifest is not None:
-            await verify_version(manifest, path, progress)
+            await verify_version(manifest, path, self._progress)
             names = {*manifest.files, *(entry.file for entry in manifest.tensors)}
         else:
             files = {path / name: decode_digest(info).hex() for name, info in folder.names.items()}

@@ -32,7 +32,7 @@ from .checkpoint import (
     read_config,
     start_content,
 )
-from .content import ContentHasher, FolderContent, Tensor, resolve_allowed
+from .content import ContentHasher, FolderContent, Tensor, reading, resolve_allowed
 from .fetcher import Checks, Fetcher, check_manifest
 from .store import FolderStore, Hold, store_root
 from .threads import Progress, Report
@@ -152,12 +152,10 @@ class StagedFolders:
         Raises:
             ControlError: `bad_source`: a file cannot be read; `storage`: a file changed meanwhile.
         """
-        try:
+        with reading(path):
             digest, read = await self._hasher.digest(content, progress, is_urgent=is_urgent)
             unread = {tensor.file for tensor in content.tensors.values()} - read
             await read_ahead({file: content.notes[file] for file in unread}, progress)
-        except OSError as error:
-            raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
         self._watched.pop(content.folder, None)
         self._watched[content.folder] = Watched(content.notes, digest)
         if len(self._watched) > self._max_watched:
@@ -319,10 +317,8 @@ class WeightSources:
         own = self._own_path
         if own is None or not self.has_own:
             return None
-        try:
+        with reading(own):
             content = await asyncio.to_thread(start_content, own)
-        except OSError as error:
-            raise bad_source(f"{own} cannot be read: {error.strerror or error}") from error
         if not content.tensors:
             return None
         if (digest := self._checkpoints.find_digest(content)) is not None:
@@ -408,7 +404,7 @@ class WeightSources:
             if (found := await find()) is not None:
                 return found
             with self._counting(Progress(source, report)) as progress:
-                fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
+                fetched = await Fetcher(self._objects, staged.store, checks, progress).fetch(source.objects)
                 digest = fetched.content or await self._digest_of_upload(fetched.hold, progress, staged)
             folder = staged.add(source.objects, fetched.hold, digest, is_published=fetched.published is not None)
             if not staged.is_adapter:
@@ -490,7 +486,5 @@ async def _try_to_clean(store: FolderStore) -> None:
 def _read_allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapter: bool) -> FolderContent:
     """Validate the location and the content of a folder. Blocks."""
     folder = resolve_allowed(path, roots)
-    try:
+    with reading(path):
         return folder_content(folder, checks.folder, is_adapter=is_adapter)
-    except OSError as error:
-        raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
