@@ -6,8 +6,8 @@
 
 The traces are in `bench.placement_traces`. The ways are in `bench.placement_choices` (simulated) and in
 `bench.placement_ways` (on a bus). All ways play the same trace in turns. On a bus, all caches are flushed before each
-turn. Without options, the bench plays the recorded traces and ways in a quarter of an hour. All traces and ways take an
-hour.
+turn, and each turn ends after `PLAY_S`: the figures are those of the requests until then. Without options, the bench
+plays the recorded traces and ways in a quarter of an hour. All traces and ways take an hour.
 
 `throughput` is tokens per second divided by those of `queue` in the same round. `computed` is the number of prompt
 tokens that engines computed, divided by that of a single engine with an unlimited cache. `wait_p50_s` and `wait_p99_s`
@@ -148,6 +148,10 @@ LARGE: Final = 32
 """Simulated fleets above this number of workers play each trace once, because some traces take minutes."""
 IDLE_S: Final = 0.1
 """Seconds between two checks whether the fleet is idle."""
+PLAY_S: Final = 300.0
+"""Maximum seconds of a turn: coding agents with tools in a full fleet take about this long on two idle cores."""
+WARM_S: Final = 20.0
+"""Maximum seconds of a turn whose figures do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +332,7 @@ async def measure(
             await rb.fleet.flush_cache()
             drawn = replace(shape, seed=number, rounds=shape.rounds if number else 1)
             question = json.dumps(asdict(drawn), separators=(",", ":"))
-            answer = await player.ask(name, question)
+            answer = await player.ask(name, question, PLAY_S if number else WARM_S)
             if number:
                 placed = {"placed_percent": 100 * (answer["placed"] - answer["refused"]) / len(answer["ended_s"])}
                 found[way].append({**_figures(answer), "wait_s": answer["silent_s"], "lost": answer["lost"], **placed})

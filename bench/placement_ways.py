@@ -2,9 +2,9 @@
 
     python -m bench.placement_ways WAY URL SLOTS BLOCK_TOKENS CACHES_OUTPUTS WEIGHTS
 
-It is a way of `bench.processes`. Each line `TRACE SHAPE`, with a `Shape` as JSON, plays that trace. The answer is a
-`Played`. The numbers describe the engine of one worker. WEIGHTS is the folder with which the fleet is updated in traces
-with faults. All ways send the same requests:
+It is a way of `bench.processes`. Each line `TRACE SHAPE SECONDS`, with a `Shape` as JSON, plays that trace for at most
+so many seconds. The answer is a `Played`. The numbers describe the engine of one worker. WEIGHTS is the folder with
+which the fleet is updated in traces with faults. All ways send the same requests:
 
 - `queue`: `placement=False`; workers pull requests, and the client places none;
 - `static`: the hash of the group or the conversation chooses the worker, and the request waits for a slot there;
@@ -111,8 +111,12 @@ class Player:
         # Actions by the number of ended samples at which they run.
         self._strikes: dict[int, Callable[[], Coroutine[None, None, None]]] = {}
 
-    async def play(self, trace: Trace) -> Played:
-        """Send a trace, with at most its `max_in_flight` samples at once, and wait until all samples have ended."""
+    async def play(self, trace: Trace, most_s: float | None = None) -> Played:
+        """Send a trace, with at most its `max_in_flight` samples at once, and wait until all samples have ended.
+
+        Args:
+            most_s: seconds after which the other requests are aborted or not sent; None: no limit.
+        """
         self._played, self._began = Played(), time.monotonic()
         self._prompts.clear()
         if trace.has_faults:
@@ -120,10 +124,11 @@ class Player:
             self._strikes = {num_samples // 3: self._kill, num_samples * 2 // 3: self._update}
         before = self._rb.stats()
         room = _Room(trace.max_in_flight)
-        async with asyncio.TaskGroup() as tasks:
-            for conversation in trace.conversations:
-                await room.acquire(conversation.samples, conversation.room)
-                tasks.create_task(self._converse(conversation, room, tasks))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s), asyncio.TaskGroup() as tasks:
+                for conversation in trace.conversations:
+                    await room.acquire(conversation.samples, conversation.room)
+                    tasks.create_task(self._converse(conversation, room, tasks))
         self._played.seconds = time.monotonic() - self._began
         after = self._rb.stats()
         self._played.placed = sum(after.placed.values()) - sum(before.placed.values())
@@ -132,14 +137,14 @@ class Player:
         self._played.least = least_computed(self._prompts, self._block_tokens)
         return self._played
 
-    async def play_beside(self, trace: Trace, rival: "Player", flood: Trace) -> Played:
+    async def play_beside(self, trace: Trace, most_s: float, rival: "Player", flood: Trace) -> Played:
         """Play a trace while another client floods the fleet continuously. The tokens of the flood count too."""
         endless = replace(flood, conversations=flood.conversations * MAX_FLOODS)
         async with asyncio.TaskGroup() as tasks:
             flooding = tasks.create_task(rival.play(endless))
             await asyncio.sleep(SETTLE_S)
             before = rival._played.tokens
-            played = await self.play(trace)
+            played = await self.play(trace, most_s)
             flooding.cancel()
         played.tokens += rival._played.tokens - before
         played.lost += rival._played.lost
@@ -254,12 +259,12 @@ async def run(way: str, url: str, slots: int, block_tokens: int, *, caches_outpu
             )
 
             async def measure(question: list[str]) -> dict[str, Any]:
-                name, shape = question[0], Shape(**json.loads(question[1]))
+                name, shape, most_s = question[0], Shape(**json.loads(question[1])), float(question[2])
                 trace = make_trace(name, shape)
                 if trace.is_beside_flood:
                     flood = make_trace("flood", replace(shape, rounds=FLOOD_ROUNDS))
-                    return asdict(await player.play_beside(trace, rival, flood))
-                return asdict(await player.play(trace))
+                    return asdict(await player.play_beside(trace, most_s, rival, flood))
+                return asdict(await player.play(trace, most_s))
 
             await answer(measure)
 

@@ -154,6 +154,8 @@ class ServiceMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """In an answer: the requests that wait at the service, or that it has aborted."""
     left_out: Count = 0
     """In an answer: further such requests."""
+    ends: bool = False
+    """True: the service ends, and answers no more. Earlier releases take it for a sign of life."""
 
 
 class LostAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

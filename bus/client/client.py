@@ -160,6 +160,7 @@ class Client:
         request: GenerateRequest | TokenIds | None = None,
         *,
         wait_limit: WaitLimit | None = None,
+        raises: bool = True,
         **fields: Any,
     ) -> Generation:
         """Return the complete result of `request`. With n > 1, that is child 0 with the others in `siblings`.
@@ -167,6 +168,7 @@ class Client:
         Args:
             request: request, or the token ids of a prompt: `await rb.complete([1, 2, 3], max_tokens=8)`.
             wait_limit: limit for the time without a serving worker before the first token. None: until the deadline.
+            raises: False: if the request fails or times out, return the tokens so far, with `Generation.error`.
             fields: fields of `GenerateRequest` and of `SamplingParams`, for a prompt of token ids.
 
         Cancellation: aborts the request.
@@ -179,7 +181,7 @@ class Client:
         call = await runtime.open(as_request(request, fields), streams=False, wait_limit=wait_limit)
         try:
             await call.wait()
-            if call.error is not None:
+            if raises and call.error is not None:
                 raise call.error
             return await runtime.pop_result(call)
         finally:

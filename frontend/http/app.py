@@ -75,7 +75,7 @@ NO_ROUTE = "none"
 def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None) -> Starlette:
     """Create the application for a connected client, which must stay connected while the application serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
-    service.sessions, service.join_session = Sessions(rb), sessions.join_session
+    service.sessions, service.serve_turn = Sessions(rb), sessions.serve
     service.services = Services(service)
     endpoints = {
         **_endpoints(service, OPEN, None),

@@ -17,6 +17,7 @@ from ...schemas.errors import (
     RequestError,
     RollbusError,
 )
+from ..sessions.errors import SessionError
 
 RETRY_AFTER_S = 1
 """Seconds after which a client may retry a busy service."""
@@ -50,6 +51,13 @@ STATUS: Final[dict[ErrorCode, int]] = {
 """HTTP status of each error code of a token request."""
 ABSOLUTE_PATH: Final = re.compile(r"(?<![\w/.])/(?:[^\s/]+/)+")
 """The directories of an absolute path, which workers' errors have."""
+SESSION_STATUS: Final = {
+    "unknown_session": 404,
+    "session_ended": 410,
+    "session_limit": 400,
+    "rows_missing": 409,
+    "special_token_in_content": 400,
+}
 NO_RETRY: Final = {"X-Should-Retry": "false"}
 """Header of a permanent refusal. The clients of OpenAI and Anthropic retry any other status from 500 on."""
 
@@ -121,6 +129,8 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
         return HttpError(status, message, code=error.code)
     if isinstance(error, ControlError):
         return HttpError(CONTROL_STATUS.get(error.code, 502), error.message, code=error.code)
+    if isinstance(error, SessionError):
+        return HttpError(SESSION_STATUS[error.code], str(error), code=error.code, headers=NO_RETRY)
     if isinstance(error, BusBroken | BusClosed):
         return HttpError(503, str(error), code="bus_unavailable")
     return HttpError(502, str(error), code="bad_gateway")

@@ -44,7 +44,7 @@ from .text import TokenizerLoads
 
 if TYPE_CHECKING:
     from .control.services import Services
-    from .sessions.manager import Sessions
+    from .sessions.manager import Session, Sessions
 
 
 class RequestAborted(Exception):
@@ -278,8 +278,8 @@ class Service:
     """The sessions of agents. `make_app` sets them, because they need this class."""
     services: "Services" = field(init=False)
     """The requests that wait at any service of the fleet. `make_app` sets it too."""
-    join_session: "JoinSession | None" = None
-    """Answers a chat that names a session."""
+    serve_turn: "ServeTurn" = field(init=False)
+    """Answers a turn of a session. `make_app` sets it too."""
 
     def __post_init__(self) -> None:
         """Create the metrics, the turns and the live view."""
@@ -336,8 +336,13 @@ class Service:
         user: str = state["user"]
         return user
 
-    async def complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
+    async def complete(
+        self, http_request: Request, request: bus.GenerateRequest, *, raises: bool = True
+    ) -> bus.Generation:
         """Return the finished result. If the HTTP client disconnects, abort the request.
+
+        Args:
+            raises: False: return a failed result too, as `rollbus.Client.complete`.
 
         Raises:
             ClientDisconnect: the HTTP client disconnected.
@@ -345,15 +350,16 @@ class Service:
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
             with while_connected(http_request.scope):
-                generation = await self._complete(http_request, request)
+                generation = await self._complete(http_request, request, raises)
             progress.finished(generation)
             return generation
 
-    async def _complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
+    async def _complete(self, http_request: Request, request: bus.GenerateRequest, raises: bool) -> bus.Generation:
         user = self.user_of(http_request)
         with self._open(http_request, request):
             async with self.turns.turn(user, request) as turn:
-                return await self.rb.complete(turn.request, wait_limit=self._wait_limit(http_request, turn))
+                wait_limit = self._wait_limit(http_request, turn)
+                return await self.rb.complete(turn.request, wait_limit=wait_limit, raises=raises)
 
     def _wait_limit(self, http_request: Request, turn: FleetTurn) -> WaitLimit:
         return WaitLimit(turn.arrived_at, self.settings.max_wait_s, http_request.state.waited_s)
@@ -514,8 +520,8 @@ class Service:
         return EventStream(first, events, headers, ending)
 
 
-JoinSession = Callable[[Service, Request, str, Any], Awaitable[Response | None]]
-"""Answers an `openai.routes.AskedTurn` as a turn of a session; None: there is no session of that name."""
+ServeTurn = Callable[[Service, Request, "Session", Any], Awaitable[Response]]
+"""Answers an `openai.routes.AskedTurn` as a turn of a session."""
 Handler = Callable[[Service, Request], Awaitable[Response]]
 """Answers one request. It may raise `HttpError` and errors of the bus."""
 

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -10,6 +11,8 @@ from ...schemas.decoding import JsonObject
 
 NUMBER: Final = "\0number "
 """Prefix of a number in decoded arguments. Numbers are compared as they are written: 1 and 1.0 differ."""
+ANSWER_ID: Final = re.compile(r"(?:(?:rs|msg|fc)_(.+)_\d+|chatcmpl-(.+))", re.DOTALL)
+"""Id of an item of a response, or of a chat's answer, with the id of its request."""
 
 
 class MessageKey(NamedTuple):
@@ -52,10 +55,12 @@ def key_of(message: Mapping[str, Any]) -> MessageKey:
 def call_ids(message: Mapping[str, Any]) -> set[str]:
     """Return the ids by which a client shows which answer it means.
 
-    These are the ids of its tool calls, the answer's own, and the turn in the signature of its reasoning.
+    These are the ids of its tool calls, that of the answer's request, and the turn in the signature of its reasoning.
     """
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    found = (message.get("id"), turn_of_seal(message), *(call.get("id") for call in calls))
+    own = ANSWER_ID.fullmatch(_text(message.get("id")))
+    request = message.get("id") if own is None else own[1] or own[2]
+    found = (request, turn_of_seal(message), *(call.get("id") for call in calls))
     return {each for each in found if isinstance(each, str) and each}
 
 

@@ -48,7 +48,8 @@ class LeafSample(msgspec.Struct, kw_only=True, frozen=True):
     """For each turn: (first position, weight version) of each span of the KV at the turn's end, which covers all
     positions but the last one; None: the worker did not report it. The first span begins at 0 even if its KV is from
     the prefix cache, because no request uses cache of other weights. KV that the engine computed again in the turn has
-    the newer version, also for tokens that were sampled before that."""
+    the newer version, also for tokens that were sampled before that. Adapters have no versions here: an adapter that
+    was loaded again under its name does not begin a span."""
     reward: float | None
     """The reward of the leaf, or else of the session."""
     turn_rewards: dict[str, float]

@@ -80,13 +80,14 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
     rows_start: int = 0
     served_at: float = 0.0
     retry_key: str = ""
+    """Digest of the key that the client chose; empty: none."""
     body_digest: str = ""
+    """Digest of the API and the body."""
     is_stream: bool = False
 
     def is_named(self, ids: Set[str]) -> bool:
-        """Return True if an id of a message is that of this turn's answer. The ids of items contain the request's."""
-        own = call_ids(self.answer) | {self.id}
-        return bool(own & ids) or (bool(self.request_id) and any(self.request_id in each for each in ids))
+        """Return True if an id of a message, as `call_ids` returns them, is that of this turn's answer."""
+        return not ids.isdisjoint(call_ids(self.answer) | {self.id, self.request_id})
 
     @property
     def num_messages(self) -> int:

@@ -192,6 +192,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState | ServiceMessage] = {
         waiting=(WaitingRequest(request_id="a/b", wire_id="h-1", model="org/model-1.5", stage="turn", seconds=2.5),),
     ),
     "service_lives": ServiceMessage(),
+    "service_ends": ServiceMessage(ends=True),
     "desired_empty": DesiredState(model="org/model-1.5"),
     "desired_of_bucket": DesiredState(model="m", epoch=1, bucket="4ec6e1d1d0b04b12a1a3a4ab0d0b7a52"),
     "desired_by": DesiredState(

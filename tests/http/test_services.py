@@ -13,7 +13,7 @@ import pytest
 
 import rollbus
 from rollbus.bus.auth import permissions
-from rollbus.bus.nats.connection import publish, publish_permitted
+from rollbus.bus.nats.connection import publish, publish_permitted, subscribe_permitted
 from rollbus.bus.nats.server import Server
 from rollbus.bus.subjects import Subjects
 from rollbus.frontend.http import Settings
@@ -97,6 +97,7 @@ async def test_a_request_that_waits_at_one_service_is_listed_shown_and_aborted_a
         flooded(first, second) as last,
     ):
         listed = await waiting_at(second)
+        few = (await second.get("/v1/rl/request_list", params={"limit": 1})).json()["waiting"]
         of_client, of_model = await waiting_at(second, client="c"), await waiting_at(second, model="synthetic")
         shown = await second.get("/v1/rl/requests/cmpl-last")
         unknown = await second.get("/v1/rl/requests/none")
@@ -105,6 +106,7 @@ async def test_a_request_that_waits_at_one_service_is_listed_shown_and_aborted_a
         again = await second.post("/v1/rl/abort", json={"request_ids": ["last"]})
         left = await waiting_at(second)
 
+    assert (len(few["requests"]), few["left_out"]) == (1, len(listed) - 1)
     assert listed["last"]["model"] == "synthetic"
     assert {each["stage"] for name, each in listed.items() if name != "last"} == {"queue"}
     assert (of_client, of_model.keys()) == ({}, listed.keys())
@@ -207,6 +209,24 @@ async def test_a_burst_of_questions_is_bounded_and_messages_after_the_end_have_n
             may_answer.set()
         ask_many(services, "late")
     assert num_asked == MAX_ANSWERING
+
+
+async def test_a_service_says_that_it_ends_and_is_not_waited_for(nats_url: str, fleet: str) -> None:
+    """A service that ends is neither asked nor awaited, also if it was asked before. Each service says that it ends."""
+    told: list[bytes] = []
+    async with opened(nats_url) as nats, rollbus.connect(nats_url, fleet=fleet) as rb:
+        await subscribe_permitted(nats, Subjects(fleet).services, lambda message: told.append(message.data))
+        services: Services = make_app(rb, Settings()).state.service.services
+        async with services.serving(), asyncio.TaskGroup() as tasks:
+            for name in ("first", "second", "third"):
+                services._receive(name, ServiceMessage())
+            services._receive("first", ServiceMessage(ends=True))
+            asked = tasks.create_task(services.find("abort", None, ["x"]))
+            await until_true(lambda: services._questions)
+            for message in (ServiceMessage(ends=True), ServiceMessage(id=next(iter(services._questions)))):
+                services._receive("second" if message.ends else "third", message)
+            assert (await asked).silent == ()
+        await until_true(lambda: encode_json(ServiceMessage(ends=True)) in told)
 
 
 async def test_users_of_an_earlier_release_find_what_waits_at_their_own_service(

@@ -14,7 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus.frontend.http import Settings
-from rollbus.frontend.http.sessions import manager
+from rollbus.frontend.http.errors import HttpError
+from rollbus.frontend.http.sessions import manager, turns
 from rollbus.frontend.http.sessions.store import Claim, SessionStore
 from rollbus.frontend.sessions.errors import SessionError
 from tests.http.support import Http, http_before
@@ -131,10 +132,11 @@ async def test_the_turn_of_a_service_that_is_gone_runs_again(
 
             await until(is_renewed, True)
             await events.close()
-        key = f"run.{hashlib.blake2b(b'k', digest_size=16).hexdigest()}.key"
+        key, sequence = f"run.{hashlib.blake2b(b'k', digest_size=16).hexdigest()}.key", 0
         async with agent_of(gone) as agent:
             for seconds in (60, -1):
-                await store.write_claim(gone["id"], key, Claim(service="gone", until=time.time() + seconds), None)
+                claim = Claim(key=key, service="gone", until=time.time() + seconds)
+                sequence = await store.write_claim(gone["id"], claim, sequence) or -1
                 if seconds > 0:
                     with pytest.raises(openai.ConflictError):
                         await agent.chat.completions.create(**ASKED, extra_headers=keyed)
@@ -145,6 +147,118 @@ async def test_the_turn_of_a_service_that_is_gone_runs_again(
             return await store.read_claim(gone["id"], "run.>") is None
 
         await until(is_released, True)
+
+
+async def test_a_key_counts_as_a_whole_and_a_retry_only_in_its_api(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """One body in two APIs is two turns, and one key for both is an error. Long keys may differ at the end."""
+    writes += ["One.", "Two.", "Three.", "Four."]
+    body = {"model": "synthetic", "messages": [USER], "max_tokens": 60}
+    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+        session = await owner.open()
+
+        async def post(api: str, **headers: str) -> httpx.Response:
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            return await http.client.post(f"/sessions/{session['id']}/v1/{api}", json=body, headers={**key, **headers})
+
+        again = {"X-Stainless-Retry-Count": "1"}
+        chat, message = await post("chat/completions"), await post("messages", **again)
+        assert (await post("messages", **again)).text == message.text
+        assert chat.json()["object"] == "chat.completion"
+        assert message.json()["type"] == "message"
+        keyed = [await post("chat/completions", **{"Idempotency-Key": "k" * 600 + end}) for end in ("a", "b", "a")]
+        assert [answer.status_code for answer in keyed] == [200] * 3
+        assert (keyed[0].text != keyed[1].text, keyed[0].text == keyed[2].text) == (True, True)
+        refused = await post("messages", **{"Idempotency-Key": "k" * 600 + "a"})
+        assert (refused.status_code, "another body or API" in refused.text) == (400, True)
+        assert (await owner.read(session))["num_turns"] == 4
+
+
+async def test_each_read_renews_the_lease_and_models_that_start_delay_samples_once(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading samples renews the lease as reading the session does. All leaves wait for models for one time in all."""
+    left: list[float] = []
+
+    async def wait(_service: Any, _request: Any, _model: str, seconds: float) -> None:
+        left.append(seconds)
+        await asyncio.sleep(0.05)
+        raise HttpError(503, "the workers start", code="no_workers")
+
+    async with serving(nats_url, fleet, tmp_path) as (http, owner), agent_of(session := await owner.open()) as agent:
+        history: list[Any] = []
+        for number in range(5):
+            asked = {"model": "synthetic", "messages": [*history, USER]}
+            message = (await agent.chat.completions.create(**asked)).choices[0].message  # type: ignore[call-overload]
+            if number < 2:
+                history += [USER, message.model_dump(exclude_none=True)]
+        with monkeypatch.context() as patched:
+            patched.setattr(turns, "find_target", wait)
+            samples = await owner.samples(session)
+        store = SessionStore(http.own)
+        for path in ("", "/samples"):
+            aged = await store.change(session["id"], lambda head: replace(head, used_at=head.used_at - 1000.0))
+            assert (await owner.client.get(f"/v1/rl/sessions/{session['id']}{path}")).status_code == 200
+            head = await store.read(session["id"])
+            assert head is not None
+            assert head.used_at >= aged.used_at + 1000.0
+    assert [sample["joins"][-1] for sample in samples] == ["unchecked"] * 3
+    assert left == sorted(left, reverse=True)
+    assert left[0] - left[-1] >= 0.1
+
+
+async def test_a_service_whose_claim_was_replaced_abandons_its_turn(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that was frozen notices that another one has its turn: it ends it and leaves the claim as it is."""
+    monkeypatch.setattr(manager, "WATCH_S", 0.02)
+    writes += ["Slowly, " * 800]
+    async with two_services(nats_url, fleet, tmp_path) as (http, owner, _):
+        session, store = await owner.open(), SessionStore(http.own)
+        async with agent_of(session) as agent:
+            events = await begin(agent, extra_headers={"Idempotency-Key": "k"})
+            found, taken = None, None
+            while taken is None:
+                # The service renews its claim until this write is the first one after a read.
+                found = await store.read_claim(session["id"], "run.>")
+                assert found is not None
+                taken = await store.write_claim(session["id"], replace(found[0], service="other"), found[1])
+            with pytest.raises(openai.APIError, match="another service"):
+                assert [event async for event in events]
+        await until(lambda: _turns_of(owner, session), [False])
+        left = await store.read_claim(session["id"], "run.>")
+        assert left is not None
+        assert left[0].service == "other"
+
+
+@pytest.mark.parametrize("headers", [{"Idempotency-Key": "k"}, {"X-Stainless-Retry-Count": "1"}])
+async def test_of_two_services_that_run_a_turn_one_closes_it(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch, headers: Any
+) -> None:
+    """A turn that goes on after its service was frozen, while its retry ran elsewhere, is no second complete turn."""
+    monkeypatch.setattr(manager, "WATCH_S", 600.0)
+    monkeypatch.setattr(manager, "CLAIM_S", 0.1)
+    writes += ["Slowly, " * 100, "Again."]
+    async with two_services(nats_url, fleet, tmp_path) as (http, owner, other):
+        session = await owner.open()
+        moved = {**session, "base_url": session["base_url"].replace(http.url, other.url)}
+        async with agent_of(session) as agent, agent_of(moved) as retrying:
+            events = await begin(agent, extra_headers={**headers, "X-Stainless-Retry-Count": "0"})
+            await asyncio.sleep(2 * manager.CLAIM_S)
+            answer = await retrying.chat.completions.create(**ASKED, stream=True, extra_headers=headers)
+            text = "".join([event.choices[0].delta.content or "" async for event in answer])
+            with pytest.raises(openai.APIError, match="another service"):
+                assert [event async for event in events]
+            again = await agent.chat.completions.create(**ASKED, stream=True, extra_headers=headers)
+            assert "".join([event.choices[0].delta.content or "" async for event in again]) == text
+        assert text.endswith("Again.")
+        assert await _turns_of(owner, session) == [True, False]
+
+
+async def _turns_of(owner: Owner, session: dict[str, Any]) -> list[bool]:
+    """Return for each turn whether it is complete."""
+    return [turn["is_complete"] for turn in (await owner.read(session))["turns"]]
 
 
 async def test_a_session_ends_at_its_cost(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:

@@ -12,10 +12,11 @@ from rollbus import bus
 from rollbus.frontend.http import Settings
 from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.sessions import running
-from rollbus.schemas.errors import EngineDead
+from rollbus.schemas.errors import EngineDead, ErrorCode, request_error
 from rollbus.workers.config import WorkerConfig
 from rollbus.workers.engines.synthetic.engine import SyntheticEngine
 from rollbus.workers.worker import Worker
+from tests.bus.record.test_rows import generation
 from tests.http.support import http_before
 from tests.sessions.support import CONFIG, Owner, agent_of, save_qwen3
 from tests.support.fleet import synthetic_worker, until_state
@@ -109,6 +110,42 @@ async def test_a_seeded_turn_that_is_stopped_keeps_its_tokens(
         assert sum(each != 0 for each in logprobs) == turn["num_sampled"] < len(tokens)
 
 
+async def test_a_stateful_turn_that_fails_keeps_its_tokens_and_shows_meanwhile_that_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Updates without tokens come while a turn runs. If it fails, its tokens come before the error."""
+    monkeypatch.setattr(running, "KEEP_ALIVE_S", 0.01)
+    request = bus.GenerateRequest(prompt_token_ids=[1], sampling=bus.SamplingParams(seed=7, logprobs=0))
+    lost = request_error(ErrorCode.TIMEOUT, "it took too long")
+    may_fail = asyncio.Event()
+
+    class Service:
+        """Has a request that fails after four tokens."""
+
+        async def complete(self, *_: Any, raises: bool) -> bus.Generation:
+            """Return the failed result."""
+            await may_fail.wait()
+            assert not raises
+            fields: dict[str, Any] = {"error": lost, "finish_reason": bus.FinishReason.ERROR, "lora_versions": None}
+            return generation(request=request, top_token_ids=None, top_logprobs=None, prompt_logprobs=None, **fields)
+
+    turn, choice = running.RunningTurn("", "", is_stream=True), AnswerChoice(0, request, None, keep=True)
+    unused: Any = None
+    service: Any = Service()
+    found = []
+
+    async def read() -> None:
+        async for added in turn.source(service, unused, [request], [choice]):
+            found.append(list(added))
+            may_fail.set()
+
+    with pytest.raises(bus.RequestError, match="too long"):
+        await read()
+    assert [len(each) for each in found] == [*([0] * (len(found) - 1)), 1]
+    assert len(found) > 1
+    assert (choice.num_tokens, choice.finish_reason) == (4, None)
+
+
 async def test_a_stateful_turn_that_is_stopped_before_it_begins_ends_with_the_reason() -> None:
     """A turn that waits for a worker when it is stopped has a finish reason, and is no empty answer without one."""
 
@@ -118,7 +155,7 @@ async def test_a_stateful_turn_that_is_stopped_before_it_begins_ends_with_the_re
         def __init__(self) -> None:
             self.rb = self
 
-        async def complete(self, *_: Any) -> None:
+        async def complete(self, *_: Any, **__: Any) -> None:
             """Wait."""
             await asyncio.Event().wait()
 
@@ -126,7 +163,7 @@ async def test_a_stateful_turn_that_is_stopped_before_it_begins_ends_with_the_re
             """Return no aborted request."""
             return []
 
-    turn = running.RunningTurn("", is_stream=False)
+    turn = running.RunningTurn("", "", is_stream=False)
     request = bus.GenerateRequest(prompt_token_ids=[1], sampling=bus.SamplingParams(seed=7))
     choice = AnswerChoice(0, request, None, keep=True)
     unused: Any = None

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -77,6 +78,34 @@ async def test_a_response_may_be_continued_twice_and_others_are_rejected(
         samples = await owner.samples(session)
         assert [each["messages"][-2]["content"] for each in samples] == ["3", "4"]
         assert {each["messages"][0]["content"] for each in samples} == {"Be brief."}
+
+
+async def test_a_response_is_continued_by_the_name_of_its_session_too(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """On the ordinary route, the header or `user` names the session of the response. Another session has none."""
+    writes += ["It is 3.", "Yes.", "Really."]
+    async with serving(nats_url, fleet, tmp_path) as (http, owner):
+        session, other = await owner.open(), await owner.open()
+        asked: dict[str, Any] = {"model": "synthetic", "input": "1 + 2?"}
+
+        async def post(owned: dict[str, Any], fields: dict[str, Any], **headers: str) -> httpx.Response:
+            named = {"X-Session-ID": owned["id"]} if "user" not in fields else {}
+            return await http.client.post("/v1/responses", json={**asked, **fields}, headers={**named, **headers})
+
+        served = (await post(session, {})).json()["id"]
+        second = await post(session, {"input": "Sure?", "previous_response_id": served})
+        named = {"input": "Really?", "previous_response_id": second.json()["id"], "user": session["id"]}
+        assert (await post(session, named)).status_code == 200
+        (sample,) = await owner.samples(session)
+        assert (len(sample["turns"]), sample["forks"]) == (3, [None] * 3)
+        for owned, headers, status, param in (
+            (other, {}, 400, "previous_response_id"),
+            ({"id": "none"}, {}, 400, "previous_response_id"),
+            (session, {"Authorization": f"Bearer {other['api_key']}"}, 401, None),
+        ):
+            refused = await post(owned, {"previous_response_id": served}, **headers)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
 
 
 async def test_input_after_a_response_changes_nothing_that_was_served(

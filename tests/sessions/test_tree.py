@@ -56,6 +56,30 @@ def small_tree() -> SessionTree:
 
 
 @pytest.mark.parametrize(
+    ("given", "turn"),
+    [
+        ("msg_r1_0", "r1"),
+        ("rs_r1_12", "r1"),
+        ("fc_r1_1_0", "r1_1"),
+        ("chatcmpl-r1", "r1"),
+        ("r1", "r1"),
+        ("msg_r12_0", None),
+        ("msg_xr1_0", None),
+        ("chatcmpl-r1-", None),
+    ],
+)
+def test_an_id_is_that_of_an_answer_as_a_whole(given: str, turn: str | None) -> None:
+    """The id of an item or answer has the whole id of its request, not only its characters."""
+    tree, answer = SessionTree(), {"role": "assistant", "content": "Same."}
+    for name in ("r1", "r1_1"):
+        add(tree, f"t-{name}", None, [USER], answer, request_id=name)
+    add(tree, "last", None, [USER], answer, request_id="r")
+    found = tree.find([USER, {**answer, "id": given}, USER], "f").parent
+    assert found is not None
+    assert found.id == ("last" if turn is None else f"t-{turn}")
+
+
+@pytest.mark.parametrize(
     "answer",
     [
         called(),

@@ -139,9 +139,9 @@ class AgentFormat(ChatFormat):
                         if events:
                             silent_since = time.monotonic()
                             yield encode_events(events)
-                        elif time.monotonic() - silent_since >= KEEP_ALIVE_S:
-                            silent_since = time.monotonic()
-                            yield PING
+                    if time.monotonic() - silent_since >= KEEP_ALIVE_S:
+                        silent_since = time.monotonic()
+                        yield PING
 
     def fail(self, error: HttpError) -> bytes:
         """Return the last event of a stream with an error."""

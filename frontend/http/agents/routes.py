@@ -1,7 +1,7 @@
 """`POST /v1/responses`, `/v1/messages` and `/v1/messages/count_tokens`, whole or streamed, through the chat route."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -9,25 +9,23 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject
 from ..body import decode_body, read_body
 from ..calls import json_response
+from ..errors import invalid
 from ..openai.body import ChatBody
 from ..openai.requests import chat_prompt, read_question
-from ..openai.routes import AskedTurn, join_named_session
+from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
 from ..requests import find_target, id_headers, named_errors
 from ..service import HttpRoute, RequestAborted, RouteTable, Service
+from ..sessions.manager import Session
 from . import messages, responses
 from .format import MESSAGES, RESPONSES, AgentApi, AgentFormat, aborted
 from .message_blocks import message_error
 from .turns import renamed_errors
 
-FindServed = Callable[[str], Sequence[JsonObject]]
-"""Returns the messages up to a response with this id.
-
-Raises HttpError: 400, no such response was served.
-"""
 SHORT_BODY: Final = 64 << 10
 """Bytes of a body that is translated in less time than a switch to a thread takes."""
 
@@ -46,41 +44,52 @@ async def create_message(service: Service, request: Request) -> Response:
 
 
 async def read_turn(
-    service: Service, request: Request, api: AgentApi, find_served: FindServed | None = None
-) -> AskedTurn:
-    """Return the request of an API as one of the chat route.
+    service: Service, request: Request, api: AgentApi, session: Session | None = None
+) -> tuple[AskedTurn, Session | None]:
+    """Return the request of an API as one of the chat route, and the session that has it or that it names.
 
     Args:
-        find_served: finds the messages up to a response that the request continues; None: no response is known.
+        session: the session of the request's path; None: an ordinary route.
 
     Raises:
-        HttpError: 400, naming the field; 413, the body is too large.
+        HttpError: 400, naming the field; 401, the key is that of another session; 413, the body is too large.
     """
-    body, chat, data = await _translate(service, request, api.body, api, find_served)
-    return AskedTurn(chat, data, AgentFormat(api, body))
-
-
-async def _translate(
-    service: Service, request: Request, body: type[Any], api: AgentApi, find_served: FindServed | None = None
-) -> tuple[Any, ChatBody, bytes]:
     data = await read_body(request, service.settings)
-    decoded, translate = decode_body(data, body), api.translate
-    if find_served is not None and decoded.previous_response_id is not None:
-        translate = partial(responses.translate_response, served=find_served(decoded.previous_response_id))
-    if len(data) <= SHORT_BODY:
-        return decoded, translate(decoded), data
-    return decoded, await asyncio.to_thread(translate, decoded), data
+    body, translate = decode_body(data, api.body), api.translate
+    previous = body.previous_response_id if api is RESPONSES else None
+    if previous is not None:
+        session = session or await service.sessions.find_named(request, body.user, body.session_id)
+        if session is not None:
+            translate = partial(responses.translate_response, served=_served(session, previous))
+    chat = await _translate(translate, body, len(data))
+    session = session or await service.sessions.find_named(request, chat.user, chat.session_id)
+    return AskedTurn(chat, data, AgentFormat(api, body)), session
+
+
+async def _translate(translate: Callable[[Any], ChatBody], body: Any, num_bytes: int) -> ChatBody:
+    return translate(body) if num_bytes <= SHORT_BODY else await asyncio.to_thread(translate, body)
+
+
+def _served(session: Session, response: str) -> list[JsonObject]:
+    """Return the messages up to a response of a session.
+
+    Raises:
+        HttpError: 400, there is no such response.
+    """
+    for turn in reversed(session.tree.turns.values()):
+        if response == f"resp_{turn.request_id}":
+            return session.tree.messages(turn)
+    raise invalid("previous_response_id", f"is {describe(response)}", "a response of this session")
 
 
 async def _answer(service: Service, request: Request, api: AgentApi) -> Response:
     clock = RequestClock()
     service.admit(request)
-    asked = await read_turn(service, request, api)
+    asked, session = await read_turn(service, request, api)
+    if session is not None:
+        return await service.serve_turn(service, request, session, asked)
     chat, form = asked.body, asked.form
     with renamed_errors(api.names):
-        joined = await join_named_session(service, request, asked)
-        if joined is not None:
-            return joined
         try:
             async with service.preparing(request, chat.request_id):
                 writer = await form.prepare(service, request, chat, clock)
@@ -97,7 +106,9 @@ async def _answer(service: Service, request: Request, api: AgentApi) -> Response
 async def count_tokens(service: Service, request: Request) -> Response:
     """Return the number of prompt tokens of a request of Anthropic's Messages API. This generates nothing."""
     service.admit(request)
-    body, chat, _ = await _translate(service, request, messages.CountTokensBody, MESSAGES)
+    data = await read_body(request, service.settings)
+    body = decode_body(data, messages.CountTokensBody)
+    chat = await _translate(MESSAGES.translate, body, len(data))
     with renamed_errors(MESSAGES.names):
         target = await find_target(service, request, body.model, body.timeout_s)
         shown = msgspec.structs.replace(chat, tool_choice="none")

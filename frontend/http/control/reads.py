@@ -499,6 +499,8 @@ async def request_list(service: Service, request: Request) -> Response:
     found, waiting = await query.read(service.rb.fleet), Waiting()
     if query.show == "running" and query.workers is None and query.client is None:
         waiting = await service.services.find("list", query.model)
+        rest = max(len(waiting.requests) - query.limit, 0)
+        waiting = replace(waiting, requests=waiting.requests[: query.limit], left_out=waiting.left_out + rest)
     return json_response(FoundRequests(**msgspec.structs.asdict(found), waiting=waiting))
 
 

@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -28,17 +28,15 @@ from ....schemas.errors import ControlError, RemoteProtocolError, RollbusError
 from ....schemas.messages import decode_service_message, encode_json
 from ....schemas.telemetry import ServiceMessage, WaitingRequest
 from ..live.viewers import contained
-
-if TYPE_CHECKING:
-    from ..service import Service
+from ..service import ABORT_TIMEOUT_S, Service
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 2.0
 LEASE_S: Final = 6.0
 """Seconds after which a silent service counts as ended, as for workers."""
-ANSWER_S: Final = 5.0
-"""Seconds for the answers of other services, as for those of workers."""
+ANSWER_S: Final = {"list": 5.0, "abort": ABORT_TIMEOUT_S + 2.0}
+"""Seconds for the answers of other services by what they are asked: as for workers, and more than an abort takes."""
 AGAIN_S: Final = 60.0
 """Seconds until the next attempt if NATS does not permit these messages."""
 MAX_BYTES: Final = 1_000_000
@@ -64,13 +62,13 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def note(self) -> str:
         """What is not known, for people; empty: nothing."""
-        return f"No answer from HTTP services in {ANSWER_S:g} s: {list_names(self.silent)}" if self.silent else ""
+        return f"No answer from HTTP services: {list_names(self.silent)}" if self.silent else ""
 
 
 class Services:
     """Finds and aborts requests that wait at any HTTP service of the fleet. Asks and answers while `serving` lasts."""
 
-    def __init__(self, service: "Service") -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
         # The other services by their client names, with the times of their last messages.
         self._others: dict[str, float] = {}
@@ -87,15 +85,18 @@ class Services:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Answer the other services while the block lasts."""
-        async with asyncio.TaskGroup() as self._tasks:
-            running = self._tasks.create_task(self._run())
-            self._is_serving = True
-            try:
-                yield
-            finally:
-                # Until NATS has ended the subscription, messages arrive for which the group takes no tasks.
-                self._is_serving = False
-                running.cancel()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                running = self._tasks.create_task(self._run())
+                self._is_serving = True
+                try:
+                    yield
+                finally:
+                    # Until NATS has ended the subscription, messages arrive for which the group takes no tasks.
+                    self._is_serving = False
+                    running.cancel()
+        finally:
+            await self._say(ServiceMessage(ends=True))
 
     async def find(
         self, asks: Literal["list", "abort"], model: str | None, ids: Collection[str] | None = None
@@ -113,9 +114,13 @@ class Services:
             is_asked = bool(silent) and await self._say(asked)
             found += (replace(each, service=self._name) for each in await self._handle(asked))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    while is_asked and silent:
-                        name, told = await answers.get()
+                async with asyncio.timeout(ANSWER_S[asks]):
+                    # A service without a sign of life will not answer.
+                    while is_asked and silent & self._others.keys():
+                        try:
+                            name, told = await asyncio.wait_for(answers.get(), HEARTBEAT_S)
+                        except TimeoutError:
+                            continue
                         if name in silent:
                             silent.remove(name)
                             found += (replace(each, service=name) for each in told.waiting)
@@ -190,6 +195,13 @@ class Services:
 
     def _receive(self, name: str, told: ServiceMessage) -> None:
         if not self._is_serving:
+            return
+        if told.ends:
+            # It has nothing that waits. So this is its answer to all open questions.
+            self._others.pop(name, None)
+            for waiting in self._questions.values():
+                if not waiting.full():
+                    waiting.put_nowait((name, told))
             return
         if name not in self._others:
             if len(self._others) >= MAX_SERVICES:

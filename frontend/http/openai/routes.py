@@ -21,8 +21,6 @@ from ..body import decode_body, read_body
 from ..calls import StreamEnd, json_response
 from ..errors import invalid
 from ..requests import (
-    SESSION_ID,
-    SESSION_ID_HEADER,
     RequestTarget,
     build_request,
     check_length,
@@ -123,9 +121,11 @@ async def _answer(service: Service, request: Request, kind: type[AnyBody]) -> Re
     data = await read_body(request, service.settings)
     body: AnyBody = decode_body(data, kind)
     if isinstance(body, ChatBody):
-        joined = await join_named_session(service, request, AskedTurn(body, data, ChatFormat()))
-        if joined is not None:
-            return joined
+        control = None if body.nvext is None else body.nvext.session_control
+        names = (body.user, body.session_id, None if control is None else control.session_id)
+        session = await service.sessions.find_named(request, *names)
+        if session is not None:
+            return await service.serve_turn(service, request, session, AskedTurn(body, data, ChatFormat()))
     prepared = partial(prepare_answer, service, request, body, clock)
     shape, num_prompts = (CHAT, 1) if isinstance(body, ChatBody) else (COMPLETION, count_prompts(body))
     num_choices = num_prompts * min(max(body.n or 1, 1), MAX_N)
@@ -168,21 +168,6 @@ class AskedTurn:
     data: bytes
     """The body as it was sent, to recognize a retry."""
     form: ChatFormat
-
-
-async def join_named_session(service: Service, request: Request, asked: AskedTurn) -> Response | None:
-    """Answer a chat that names an open session as its turn; None: its names, if any, are only hints for placement.
-
-    Raises:
-        HttpError: the turn failed before its first piece; 410, the session has ended.
-    """
-    body = asked.body
-    control = None if body.nvext is None else body.nvext.session_control
-    names = (request.headers.get(SESSION_ID_HEADER), body.user, body.session_id, control and control.session_id)
-    name = next((name for name in names if name and SESSION_ID.fullmatch(name)), None)
-    if name is None or service.join_session is None:
-        return None
-    return await service.join_session(service, request, name, asked)
 
 
 async def prepare_answer(

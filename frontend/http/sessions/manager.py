@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from starlette.requests import Request
 
 from .... import bus
 from ....schemas.checks import describe
@@ -23,8 +24,9 @@ from ....schemas.errors import RollbusError
 from ....schemas.rows import DTYPES, Rows, dtype_of
 from ...sessions.errors import SessionError
 from ...sessions.tree import SessionTree, Turn
-from ..errors import NO_RETRY, HttpError
-from ..requests import SESSION_ID
+from ..access import given_tokens
+from ..errors import HttpError
+from ..requests import SESSION_ID, SESSION_ID_HEADER
 from .running import RunningTurn
 from .store import MAX_SESSIONS, Claim, SessionHead, SessionLimits, SessionStore, TurnRecord, ended, unknown_session
 
@@ -39,13 +41,8 @@ WATCH_S: Final = 2.0
 """Seconds between two reads of the heads of sessions with running turns: another service may have ended them."""
 CLAIM_S: Final = 30.0
 """Seconds after which the turns of a service that is gone may run at another one."""
-STATUS: Final = {
-    "unknown_session": 404,
-    "session_ended": 410,
-    "session_limit": 400,
-    "rows_missing": 409,
-    "special_token_in_content": 400,
-}
+KEY: Final = "sk-session-"
+"""Begins the key of each session."""
 
 
 @dataclass(eq=False)
@@ -56,8 +53,6 @@ class Session:
     tree: SessionTree = field(default_factory=SessionTree)
     running: list[RunningTurn] = field(default_factory=list)
     """Turns that run in this service."""
-    retries: dict[str, RunningTurn] = field(default_factory=dict)
-    """These turns by the key that their client chose."""
     reserved_tokens: int = 0
     """Tokens that the running turns may still add."""
     reserved_cost: float = 0.0
@@ -118,8 +113,7 @@ class Sessions:
             return
         for turn in list(session.running):
             async with self._lock(name):
-                if turn.claim:
-                    await self.store.write_claim(name, turn.claim, self._new_claim(), None)
+                await self._renew_claim(name, turn)
 
     async def open(self, head: SessionHead) -> None:
         """Store a new session, and delete old ones from time to time.
@@ -139,47 +133,52 @@ class Sessions:
             await self.store.delete(head.id)
             raise SessionError("session_limit", f"the fleet has {left - 1} sessions; allowed: {MAX_SESSIONS}")
 
-    def _new_claim(self) -> Claim:
-        return Claim(service=self._service, until=time.time() + CLAIM_S)
-
-    async def claim(self, session: Session, turn: RunningTurn, key: str, *, is_retry: bool) -> None:
+    async def claim(self, session: Session, turn: RunningTurn, *, is_retry: bool) -> None:
         """Claim a turn for this service. `release` gives it back.
 
+        The claim of a service that is gone is replaced. If that service was only frozen, it abandons its turn.
+
         Args:
-            key: the key that the client chose for the turn; empty: its body is its key.
             is_retry: True: the turn may run already.
 
         Raises:
             HttpError: 409, another service runs this turn.
             SessionError: `session_limit`: the bucket is full.
         """
-        name = session.head.id
-        claim = f"run.{hashlib.blake2b((key or turn.body_digest).encode(), digest_size=16).hexdigest()}"
-        held = await self.store.read_claim(name, f"{claim}.*") if is_retry else None
-        is_free = held is None or time.time() > held[0].until
+        name, prefix, now = session.head.id, f"run.{turn.retry_key or turn.body_digest}", time.time()
         # Several turns may have one body, but only one may have a key.
-        turn.claim = f"{claim}.{'key' if key else secrets.token_hex(8)}"
-        sequence = (0 if held is None else held[1]) if key else None
-        async with self._lock(name):
-            # The lock keeps `_watch_session` from renewing a claim that this service does not have yet.
-            if not is_free or not await self.store.write_claim(name, turn.claim, self._new_claim(), sequence):
-                turn.claim = ""
-        if not turn.claim:
-            raise HttpError(
-                409,
-                "another service of this fleet runs this turn; repeat the request to get its answer",
-                code="turn_running",
-                headers={"Retry-After": "1"},
-            )
+        key = f"{prefix}.{'key' if turn.retry_key else secrets.token_hex(8)}"
+        held = await self.store.read_claim(name, f"{prefix}.*") if is_retry else None
+        claim = Claim(key=key if held is None else held[0].key, service=self._service, until=now + CLAIM_S)
+        if held is None or now > held[0].until:
+            sequence = await self.store.write_claim(name, claim, 0 if held is None else held[1])
+            turn.claim = None if sequence is None else (claim, sequence)
+        if turn.claim is None:
+            raise turn_running()
+
+    async def _renew_claim(self, name: str, turn: RunningTurn) -> None:
+        """Renew a claim, or abandon its turn if another service has replaced the claim."""
+        if turn.claim is None:
+            return
+        claim, before = replace(turn.claim[0], until=time.time() + CLAIM_S), turn.claim[1]
+        sequence = await self.store.write_claim(name, claim, before)
+        if sequence is None:
+            # The last write may be that of this service, if it got no answer.
+            held = await self.store.read_claim(name, claim.key)
+            sequence = held[1] if held is not None and held[0].service == self._service else None
+        turn.claim = None if sequence is None else (claim, sequence)
+        if turn.claim is None:
+            logger.warning("session.claim_lost session=%s", name)
+            turn.abandon()
 
     async def release(self, session: Session, turn: RunningTurn) -> None:
-        """Give a claim back. If this fails, it ends by itself."""
+        """Give a claim back, if no other service has replaced it. If this fails, it ends by itself."""
         name = session.head.id
         async with self._lock(name):
-            claim, turn.claim = turn.claim, ""
+            held, turn.claim = turn.claim, None
             try:
-                if claim:
-                    await self.store.delete(name, claim)
+                if held is not None:
+                    await self.store.delete(name, held[0].key, held[1])
             except RollbusError as error:
                 logger.warning("session.release_failed session=%s error=%s", name, error)
 
@@ -195,6 +194,30 @@ class Sessions:
                 self._cached.pop(name, None)
                 raise unknown_session(describe(name))
             return await self._catch_up(found)
+
+    async def find_named(self, request: Request, *names: str | None) -> Session | None:
+        """Return the session that a request of an ordinary route names; None: there is none, so its names are hints.
+
+        The data token, which the ordinary routes require, may read and end every session. So it may also join them. But
+        a request that has the key of a session may only join that one.
+
+        Args:
+            names: names in the body, which count after that of the header.
+
+        Raises:
+            HttpError: 401, the key is that of another session.
+        """
+        given = (request.headers.get(SESSION_ID_HEADER), *names)
+        name = next((each for each in given if each and SESSION_ID.fullmatch(each)), None)
+        if name is None:
+            return None
+        try:
+            session = await self.load(name)
+        except SessionError:
+            return None
+        if any(each.startswith(KEY) and not has_key(session.head, each) for each in given_tokens(request)):
+            raise wrong_key()
+        return session
 
     def keep(self, session: Session) -> Session:
         """Return the session that this service has under its id now: a loaded one may have made room for others.
@@ -226,14 +249,21 @@ class Sessions:
             total -= self._cached.pop(name).tree.num_tokens
         return session
 
-    async def close_turn(self, session: Session, turn: Turn, rows: Rows | None, answer: bytes) -> None:
+    async def close_turn(
+        self, session: Session, turn: Turn, rows: Rows | None, answer: bytes, claim: Claim | None
+    ) -> None:
         """Store a turn with its rows, and add it to the session.
 
+        Args:
+            claim: the claim of a complete turn, with its first answer.
+
         Raises:
+            HttpError: 409, another service has closed a turn with this claim, because this one was frozen.
             SessionError: `session_limit`: the bucket is full; `unknown_session`: the session was deleted meanwhile.
         """
         name = session.head.id
-        record = TurnRecord(id=turn.id, parts=0)
+        own = "" if claim is None else hashlib.blake2b(claim.key.encode(), digest_size=8).hexdigest()
+        record = TurnRecord(id=turn.id, parts=0, claim=own)
         if rows is not None and len(rows):
             data, shape = rows.tobytes(), (rows.shape[1], rows.shape[2])
             parts = await self.store.put(name, f"rows.{turn.id}", data)
@@ -245,6 +275,8 @@ class Sessions:
         def added(head: SessionHead) -> SessionHead:
             if any(each.id == turn.id for each in head.turns):
                 return head
+            if own and any(each.claim == own for each in head.turns):
+                raise turn_running()
             return replace(head, turns=(*head.turns, record), used_at=max(head.used_at, time.time()))
 
         try:
@@ -283,8 +315,7 @@ class Sessions:
         for record in session.head.turns:
             if record.id in wanted and record.row_parts:
                 data = await self.store.get(session.head.id, f"rows.{record.id}", record.row_parts)
-                rows: Rows = decode_rows(data, record)
-                found[record.id] = rows
+                found[record.id] = np.frombuffer(data, DTYPES[record.row_dtype]).reshape(-1, *record.row_shape)
         return found
 
     async def answer(self, session: Session, turn: Turn) -> bytes:
@@ -316,11 +347,6 @@ class Sessions:
         # A write for each turn would cost more than the turn's own.
         if now > head.used_at + head.limits.lease_s / 4:
             await self.change(session, lambda before: replace(before, used_at=now))
-
-
-def decode_rows(data: bytes, record: TurnRecord) -> Rows:
-    """Return the rows of a turn from their bytes."""
-    return np.frombuffer(data, DTYPES[record.row_dtype]).reshape(-1, *record.row_shape)
 
 
 def check_room(session: Session, *, turns: int, new: int, prompt: int, row_bytes: int) -> int:
@@ -356,9 +382,20 @@ def check_room(session: Session, *, turns: int, new: int, prompt: int, row_bytes
     return min(room for room, _, _ in rooms)
 
 
-def http_error_of(error: SessionError) -> HttpError:
-    """Return the answer for an error of a session. No client repeats the request."""
-    return HttpError(STATUS[error.code], str(error), code=error.code, headers=NO_RETRY)
+def turn_running() -> HttpError:
+    """Return the answer to a turn that another service runs. The clients of OpenAI and Anthropic repeat it."""
+    message = "another service of this fleet runs this turn; repeat the request to get its answer"
+    return HttpError(409, message, code="turn_running", headers={"Retry-After": "1"})
+
+
+def wrong_key() -> HttpError:
+    """Return the answer to a request without the session's key."""
+    return HttpError(
+        401,
+        "the session is unknown, or the token is not its key; allowed: Authorization: Bearer KEY, x-api-key: KEY",
+        code="unauthorized",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def digest_of(key: str) -> str:

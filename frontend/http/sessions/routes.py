@@ -4,16 +4,13 @@ import math
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.control.session_bucket import MAX_AGE_S
 from ....schemas.checks import describe
 from ....schemas.decoding import JsonObject
 from ...sessions.errors import SessionError
@@ -33,40 +30,18 @@ from ..openai.body import ChatBody
 from ..openai.routes import AskedTurn, ChatFormat
 from ..service import HttpRoute, RouteTable, Service
 from ..tokens import routed_experts_json
-from .manager import Session, digest_of, has_key, http_error_of
+from .manager import KEY, Session, digest_of, has_key, wrong_key
 from .store import Policy, SessionHead, SessionLimits
-from .turns import end_join, serve_turn
-
-Seconds = Annotated[float, Meta(gt=0, le=MAX_AGE_S / 4)]
-Price = Annotated[float, Meta(ge=0, le=1e12)]
-KEY: Final = "sk-session-"
-"""Begins the key of each session."""
+from .turns import END_TIMEOUT_S, end_join, serve_turn
 
 
-class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpenBody(SessionLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A new session. All fields have defaults."""
 
     reasoning: Policy = "keep"
     """`keep`: sampled reasoning stays in the context. `template`: fork where the chat template drops it."""
     routed_experts: bool = False
     """True: keep the routed experts of all tokens, for router replay."""
-    max_turns: Annotated[int, Meta(ge=1, le=4096)] = 1000
-    max_tokens: Annotated[int, Meta(ge=1, le=8_000_000)] = 1_000_000
-    """Tokens of all branches. A shared prefix counts once."""
-    max_seconds: Seconds = 24 * 3600.0
-    max_row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 256 << 20
-    max_cost: Price | None = None
-    """Most that all turns together may cost. None: no bound."""
-    prompt_price: Price = 0.0
-    """Price of a million prompt tokens that were not in the prefix cache, in the unit of `max_cost`."""
-    cached_price: Price = 0.0
-    """Price of a million prompt tokens that were in the prefix cache."""
-    sampled_price: Price = 0.0
-    """Price of a million sampled tokens."""
-    lease_s: Seconds = 1800.0
-    """Seconds without a turn or a read of the session, after which it ends."""
-    retention_s: Seconds = 3600.0
-    """Seconds after its end in which samples can be read and rewards set."""
 
 
 class SessionAnswer(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -158,33 +133,22 @@ def _answer(session: Session, **more: str) -> SessionAnswer:
     )
 
 
-async def _load(service: Service, request: Request) -> Session:
-    with _http_errors():
-        return await service.sessions.load(request.path_params["session"])
-
-
-@contextmanager
-def _http_errors() -> Iterator[None]:
-    try:
-        yield
-    except SessionError as error:
-        raise http_error_of(error) from error
+async def _load(service: Service, request: Request, *, renews: bool = False) -> Session:
+    session = await service.sessions.load(request.path_params["session"])
+    if renews and not session.head.is_over(time.time()):
+        await service.sessions.renew(session)
+    return session
 
 
 async def get_session(service: Service, request: Request) -> Response:
     """Return a session and its turns. This renews its lease."""
-    session = await _load(service, request)
-    if not session.head.is_over(time.time()):
-        with _http_errors():
-            await service.sessions.renew(session)
-    return json_response(_answer(session))
+    return json_response(_answer(await _load(service, request, renews=True)))
 
 
 async def end_session(service: Service, request: Request) -> Response:
     """End a session. Running turns stop and keep their tokens; later turns are answered 410."""
     session = await _load(service, request)
-    with _http_errors():
-        await service.sessions.end(session)
+    await service.sessions.end(session)
     return json_response(_answer(session))
 
 
@@ -196,8 +160,7 @@ async def set_reward(service: Service, request: Request) -> Response:
     session = await _load(service, request)
     if body.turn is not None and body.turn not in session.tree.turns:
         raise invalid("turn", f"is {describe(body.turn)}, which is unknown", "the id of a turn of this session")
-    with _http_errors():
-        await service.sessions.set_reward(session, body.turn, body.reward)
+    await service.sessions.set_reward(session, body.turn, body.reward)
     return json_response(_answer(session))
 
 
@@ -205,10 +168,10 @@ async def read_samples(service: Service, request: Request) -> Response:
     """Return a sample for each leaf: its tokens, which of them were sampled, by which weights, and their experts.
 
     With `shape`, return what rllm's gateway and verifiers have. With `leaf`, return one sample, so that an
-    answer is bounded.
+    answer is bounded. This renews the session's lease.
     """
-    query = read_query(request, SamplesQuery)
-    session = await _load(service, request)
+    query, deadline = read_query(request, SamplesQuery), time.monotonic() + END_TIMEOUT_S
+    session = await _load(service, request, renews=True)
     leaves = session.tree.leaves(interrupted=query.interrupted)
     if query.leaf is not None:
         leaves = [turn for turn in leaves if turn.id == query.leaf]
@@ -222,11 +185,10 @@ async def read_samples(service: Service, request: Request) -> Response:
     with_rows = head.routed_experts and query.rows
     pieces: list[Iterator[bytes]] = []
     for leaf in leaves:
-        join = await end_join(service, request, session, leaf)
+        join = await end_join(service, request, session, leaf, deadline)
         sample = leaf_sample(tree, leaf, head.rewards, head.reward, join)
         path = tree.path(leaf)
-        with _http_errors():
-            rows = join_rows(path, await service.sessions.rows(session, path)) if with_rows else None
+        rows = join_rows(path, await service.sessions.rows(session, path)) if with_rows else None
         own = msgspec.json.encode(sample)[:-1] + b',"routed_experts":'
         of_rows: Iterator[bytes] = iter((b"null",)) if rows is None else routed_experts_json(rows, 0)
         pieces.append(chain((b"," if pieces else b"", own), of_rows, (b"}",)))
@@ -237,7 +199,7 @@ async def session_chat(service: Service, request: Request) -> Response:
     """Answer a turn of a session, as in OpenAI's API. The bearer token is the session's key."""
     session = await _with_key(service, request)
     data = await read_body(request, service.settings)
-    return await _turn(service, request, session, AskedTurn(decode_body(data, ChatBody), data, ChatFormat()))
+    return await serve(service, request, session, AskedTurn(decode_body(data, ChatBody), data, ChatFormat()))
 
 
 async def session_response(service: Service, request: Request) -> Response:
@@ -246,20 +208,15 @@ async def session_response(service: Service, request: Request) -> Response:
     `input` has the whole history, or what follows a response of the session, `previous_response_id`.
     """
     session = await _with_key(service, request)
-
-    def find_served(response: str) -> list[JsonObject]:
-        for turn in reversed(session.tree.turns.values()):
-            if response == f"resp_{turn.request_id}":
-                return session.tree.messages(turn)
-        raise invalid("previous_response_id", f"is {describe(response)}", "a response of this session")
-
-    return await _turn(service, request, session, await read_turn(service, request, RESPONSES, find_served))
+    asked, _ = await read_turn(service, request, RESPONSES, session)
+    return await serve(service, request, session, asked)
 
 
 async def session_message(service: Service, request: Request) -> Response:
     """Answer a turn of a session, as in Anthropic's API. The header `x-api-key` may have the session's key."""
     session = await _with_key(service, request)
-    return await _turn(service, request, session, await read_turn(service, request, MESSAGES))
+    asked, _ = await read_turn(service, request, MESSAGES, session)
+    return await serve(service, request, session, asked)
 
 
 async def session_count_tokens(service: Service, request: Request) -> Response:
@@ -282,48 +239,21 @@ async def _with_key(service: Service, request: Request) -> Session:
     """
     try:
         session = await service.sessions.load(request.path_params["session"])
-    except SessionError as error:
-        if error.code != "unknown_session":
-            raise http_error_of(error) from error
-        session = None
-    if session is None or not any(has_key(session.head, given) for given in given_tokens(request)):
-        raise _wrong_key()
+    except SessionError:
+        raise wrong_key() from None
+    if not any(has_key(session.head, given) for given in given_tokens(request)):
+        raise wrong_key()
     return session
 
 
-def _wrong_key() -> HttpError:
-    return HttpError(
-        401,
-        "the session is unknown, or the token is not its key; allowed: Authorization: Bearer KEY, x-api-key: KEY",
-        code="unauthorized",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
-async def _turn(service: Service, request: Request, session: Session, asked: AskedTurn) -> Response:
-    with renamed_errors(asked.form.names), _http_errors():
-        return await serve_turn(service, request, session, asked)
-
-
-async def join_session(service: Service, request: Request, name: str, asked: AskedTurn) -> Response | None:
-    """Answer a chat of an ordinary route that names a session; None: no such session is open, so the name is a hint.
-
-    The data token, which the ordinary routes require, may read and end every session. So it may also join them. But a
-    request that has the key of a session may only join that one.
+async def serve(service: Service, request: Request, session: Session, asked: AskedTurn) -> Response:
+    """Answer a turn of a session, or of an ordinary route that names one.
 
     Raises:
-        HttpError: the turn failed before its first piece; 401, the key is that of another session; 410, the session has
-            ended.
+        HttpError: the turn failed before its first piece; 410, the session has ended.
     """
-    try:
-        session = await service.sessions.load(name)
-    except SessionError as error:
-        if error.code == "unknown_session":
-            return None
-        raise http_error_of(error) from error
-    if any(given.startswith(KEY) and not has_key(session.head, given) for given in given_tokens(request)):
-        raise _wrong_key()
-    return await _turn(service, request, session, asked)
+    with renamed_errors(asked.form.names):
+        return await serve_turn(service, request, session, asked)
 
 
 PATH: Final = "/v1/rl/sessions/{session}"

@@ -23,6 +23,8 @@ from ..edge import ResponseSender, while_connected
 from ..errors import HttpError
 from ..service import Service
 from ..tokens import Scores, Tokens
+from ..writer import KEEP_ALIVE_S
+from .store import Claim
 
 ATTACH_S: Final = 10.0
 """Seconds for which a turn goes on without a reader. The clients of OpenAI retry within eight seconds."""
@@ -50,17 +52,21 @@ class RunningTurn:
     """One turn while its answer is written.
 
     Attributes:
-        body_digest: digest of the body, to recognize a retry.
+        retry_key: digest of the key that the client chose, to recognize a retry; empty: none.
+        body_digest: digest of the API and the body.
         written: the pieces of the answer so far.
         has_ended: True if the answer is complete, or has failed.
-        claim: key of this service's claim of the turn; empty: it has none.
+        claim: this service's claim of the turn with its sequence number; None: it has none.
+        is_lost: True if another service has the claim now, so that this turn does not count.
     """
 
-    def __init__(self, body_digest: str, *, is_stream: bool) -> None:
+    def __init__(self, retry_key: str, body_digest: str, *, is_stream: bool) -> None:
+        self.retry_key = retry_key
         self.body_digest = body_digest
         self.is_stream = is_stream
         self.has_ended = False
-        self.claim = ""
+        self.claim: tuple[Claim, int] | None = None
+        self.is_lost = False
         self.headers: dict[str, str] = {}
         self.written: list[bytes] = []
         self._error: HttpError | None = None
@@ -91,6 +97,11 @@ class RunningTurn:
             self._is_stopped, self._stop_reason = True, reason
             if self._scope is not None:
                 self._scope.reschedule(0.0)
+
+    def abandon(self) -> None:
+        """End the generation, because another service runs the turn. The tokens so far are no complete turn."""
+        self.is_lost = True
+        self.stop()
 
     @property
     def was_aborted(self) -> bool:
@@ -132,14 +143,18 @@ class RunningTurn:
         """Yield one update for each answer, when all have ended or `stop` has ended them.
 
         No other worker can continue an answer of a sampler with a state, for example a grammar. While the client has no
-        token of it, it starts over.
+        token of it, it starts over. Until then, yield nothing from time to time, so that a stream shows that it lives.
+
+        Raises:
+            RequestError: the request failed, after its tokens were yielded.
         """
         (request,) = requests
         with first_error():
             async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(service.complete(http_request, request))
+                running = tasks.create_task(service.complete(http_request, request, raises=False))
                 try:
-                    await asyncio.wait([running])
+                    while not (await asyncio.wait([running], timeout=KEEP_ALIVE_S))[0]:
+                        yield iter(())
                 except asyncio.CancelledError:
                     if not self._is_stopped:
                         raise
@@ -152,10 +167,14 @@ class RunningTurn:
         found = []
         for choice, generation in zip(choices, (result, *result.siblings), strict=True):
             tokens = Tokens.of_generation(generation, choice.request)
-            if self._is_stopped and tokens.finish_reason == bus.FinishReason.ABORT:
+            if result.error is not None:
+                tokens = replace(tokens, finish_reason=None)
+            elif self._is_stopped and tokens.finish_reason == bus.FinishReason.ABORT:
                 tokens = replace(tokens, finish_reason=self._stop_reason)
             found.append((choice, choice.add(tokens)))
         yield iter(found)
+        if result.error is not None:
+            raise result.error
 
     async def response(self, request: Request) -> "Response":
         """Return the answer for one reader, after its first piece.

@@ -8,14 +8,15 @@ import base64
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from .... import bus
 from ....bus.client.client import runtime_of
-from ....bus.control.session_bucket import SESSIONS_BYTES, ensure_session_bucket
+from ....bus.control.session_bucket import MAX_AGE_S, SESSIONS_BYTES, ensure_session_bucket
 from ....bus.nats.jetstream import (
     NO_MESSAGE,
     NO_STREAM,
@@ -47,26 +48,32 @@ Policy = Literal["keep", "template"]
 """`keep`: sampled reasoning stays in the context. `template`: a turn whose template drops reasoning forks."""
 
 
+Seconds = Annotated[float, Meta(gt=0, le=MAX_AGE_S / 4)]
+Price = Annotated[float, Meta(ge=0, le=1e12)]
+
+
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds of one session. All branches count."""
 
-    max_turns: int = 1000
-    max_tokens: int = 1_000_000
+    max_turns: Annotated[int, Meta(ge=1, le=4096)] = 1000
+    max_tokens: Annotated[int, Meta(ge=1, le=8_000_000)] = 1_000_000
     """Stored tokens: prompts and answers, a shared prefix once."""
-    max_seconds: float = 24 * 3600.0
+    max_seconds: Seconds = 24 * 3600.0
     """Seconds from the opening, after which no turn begins, and a running one ends with `length`."""
-    max_row_bytes: int = 256 << 20
+    max_row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 256 << 20
     """Bytes of routed experts. 100,000 tokens of a model with 61 layers and 8 experts each have 49 MB."""
-    max_cost: float | None = None
-    """Sum of the costs of all turns. None: no bound."""
-    prompt_price: float = 0.0
-    cached_price: float = 0.0
-    sampled_price: float = 0.0
-    """Prices of a million tokens."""
-    lease_s: float = 1800.0
-    """Seconds without a turn or a read by the owner, after which the session ends: longer than the longest turn."""
-    retention_s: float = 3600.0
-    """Seconds after the end for which samples can be read and rewards set."""
+    max_cost: Price | None = None
+    """Most that all turns together may cost. None: no bound."""
+    prompt_price: Price = 0.0
+    """Price of a million prompt tokens that were not in the prefix cache, in the unit of `max_cost`."""
+    cached_price: Price = 0.0
+    """Price of a million prompt tokens that were in the prefix cache."""
+    sampled_price: Price = 0.0
+    """Price of a million sampled tokens."""
+    lease_s: Seconds = 1800.0
+    """Seconds without a turn or a read of the session, after which it ends."""
+    retention_s: Seconds = 3600.0
+    """Seconds after its end in which samples can be read and rewards set."""
 
     def cost(self, prompt: int, cached: int, sampled: int) -> float:
         """Return the cost of a turn with a prompt of so many tokens, of which `cached` were in the prefix cache."""
@@ -89,6 +96,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     row_shape: tuple[int, int] = (0, 0)
     """Layers and top-k."""
     answer_parts: int = 0
+    claim: str = ""
+    """Digest of the claim of a complete turn. No other complete turn has it. It is short: a head is one message."""
 
 
 class SessionHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +136,8 @@ class SessionHead(msgspec.Struct, frozen=True, kw_only=True):
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A running turn, which its service stores so that no other service runs a retry of it."""
 
+    key: str
+    """Key of the claim in the bucket, without the session."""
     service: str
     until: float
     """Unix time after which the service is gone, if it has not stored the claim again."""
@@ -218,21 +229,26 @@ class SessionStore:
         found = await self._thread.run(self._get(f"{session}.{key}"))
         return None if found is None else (msgspec.json.decode(found[0], type=Claim), found[1])
 
-    async def write_claim(self, session: str, key: str, claim: Claim, sequence: int | None) -> bool:
-        """Store a claim. Return False if another write of this key was first.
+    async def write_claim(self, session: str, claim: Claim, sequence: int) -> int | None:
+        """Store a claim. Return its sequence number; None: another write of its key was first.
 
         Args:
-            sequence: number of the claim that it replaces, 0: none; None: whatever there is.
+            sequence: number of the claim that it replaces, 0: none.
         """
-        return await self._thread.run(self._put(f"{session}.{key}", msgspec.json.encode(claim), sequence)) is not None
+        return await self._thread.run(self._put(f"{session}.{claim.key}", msgspec.json.encode(claim), sequence))
 
-    async def delete(self, session: str, key: str = ">") -> None:
-        """Delete one key of a session, or all."""
+    async def delete(self, session: str, key: str = ">", sequence: int | None = None) -> None:
+        """Delete one key of a session, or all.
+
+        Args:
+            sequence: number of the message that is deleted; a later one stays. None: whatever there is.
+        """
+        body: dict[str, Any] = {"filter": f"{self._subjects}.{session}.{key}"}
         await self._thread.run(
             find(
                 self._nats,
                 f"STREAM.PURGE.{self._stream}",
-                {"filter": f"{self._subjects}.{session}.{key}"},
+                body if sequence is None else {**body, "seq": sequence + 1},
                 absent={NO_STREAM},
                 failing="the session cannot be deleted",
             )

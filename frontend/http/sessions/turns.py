@@ -10,7 +10,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from ...sessions.tree import CHECKED, DIFFERS, TAIL, UNCHECKED, WHOLE, Fork, Mat
 from ...tokenization import Tokenizer
 from ..agents.message_blocks import UNSEALED
 from ..answers import AnswerChoice
+from ..calls import PING
 from ..chat import template_message
 from ..edge import given_request_id
 from ..errors import HttpError, http_error, invalid
@@ -41,9 +42,9 @@ from ..openai.requests import BodyPrompt, chat_tools, template_variables
 from ..openai.routes import AskedTurn
 from ..openai.shapes import RequestClock
 from ..requests import RequestTarget, find_target, id_headers
-from ..service import RequestAborted, Service
+from ..service import MIN_LEFT_S, RequestAborted, Service
 from ..writer import AnswerWriter, ServedAnswers
-from .manager import Session, check_room, http_error_of
+from .manager import Session, check_room, turn_running
 from .running import RunningTurn, detached
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGES: Final = 1 << 15
 """Messages of a history. The event loop compares so many in tenths of a second."""
 END_TIMEOUT_S: Final = 5.0
-"""Seconds for a worker of a leaf's model to serve, so that its template is known."""
+"""Seconds for workers of the leaves' models to serve, so that their templates are known."""
 Found = TypeVar("Found", RunningTurn, Turn)
 NOT_IN_SESSIONS: Final = {
     "tokens": "the session makes the prompt",
@@ -95,28 +96,38 @@ async def serve_turn(service: Service, request: Request, session: Session, asked
     """
     check_turn(asked.body)
     session = service.sessions.keep(session)
-    digest = hashlib.blake2b(asked.data, digest_size=16).hexdigest()
     given = request.headers.get("Idempotency-Key") or given_request_id(request.headers) or asked.body.request_id or ""
     is_again = request.headers.get("X-Stainless-Retry-Count", "0") not in ("", "0")
-    retry = Retry(given[:512], digest, may_run=bool(given) or is_again)
-    running = retry.running_of(session)
+    # The same body may mean something else in another API.
+    api = request.url.path.rpartition("/v1/")[2]
+    retry = Retry(
+        key=_digest(given.encode()) if given else "",
+        digest=_digest(api.encode(), b"\0", asked.data),
+        may_run=bool(given) or is_again,
+    )
+    running = next(iter(retry.find(session.running)), None)
     if running is None:
         if (turn := retry.closed_of(session)) is not None:
             kind = "text/event-stream" if turn.is_stream else "application/json"
             answer = await service.sessions.answer(session, turn)
             return Response(answer, headers=id_headers(turn.request_id), media_type=kind)
-        running = RunningTurn(digest, is_stream=bool(asked.body.stream))
+        running = RunningTurn(retry.key, retry.digest, is_stream=bool(asked.body.stream))
         service.sessions.start(_Job(service, request, session, asked, running, retry).run())
         session.running.append(running)
-        if retry.key:
-            session.retries[retry.key] = running
     return await running.response(request)
 
 
-async def end_join(service: Service, request: Request, session: Session, leaf: Turn) -> str:
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+async def end_join(service: Service, request: Request, session: Session, leaf: Turn, deadline: float) -> str:
     """Return how a leaf's prompt was joined. If the whole was not compared with the template then, compare it now.
 
-    A leaf whose model is not served now is `unchecked`.
+    A leaf whose model is not served is `unchecked`.
+
+    Args:
+        deadline: time on `time.monotonic()` until which a model may start, for all leaves together.
     """
     if leaf.join != TAIL or leaf.id in session.ends:
         return session.ends.get(leaf.id, leaf.join)
@@ -125,7 +136,8 @@ async def end_join(service: Service, request: Request, session: Session, leaf: T
     if setting is None:
         return UNCHECKED
     try:
-        target = await find_target(service, request, setting["model"], END_TIMEOUT_S)
+        left_s = max(deadline - time.monotonic(), MIN_LEFT_S)
+        target = await find_target(service, request, setting["model"], left_s)
         template = _template_of(await service.tokenizer(target.worker), setting)
         equal = await asyncio.to_thread(template.check, tree.pieces(leaf), tree.messages(leaf)[:-1])
     except (HttpError, RollbusError) as error:
@@ -144,39 +156,33 @@ class Retry:
     """How the retries of a turn are recognized."""
 
     key: str
-    """The key that the client chose; empty: the body is the key, if the client says that it repeats the request."""
+    """Digest of the key that the client chose; empty: the body is the key, if the client says that it repeats it."""
     digest: str
+    """Digest of the API and the body."""
     may_run: bool
     """True: the turn may run already, or may be closed."""
 
-    def running_of(self, session: Session) -> RunningTurn | None:
-        """Return the turn of this service that the request repeats.
+    def find(self, turns: Iterable[Found]) -> list[Found]:
+        """Return the turns that the request repeats, the last one first.
 
         Raises:
             HttpError: 400, the key belongs to another body.
         """
-        if self.key:
-            return self._checked(session.retries.get(self.key))
-        if not self.may_run:
-            return None
-        return next((each for each in reversed(session.running) if each.body_digest == self.digest), None)
+        same = [each for each in turns if self.may_run and self.key == (each.retry_key if self.key else "")]
+        found = [each for each in same if each.body_digest == self.digest]
+        if self.key and len(found) < len(same):
+            raise invalid(
+                "Idempotency-Key", "belongs to a turn with another body or API", "a new key for another body or API"
+            )
+        return found[::-1]
 
     def closed_of(self, session: Session) -> Turn | None:
-        """Return the closed turn that the request repeats.
+        """Return the complete turn that the request repeats. An interrupted one runs again.
 
         Raises:
             HttpError: 400, the key belongs to another body.
         """
-        turns = reversed(session.tree.turns.values()) if self.may_run else ()
-        if self.key:
-            found = self._checked(next((each for each in turns if each.retry_key == self.key), None))
-            return found if found is not None and found.is_complete else None
-        return next((each for each in turns if each.body_digest == self.digest and each.is_complete), None)
-
-    def _checked(self, found: Found | None) -> Found | None:
-        if found is not None and found.body_digest != self.digest:
-            raise invalid("Idempotency-Key", "belongs to a turn with another body", "a new key for another body")
-        return found
+        return next((each for each in self.find(session.tree.turns.values()) if each.is_complete), None)
 
 
 @dataclass
@@ -210,12 +216,10 @@ class _Job:
         try:
             if limit <= 0:
                 raise SessionError("session_limit", "the session's time is over; allowed: max_seconds from its opening")
-            await self.service.sessions.claim(session, running, self.retry.key, is_retry=self.retry.may_run)
+            await self.service.sessions.claim(session, running, is_retry=self.retry.may_run)
             if not await self._repeat():
                 await self.service.sessions.renew(session, is_asking=True)
                 await self._run()
-        except SessionError as failure:
-            error = http_error_of(failure)
         except HttpError as failure:
             error = failure
         except RollbusError as failure:
@@ -234,8 +238,6 @@ class _Job:
             session.running.remove(running)
             session.reserved_tokens -= self.reserved
             session.reserved_cost -= self.reserved_cost
-            if self.retry.key:
-                del session.retries[self.retry.key]
         if error is not None and running.is_stream and running.written:
             running.write(self.asked.form.fail(error))
         running.end(error)
@@ -274,6 +276,9 @@ class _Job:
         last = b""
         async with aclosing(self.asked.form.events(self.service, request, writer)) as events:
             async for event in events:
+                if event is PING:
+                    self.running.write(event)
+                    continue
                 if last:
                     self.running.write(last)
                 last = event
@@ -290,6 +295,8 @@ class _Job:
     async def _finish(self, writer: AnswerWriter, last: bytes) -> None:
         """Store the turn, and then send the last piece of its answer."""
         await self._store(writer, last, is_complete=not self.running.was_aborted)
+        if self.running.is_lost:
+            raise turn_running()
         self.running.write(last)
 
     # The prompt.
@@ -401,6 +408,7 @@ class _Job:
     async def _store(self, writer: AnswerWriter, last: bytes, *, is_complete: bool) -> None:
         """Store the answers that have tokens, with the pieces that were written and the last one."""
         request, answer = writer.requests[0], b"".join([*self.running.written, last])
+        claim = self.running.claim[0] if self.running.claim is not None and is_complete else None
         for choice in self.served.choices:
             # A request's id is its client's choice, and may be used again.
             tokens = self.served.tokens(choice)
@@ -433,10 +441,11 @@ class _Job:
                 rows_start=request.routed_experts_prompt_start,
                 served_at=time.time(),
                 retry_key=self.retry.key,
-                body_digest=self.running.body_digest,
+                body_digest=self.retry.digest,
                 is_stream=self.running.is_stream,
             )
-            await self.service.sessions.close_turn(self.session, turn, rows, answer)
+            await self.service.sessions.close_turn(self.session, turn, rows, answer, claim)
+            claim = None
 
     def _ended_by(self, choice: AnswerChoice, last: int) -> str:
         """Return the text of the special token that ended an answer."""
