@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=0, help="end when there are so many results and --versions")
     parser.add_argument("--versions", type=int, default=0, help="end when there are so many versions and --requests")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of requests, weights and faults")
-    parser.add_argument("--log", type=Path, help="a file for the logs of all processes")
+    parser.add_argument("--log", type=Path, help="a file for the logs of all processes; default: in /tmp")
     parser.add_argument("--page", type=Path, help="a file for the figures, as a page")
     args = parser.parse_args()
     seconds = 60 * args.minutes
@@ -36,14 +36,18 @@ def main() -> int:
     )
     replay = f'make soak ARGS="{" ".join(sys.argv[1:])}{"" if "--seed" in sys.argv else f" --seed {args.seed}"}"'
     print_line(f"to run the same faults again: {replay}")
-    with tempfile.TemporaryDirectory(prefix="rollbus-soak-") as folder:
-        summary = asyncio.run(run(settings, Path(folder), log=args.log or Path(folder) / "log", say=print_line))
-    is_flat = all(trend.is_flat for trend in summary.trends)
-    for line in summary.lines():
-        print_line(line)
-    if args.page is not None:
-        lines = [f"# Soak run, seed {args.seed}\n", replay, *about(), *summary.lines()]
-        args.page.write_text("\n- ".join(lines) + "\n")
+    log = args.log or Path(tempfile.gettempdir()) / f"rollbus-soak-{args.seed}.log"
+    lines, is_flat = [f"failed; the processes wrote {log}"], False
+    try:
+        with tempfile.TemporaryDirectory(prefix="rollbus-soak-") as folder:
+            summary = asyncio.run(run(settings, Path(folder), log=log, say=print_line))
+        lines, is_flat = summary.lines(), all(trend.is_flat for trend in summary.trends)
+    finally:
+        for line in lines:
+            print_line(line)
+        if args.page is not None:
+            page = [f"# Soak run, seed {args.seed}\n", replay, *about(), *lines]
+            args.page.write_text("\n- ".join(page) + "\n")
     return 0 if is_flat else 1
 
 

@@ -13,7 +13,7 @@ import socket
 import time
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,7 @@ from tests.support.nats_cluster import NatsCluster, nats_cluster
 from tests.support.processes import forked
 from tests.support.requests import greedy
 from tests.support.tls_server import certificate
-from tests.support.waits import until
+from tests.support.waits import patient, until
 
 PARTS: Mapping[str, tuple[float, Mapping[str, tuple[int, float]]]] = {
     # Seconds between faults, and of each kind weight and maximum duration in seconds. Without two servers, nothing is
@@ -67,6 +67,8 @@ UPLOAD_BYTES = 256 << 20
 RETRY_S = 0.25
 COMMAND_S = 8.0
 """Seconds between commands, and for each of them."""
+END_S = 300.0
+"""Seconds after the last request in which all faults are undone and the publisher's version is recorded."""
 
 
 def plan(seed: int, part: str, pace: float = 1.0) -> Iterator[Fault]:
@@ -165,17 +167,26 @@ class Course:
         self._has_ended = asyncio.Event()
 
     async def run(self, folder: Path, admin: Server, publisher: list[str], say: Callable[[str], None]) -> None:
-        """Let everything happen until the time is over. All faults have been undone then."""
-        async with asyncio.TaskGroup() as tasks:
+        """Let everything happen until the time is over. All faults have been undone then.
+
+        Raises:
+            TimeoutError: something still waits `END_S` after the end.
+        """
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as tasks:
             for part in PARTS:
                 tasks.create_task(self._suffer(part, say), name=f"soak.{part}")
             tasks.create_task(self._publish(publisher), name="soak.publish")
-            tasks.create_task(self._command(), name="soak.command")
+            tasks.create_task(self.command(), name="soak.command")
             tasks.create_task(self._ask_services(), name="soak.http")
             tasks.create_task(self._look(admin), name="soak.look")
             while not self._is_over(folder):  # noqa: ASYNC110 - counts are in files
                 await asyncio.sleep(1.0)
-            self._has_ended.set()
+            self.end()
+            limit.reschedule(asyncio.get_running_loop().time() + patient(END_S))
+
+    def end(self) -> None:
+        """Begin no more requests, commands, versions and faults."""
+        self._has_ended.set()
 
     @property
     def seconds(self) -> float:
@@ -260,18 +271,22 @@ class Course:
                         await self._publishing.publish(way)
                 self.publisher_pid = None
 
-    async def _command(self) -> None:
-        """Pause, resume and flush repeatedly. A fault may interrupt a command, which is then repeated."""
+    async def command(self) -> None:
+        """Pause, resume and flush repeatedly until the end. A fault may interrupt a command, which is then repeated."""
         fleet = self._rb.fleet
         while await self._pause(COMMAND_S):
             for give in (fleet.pause, fleet.resume, partial(fleet.flush_cache, preempt=True)):
-                while True:
-                    try:
-                        await give(timeout_s=COMMAND_S)
-                        break
-                    except RollbusError as error:
-                        self.refusals[f"command {type(error).__name__}"] += 1
-                        await asyncio.sleep(RETRY_S)
+                while not await self.give(give) and await self._pause(RETRY_S):
+                    pass
+
+    async def give(self, give: Callable[..., Awaitable[object]]) -> bool:
+        """Send a command. Return True if all workers applied it."""
+        try:
+            await give(timeout_s=COMMAND_S)
+        except RollbusError as error:
+            self.refusals[f"command {type(error).__name__}"] += 1
+            return False
+        return True
 
     async def _ask_services(self) -> None:
         """Send requests to all HTTP services, one after another, and check the answers."""
@@ -403,7 +418,12 @@ async def run(settings: Settings, folder: Path, *, log: Path, say: Callable[[str
         course.services = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         arguments = [urls, "publisher", str(checkpoints.folders[0]), str(users["publisher"].path)]
         await course.run(folder, admin, arguments, say)
-        await rb.fleet.resume()
+
+        async def is_resumed() -> bool:
+            return await course.give(rb.fleet.resume)
+
+        # The last faults have killed workers that may not serve yet.
+        await until(is_resumed, expected=True)
         async with running("publisher", "tests.chaos.publisher", *arguments) as way:
             await publishing.publish(way)
         await machines["client"].stop()

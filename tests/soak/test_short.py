@@ -1,15 +1,19 @@
 """A short version of `make soak`, and tests that the meter detects growth."""
 
+import asyncio
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from rollbus.schemas.errors import BusBroken
 from tests.soak.meter import BOUNDS, MIB, Meter
-from tests.soak.run import PARTS, Settings, plan, run
+from tests.soak.run import PARTS, Course, Settings, plan, run
 from tests.support.nats_server import require_binary
+from tests.support.waits import SOON_S, until_true
 
 SETTINGS = Settings(
     seconds=36.0, warm_up_s=12.0, look_every_s=1.0, seconds_between_versions=3.0, pace=0.35, in_flight=5, seed=3
@@ -38,6 +42,22 @@ def test_the_faults_follow_from_the_seed() -> None:
         assert faults == [*itertools.islice(plan(seed, part), 200)]
         assert {fault.kind for fault in faults} == PARTS[part][1].keys()
         assert all(other != faults for name, other in some.items() if name != (seed, part))
+
+
+async def test_a_command_is_not_repeated_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that fails is repeated only until the run ends, so that a fault cannot keep a run from its end."""
+
+    async def fail(**_: object) -> None:
+        raise BusBroken("no server")
+
+    monkeypatch.setattr("tests.soak.run.COMMAND_S", 0.0)
+    rb: Any = SimpleNamespace(fleet=SimpleNamespace(pause=fail, resume=fail, flush_cache=fail))
+    others: list[Any] = [SimpleNamespace()] * 4
+    course = Course(Settings(), rb, *others)
+    async with asyncio.timeout(SOON_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(course.command())
+        await until_true(lambda: course.refusals["command BusBroken"] > 1)
+        course.end()
 
 
 class Growing:
