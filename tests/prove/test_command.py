@@ -1,7 +1,9 @@
 """The command itself: its phases, its three forms of the result, and one run on a real engine."""
 
 import argparse
+import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,11 @@ import pytest
 
 from rollbus import GenerateRequest, Generation
 from rollbus.frontend.cli.app import build_parser
-from rollbus.frontend.cli.exits import CommandFailed, ExitCode
+from rollbus.frontend.cli.exits import INTERRUPTED, CommandFailed, ExitCode
 from rollbus.frontend.cli.prove import command, evidence
 from rollbus.frontend.cli.prove.report import Report
 from rollbus.frontend.cli.prove.stage import Budget, Proof, Stage, StageRefused
-from rollbus.frontend.cli.prove.verdicts import Finding, Limit, Outcome, Verdict, measured
+from rollbus.frontend.cli.prove.verdicts import Finding, Number, Outcome, Verdict, measured
 from tests.prove.stages_support import answer
 
 
@@ -37,7 +39,8 @@ class Sound(Stage):
     async def measure(self, proof: Proof) -> Outcome | None:
         answer = await proof.rb.complete([1, 2, 3], max_tokens=4)
         assert proof.seconds_left() > 0
-        return Outcome(findings=(measured("lost tokens", 4 - len(answer.token_ids), Limit(0.0, "each token counts")),))
+        lost = Number(name="lost", value=4 - len(answer.token_ids), limit=0.0, why="each token counts")
+        return Outcome(findings=(measured("tokens", lost),))
 
     async def conclude(self, proof: Proof) -> Outcome | None:
         # The shared fleet has stopped.
@@ -103,6 +106,54 @@ async def test_stages_end_with_one_of_four_words(
     texts = " ".join(element.text or "" for element in ElementTree.parse(files[1]).iter())
     assert "2 <workers>" in texts
     assert "two & more" in texts
+
+
+class Endless(Stage):
+    name, bar = "endless", "it ends"
+
+    async def measure(self, proof: Proof) -> Outcome | None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(3600)
+        return None
+
+
+@pytest.mark.slow
+async def test_a_signal_ends_with_the_table_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C the table has what was measured, and what was not, and the exit code is that of shells."""
+    monkeypatch.setattr(command, "STAGES", (Broken, Endless, Unable))
+    monkeypatch.delenv("ROLLBUS_NATS", raising=False)
+    options = ("--engine", "synthetic", "--state-dir", str(tmp_path / "state"), "--json")
+
+    code = await command.run(parse("--model", str(tmp_path), *options))
+
+    assert code == INTERRUPTED
+    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    assert [stage.verdict for stage in report.stages] == [Verdict.WRONG, Verdict.NOT_RUN, Verdict.NOT_RUN]
+    stopped = "the command was stopped before its end"
+    assert [stage.reason for stage in report.stages[1:]] == [stopped, stopped]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ('{"prompt_token_ids": [5, -1]}', "line 1"),
+        ('{"prompt_token_ids": [5]}\n{"prompt_token_ids": [5], "temperature": -2}', "temperature"),
+        ('{"prompt_token_ids": [5], "lora": "mine"}', "row 1 names the adapter mine; no reference has it"),
+        ("", "has no rows; expected one for each prompt"),
+    ],
+)
+def test_a_wrong_row_is_told_before_a_fleet_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, problem: str
+) -> None:
+    """The rows of --prompts are checked before anything runs."""
+    monkeypatch.delenv("ROLLBUS_NATS", raising=False)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    options = ("--engine", "synthetic", "--state-dir", str(tmp_path), "--prompts", str(tmp_path / "rows.jsonl"))
+    with pytest.raises(CommandFailed, match=problem) as failed:
+        command.run(parse("--model", str(tmp_path), *options))
+    assert failed.value.exit_code == ExitCode.USAGE
 
 
 def test_an_unknown_stage_is_an_error_of_usage() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from ....bus.objects.safetensors_header import BadSafetensors, StoredTensor, read_header
 from ....bus.protocol.weights.tensors import INDEX
 from ....schemas.rows import Uint8s
+from ..console import size
 from .stage import StageRefused
 
 STEP: Final = 4
@@ -51,6 +52,12 @@ def copy_checkpoint(model: Path, folder: Path) -> Copies:
     # The smallest file with experts, or the smallest: the change reaches them, and writing it takes the least time.
     chosen = min(shards, key=lambda file: (not any("expert" in name for name in shards[file]), file.stat().st_size))
     copies = Copies(folder / "original", folder / "changed", chosen.name, sum(file.stat().st_size for file in weights))
+    needed, free = chosen.stat().st_size, shutil.disk_usage(folder).free
+    if needed > free:
+        raise StageRefused(
+            f"the disk of {folder} has {size(free)} free, and the changed copy of {chosen.name} needs {size(needed)}; "
+            "let --state-dir be on another disk"
+        )
     for copy in (copies.original, copies.changed):
         copy.mkdir()
         for file in files:

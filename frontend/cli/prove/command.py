@@ -7,6 +7,7 @@ import json
 import subprocess
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
@@ -18,13 +19,14 @@ import msgspec
 
 from .... import __version__
 from ....bus import GenerateRequest
+from ....schemas.errors import InvalidRequest
 from ....schemas.options import check_start, check_writable, computes_on_cpu
 from ...tokenization import load_tokenizer
 from ..app import until_signalled
 from ..console import note, waiting, write
 from ..exits import INTERRUPTED, ExitCode, WrongUsage
 from ..generate.inputs import open_input
-from ..generate.rows import Defaults, read_prompts
+from ..generate.rows import Defaults, PromptLine, read_prompts
 from ..local.fleet import DRIVER_TIMEOUT_S, check_vllm, default_state_dir
 from ..options import refuse_options, use_model
 from ..tables import machine
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     check_writable("--state-dir", state_dir)
     # Workers get this path, and a worker of a fleet in use runs in another directory.
     folder = None if args.model is None else Path(args.model).absolute()
+    rows = read_rows(args.prompts)
     proof = Proof(
         args=args,
         model=args.served_model_name or ("" if folder is None else folder.resolve().name),
@@ -74,17 +77,23 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
         # The minutes begin when the fleet serves.
         budget=Budget(0.0, ()),
     )
-    return _prove(proof, stages)
+    if is_own:
+        proof.prompts = make_requests(rows, proof.folder)
+    return _prove(proof, stages, rows)
 
 
-async def _prove(proof: Proof, stages: Sequence[Stage]) -> int:
+async def _prove(proof: Proof, stages: Sequence[Stage], rows: Sequence[PromptLine]) -> int:
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    code: int = INTERRUPTED
-    with tempfile.TemporaryDirectory(prefix="prove-", dir=proof.scratch) as scratch, until_signalled():
+    run, is_stopped = _Run(proof, stages), True
+    with tempfile.TemporaryDirectory(prefix="prove-", dir=proof.scratch) as scratch:
         proof.scratch = Path(scratch)
-        reports = await _run_stages(proof, stages)
-        code = _end(make_report(proof, reports, created), proof.args)
-    return code
+        with until_signalled():
+            await run.run_all(rows)
+            is_stopped = False
+    if proof.shared is None:
+        return INTERRUPTED
+    code = _end(make_report(proof, run.reports(), created), proof.args)
+    return INTERRUPTED if is_stopped else code
 
 
 def choose_stages(stages: Sequence[Stage], names: Sequence[str] | None) -> list[Stage]:
@@ -100,58 +109,76 @@ def choose_stages(stages: Sequence[Stage], names: Sequence[str] | None) -> list[
     return [stage for stage in stages if not names or stage.name in names]
 
 
-async def _run_stages(proof: Proof, stages: Sequence[Stage]) -> list[StageReport]:
-    """Run all phases: those that measure with the shared fleet, then, after its end if it is our own, the others."""
-    outcomes: dict[str, Outcome] = {}
-    seconds = dict.fromkeys((stage.name for stage in stages), 0.0)
+class _Run:
+    """The phases of all stages: those with the shared fleet, then the others, after its end if it is our own."""
 
-    async def run_phases(*, concluding: bool) -> None:
-        for stage in stages:
+    def __init__(self, proof: Proof, stages: Sequence[Stage]) -> None:
+        self._proof = proof
+        self._stages = stages
+        self._outcomes: dict[str, Outcome] = {}
+        self._seconds = dict.fromkeys((stage.name for stage in stages), 0.0)
+        self._ended: set[str] = set()
+        """Names of the stages whose last phase ended."""
+
+    async def run_all(self, rows: Sequence[PromptLine]) -> None:
+        """Run all phases. `rows` are the user's prompts; those for an own fleet are requests already."""
+        proof = self._proof
+        async with AsyncExitStack() as fleet:
+            with waiting("starting the fleet"):
+                proof.shared = await fleet.enter_async_context(_shared_fleet(proof))
+            proof.prompts = proof.prompts or make_requests(rows, proof.folder)
+            for stage in self._stages:
+                refusal = refusal_of(stage, proof)
+                if refusal is not None:
+                    self._outcomes[stage.name] = not_run(refusal)
+                    self._ended.add(stage.name)
+            able = [stage for stage in self._stages if stage.name not in self._outcomes]
+            shares = [share for stage in able for share in (stage.measure_share, stage.conclude_share)]
+            proof.budget = Budget(proof.args.minutes * 60, shares)
+            await self._run_phases(concluding=False)
+            if not proof.is_own:
+                await self._run_phases(concluding=True)
+        if proof.is_own:
+            await self._run_phases(concluding=True)
+
+    async def _run_phases(self, *, concluding: bool) -> None:
+        for stage in self._stages:
             share = stage.conclude_share if concluding else stage.measure_share
-            before = outcomes.get(stage.name)
-            if not share or (before is not None and before.verdict is Verdict.NOT_RUN):
-                continue
-            started = time.monotonic()
-            with waiting(f"{stage.name}: {stage.bar}"):
-                outcome = await run_phase(stage, proof, share, concluding=concluding)
-            seconds[stage.name] += time.monotonic() - started
-            if outcome is not None:
-                outcomes[stage.name] = outcome if before is None else before.joined(outcome)
-                note(f"{stage.name}: {outcome.verdict}")
+            before = self._outcomes.get(stage.name)
+            if share and (before is None or before.verdict is not Verdict.NOT_RUN):
+                started = time.monotonic()
+                try:
+                    with waiting(f"{stage.name}: {stage.bar}"):
+                        outcome = await run_phase(stage, self._proof, share, concluding=concluding)
+                finally:
+                    self._seconds[stage.name] += time.monotonic() - started
+                if outcome is not None:
+                    self._outcomes[stage.name] = outcome if before is None else before.joined(outcome)
+                    note(f"{stage.name}: {outcome.verdict}")
+            if concluding or not stage.conclude_share:
+                self._ended.add(stage.name)
 
-    async with AsyncExitStack() as fleet:
-        with waiting("starting the fleet"):
-            proof.shared = await fleet.enter_async_context(_shared_fleet(proof))
-        proof.prompts = _read_prompts(proof)
-        for stage in stages:
-            refusal = refusal_of(stage, proof)
-            if refusal is not None:
-                outcomes[stage.name] = not_run(refusal)
-        shares = [
-            share
-            for stage in stages
-            if stage.name not in outcomes
-            for share in (stage.measure_share, stage.conclude_share)
-        ]
-        proof.budget = Budget(proof.args.minutes * 60, shares)
-        await run_phases(concluding=False)
-        if not proof.is_own:
-            await run_phases(concluding=True)
-    if proof.is_own:
-        await run_phases(concluding=True)
-    return [
-        StageReport(
-            stage=stage.name,
-            bar=stage.bar,
-            verdict=outcome.verdict,
-            headline=outcome.headline or NONE,
-            seconds=round(seconds[stage.name], 1),
-            findings=outcome.findings,
-            details=outcome.details,
-        )
-        for stage in stages
-        for outcome in [outcomes.get(stage.name) or not_run("it made no result")]
-    ]
+    def reports(self) -> list[StageReport]:
+        """Return the reports of all stages, also of those that did not end."""
+        reports = []
+        for stage in self._stages:
+            outcome = self._outcomes.get(stage.name)
+            if stage.name not in self._ended:
+                stopped = not_run("the command was stopped before its end")
+                outcome = stopped if outcome is None else outcome.joined(stopped)
+            outcome = outcome or not_run("it made no result")
+            reports.append(
+                StageReport(
+                    stage=stage.name,
+                    bar=stage.bar,
+                    verdict=outcome.verdict,
+                    headline=outcome.headline or NONE,
+                    seconds=round(self._seconds[stage.name], 1),
+                    findings=outcome.findings,
+                    details=outcome.details,
+                )
+            )
+        return reports
 
 
 @asynccontextmanager
@@ -172,20 +199,38 @@ async def _shared_fleet(proof: Proof) -> AsyncIterator[FleetInUse]:
         yield fleet
 
 
-def _read_prompts(proof: Proof) -> list[GenerateRequest]:
-    """Return the requests of --prompts, as `rollbus generate` reads them.
+def read_rows(path: str | None) -> list[PromptLine]:
+    """Return the rows of --prompts, as `rollbus generate` reads them.
 
     Raises:
-        CommandFailed: the file cannot be read, or a row is wrong.
+        CommandFailed: the file cannot be read, it has no row, or a row is wrong.
     """
-    path: Path | None = proof.args.prompts
     if path is None:
         return []
-    lines = list(itertools.islice(read_prompts(open_input(str(path)), Defaults()), MAX_PROMPTS))
-    tokenizer = None
-    if any(line.prompt is not None for line in lines) and proof.folder is not None:
-        tokenizer = load_tokenizer(proof.folder)
-    return [line.request(tokenizer) for line in lines]
+    rows = list(itertools.islice(read_prompts(open_input(path), Defaults()), MAX_PROMPTS))
+    if not rows:
+        raise WrongUsage(f"--prompts {path} has no rows; expected one for each prompt")
+    return rows
+
+
+def make_requests(rows: Sequence[PromptLine], folder: Path | None) -> list[GenerateRequest]:
+    """Return the requests of rows.
+
+    Raises:
+        CommandFailed: a row is wrong, names an adapter, or has text for which there is no tokenizer.
+    """
+    has_text = any(row.prompt is not None for row in rows)
+    tokenizer = load_tokenizer(folder) if has_text and folder is not None else None
+    requests = []
+    for row in rows:
+        try:
+            request = row.request(tokenizer, uuid.uuid4().hex)
+        except InvalidRequest as exc:
+            raise WrongUsage(f"--prompts, row {row.index + 1}: {exc.message}") from exc
+        if request.lora is not None:
+            raise WrongUsage(f"--prompts, row {row.index + 1} names the adapter {request.lora}; no reference has it")
+        requests.append(request)
+    return requests
 
 
 def make_report(proof: Proof, stages: Sequence[StageReport], created: str) -> Report:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import json
 import time
 from abc import ABC
@@ -26,6 +27,8 @@ from .verdicts import Finding, Outcome, Verdict
 ENGINE_ARGS: Final[dict[str, Any]] = {"logprobs_mode": "raw_logprobs"}
 """Engine arguments of own fleets unless the user sets others. Processed log probabilities depend on the sampling."""
 
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file whose disk or quota is full. They are no fault of the fleet."""
 PLAIN_PARTS: Final = 5
 """Parts of the signature of an engine that is not quantized."""
 
@@ -250,6 +253,8 @@ def failure(error: BaseException) -> Outcome:
         error = error.exceptions[0]
     if isinstance(error, StageRefused):
         return not_run(str(error))
+    if isinstance(error, OSError) and error.errno in FULL:
+        return not_run(f"a disk is full: {error}")
     text = f"the fleet failed: {str(error) or type(error).__name__}"
     return Outcome(findings=(Finding(verdict=Verdict.WRONG, what=text),), headline="failed")
 
