@@ -31,9 +31,11 @@ from ..schemas.reference import (
     ReferenceResult,
     ReferenceSequence,
     TokenScores,
+    decode,
+    encode,
 )
 from .errors import ReplayError
-from .replay import Router, find_routers, layer_of_rows, replay
+from .replay import Router, check_rows, find_routers, layer_of_rows, replay
 
 CHUNK: Final = 128
 """Positions whose probabilities over the vocabulary are in memory at once: 80 MB with 150,000 tokens."""
@@ -51,13 +53,15 @@ def main(job_path: Path, result_path: Path) -> None:
     """Run the job of a file and write the result to another."""
     if job_path.stat().st_size > MAX_FILE_BYTES:
         raise ReferenceRefused(f"the job is larger than {MAX_FILE_BYTES} bytes")
-    job = msgspec.msgpack.decode(job_path.read_bytes(), type=ReferenceJob)
+    job = decode(job_path.read_bytes(), ReferenceJob)
+    num_layers = next((each.rows.shape[1] for each in job.sequences if each.rows is not None), 0)
     end = time.monotonic() + job.seconds
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     passes: list[ReferencePass] = []
     layers: list[int] = []
     refusal: str | None = None
+    misfit: str | None = None
     facts = _check_checkpoint(job.folder)
     for dtype in job.dtypes:
         if passes and time.monotonic() > end:
@@ -66,28 +70,38 @@ def main(job_path: Path, result_path: Path) -> None:
         if model is None:
             break
         routers: list[Router] = []
-        if job.num_layers and refusal is None:
+        if num_layers and refusal is misfit is None:
             try:
                 routers = find_routers(model)
-                layers = layer_of_rows(routers, job.num_layers)
             except ReplayError as exc:
-                routers, refusal = [], str(exc)
+                refusal = str(exc)
+        if routers:
+            try:
+                layers = layer_of_rows(routers, num_layers)
+                for sequence in job.sequences:
+                    if sequence.rows is not None:
+                        check_rows(torch.from_numpy(sequence.rows.copy())[None], routers)
+            except ReplayError as exc:
+                routers, misfit = [], str(exc)
         scores: list[TokenScores] = []
         for number, sequence in enumerate(job.sequences):
             if scores and time.monotonic() > end:
                 break
-            found = score(model, sequence, routers, job)
-            if found.replayed is not None and number < NUM_ROUNDED and not passes:
-                found = msgspec.structs.replace(found, rounded=round_routers(model, sequence, routers, job))
-            scores.append(found)
+            rounds = number < NUM_ROUNDED and not passes
+            scores.append(score(model, sequence, routers, layers, rounds=rounds))
         passes.append(ReferencePass(dtype=dtype, device=device, sequences=scores))
         del model
         # Memory that PyTorch keeps counts as used when the next model is placed.
         torch.cuda.empty_cache()
     result = ReferenceResult(
-        release=transformers.__version__, passes=passes, layers=layers, routing_refusal=refusal, facts=facts
+        release=transformers.__version__,
+        passes=passes,
+        layers=layers if misfit is None else [],
+        routing_refusal=refusal,
+        misfit=misfit,
+        facts=facts,
     )
-    result_path.write_bytes(msgspec.msgpack.encode(result))
+    result_path.write_bytes(encode(result))
 
 
 def _check_checkpoint(folder: str) -> dict[str, str]:
@@ -128,7 +142,7 @@ def load(folder: str, dtype: str, *, is_needed: bool) -> tuple[Any, str]:
         return model.to("cuda"), torch.cuda.get_device_name()
     if not on_gpu:
         return model, "CPU"
-    _offload(model)
+    offload(model, "cuda")
     return model, f"{torch.cuda.get_device_name()}, layer by layer"
 
 
@@ -139,57 +153,66 @@ def _num_parameters(folder: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _offload(model: nn.Module) -> None:
-    """Keep the layers in the memory of the machine, and move each to the GPU while it computes."""
+def offload(model: nn.Module, device: str) -> None:
+    """Keep the layers in the memory of the machine, and move each to the device while it computes."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
     inside = {id(parameter) for parameter in layers.parameters()}
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(tensor) not in inside:
-                tensor.data = tensor.data.to("cuda")
+                tensor.data = tensor.data.to(device)
     for layer in layers:
-        layer.register_forward_pre_hook(lambda module, _: module.to("cuda") and None)
+        layer.register_forward_pre_hook(lambda module, _: module.to(device) and None)
         layer.register_forward_hook(lambda module, _, __: module.to("cpu") and None)
 
 
-def score(model: Any, sequence: ReferenceSequence, routers: Sequence[Router], job: ReferenceJob) -> TokenScores:
+def score(
+    model: Any, sequence: ReferenceSequence, routers: Sequence[Router], layers: Sequence[int], *, rounds: bool
+) -> TokenScores:
     """Return what the model computes for one sequence.
+
+    Args:
+        layers: index in the rows of each router's layer.
+        rounds: also compute with less precise routers, for `TokenScores.rounded`.
 
     Raises:
         ReferenceRefused: the sequence has no or too many tokens, or its rows do not fit it.
     """
-    ids = torch.from_numpy(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64))
+    ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
     if not 1 < len(ids) <= MAX_TOKENS or int(ids.min()) < 0:
         raise ReferenceRefused(f"a sequence has {len(ids)} tokens; allowed: 2 to {MAX_TOKENS}, with ids from 0")
-    rows = None
-    if routers and sequence.rows is not None:
-        try:
-            shape = (len(ids) - 1, job.num_layers, job.top_k)
-            rows = torch.from_numpy(np.frombuffer(sequence.rows, "<i4").reshape(shape).copy())
-        except ValueError as exc:
-            raise ReferenceRefused(f"the rows of a sequence of {len(ids)} tokens do not fit it: {exc}") from exc
     device = model.get_input_embeddings().weight.device
     inputs, targets = ids[None, :-1].to(device), ids[1:].to(device)
+
+    def forward() -> Tensor:
+        return cast(Tensor, model(input_ids=inputs, use_cache=False).logits[0])
+
     with torch.no_grad():
-        with watching(routers if rows is not None else ()) as seen:
-            logits = model(input_ids=inputs, use_cache=False).logits[0]
-        fields = _scores(logits, targets)
-        if rows is not None:
-            layers = layer_of_rows(list(routers), job.num_layers)
-            fields["misses"] = _misses(routers, seen, rows, layers)
-            with watching(routers) as seen, replay(model, rows[None].to(device)):
-                logits = model(input_ids=inputs, use_cache=False).logits[0]
-            fields["replayed"] = _scores(logits, targets)["logprobs"]
+        if not routers or sequence.rows is None:
+            return TokenScores(**_scores(forward(), targets))
+        if len(sequence.rows) != len(ids) - 1:
+            raise ReferenceRefused(f"a sequence of {len(ids)} tokens has {len(sequence.rows)} rows")
+        rows = torch.from_numpy(sequence.rows.copy())
+        with watching(routers) as seen:
+            fields = _scores(forward(), targets)
+        fields["misses"] = _misses(routers, seen, rows, layers)
+        with replay(model, rows[None].to(device)):
+            with watching(routers) as seen:
+                fields["replayed"] = _chosen(forward(), targets)
             fields["others"] = _misses(routers, seen, rows, layers)
-    parts: dict[str, Any] = {name: _bytes(tensor) for name, tensor in fields.items()}
-    return TokenScores(**parts)
+            rounded = []
+            for computes in (False, True) if rounds else ():
+                with rounding(routers, computes=computes):
+                    rounded.append(_chosen(forward(), targets))
+        return TokenScores(**fields, rounded=rounded)
 
 
-def round_routers(model: Any, sequence: ReferenceSequence, routers: Sequence[Router], job: ReferenceJob) -> list[bytes]:
-    """Return the log probabilities with replay and less precise routers, for `TokenScores.rounded`."""
+@contextmanager
+def rounding(routers: Sequence[Router], *, computes: bool) -> Iterator[None]:
+    """Make routers less precise: they round their logits to bfloat16, or also compute them in it."""
 
-    def watch(router: Router, *, computes: bool) -> Any:
+    def watch(router: Router) -> Any:
         def hook(module: nn.Module, args: Sequence[Any], output: tuple[Tensor, Tensor, Tensor]) -> Any:
             logits, weights, ids = output
             if computes:
@@ -202,26 +225,18 @@ def round_routers(model: Any, sequence: ReferenceSequence, routers: Sequence[Rou
 
         return hook
 
-    ids = torch.from_numpy(np.frombuffer(sequence.token_ids, "<i4").astype(np.int64))
-    device = model.get_input_embeddings().weight.device
-    shape = (1, len(ids) - 1, job.num_layers, job.top_k)
-    rows = torch.from_numpy(np.frombuffer(sequence.rows or b"", "<i4").reshape(shape).copy()).to(device)
-    found = []
-    for computes in (False, True):
-        with ExitStack() as hooks, torch.no_grad(), replay(model, rows):
-            for router in routers:
-                hooks.callback(router.module.register_forward_hook(watch(router, computes=computes)).remove)
-            logits = model(input_ids=ids[None, :-1].to(device), use_cache=False).logits[0]
-        chosen = logits.float().log_softmax(-1).gather(-1, ids[1:, None].to(device))[:, 0]
-        found.append(_bytes(chosen))
-    return found
+    with ExitStack() as hooks:
+        for router in routers:
+            hooks.callback(router.module.register_forward_hook(watch(router)).remove)
+        yield
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().astype("<f4" if tensor.is_floating_point() else "<i4").tobytes()
+def _chosen(logits: Tensor, targets: Tensor) -> Any:
+    parts = zip(logits.split(CHUNK), targets.split(CHUNK), strict=True)
+    return torch.cat([part.float().log_softmax(-1).gather(-1, ids[:, None]) for part, ids in parts])[:, 0].cpu().numpy()
 
 
-def _scores(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def _scores(logits: Tensor, targets: Tensor) -> dict[str, Any]:
     parts: dict[str, list[Tensor]] = {}
     for start in range(0, len(targets), CHUNK):
         logprobs = logits[start : start + CHUNK].float().log_softmax(-1)
@@ -239,7 +254,7 @@ def _scores(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         }
         for name, tensor in found.items():
             parts.setdefault(name, []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+    return {name: torch.cat(tensors).cpu().numpy() for name, tensors in parts.items()}
 
 
 @contextmanager
@@ -272,11 +287,9 @@ def choice_scores(router: Router, logits: Tensor, bias: Tensor | None) -> Tensor
     return scores if bias is None else scores + bias.float()
 
 
-def _misses(routers: Sequence[Router], seen: Sequence[Tensor], rows: Tensor, layers: Sequence[int]) -> Tensor:
-    return torch.stack(
-        [misses_of(router, scores.cpu(), rows[:, i]) for router, scores, i in zip(routers, seen, layers, strict=True)],
-        dim=-1,
-    )
+def _misses(routers: Sequence[Router], seen: Sequence[Tensor], rows: Tensor, layers: Sequence[int]) -> Any:
+    by_layer = zip(routers, seen, layers, strict=True)
+    return torch.stack([misses_of(router, scores.cpu(), rows[:, i]) for router, scores, i in by_layer], -1).numpy()
 
 
 def misses_of(router: Router, scores: Tensor, chosen: Tensor) -> Tensor:

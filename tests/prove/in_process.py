@@ -27,7 +27,7 @@ from rollbus.frontend.cli.prove.evidence import Evidence, add_reference, collect
 from rollbus.frontend.cli.prove.routing import judge_routing
 from rollbus.frontend.cli.prove.stage import Budget, FleetInUse, Proof
 from rollbus.schemas.presence import Capabilities, RoutedExpertsInfo, WorkerPresence, WorkerState
-from rollbus.schemas.reference import ReferenceJob, ReferenceResult
+from rollbus.schemas.reference import ReferenceJob, ReferenceResult, decode, encode
 from tests.engine.family_updates import engine, model_of, reference_process
 from tests.engine.tiny_families import HALF, make_family
 
@@ -93,7 +93,7 @@ def proof_of(llm: Any, folder: Path, scratch: Path, seed: int, **sampling: Any) 
     experts = config.get_num_experts()
     routing = None
     if experts:
-        layers, top_k = config.get_total_num_hidden_layers(), top_k_of(config.hf_text_config)
+        layers, top_k = config.get_total_num_hidden_layers(), int(config.hf_text_config.num_experts_per_tok)
         routing = RoutedExpertsInfo(num_layers=layers, top_k=top_k, num_experts=experts, dtype="u1")
     capabilities = Capabilities(
         engine="vllm",
@@ -120,11 +120,6 @@ def proof_of(llm: Any, folder: Path, scratch: Path, seed: int, **sampling: Any) 
         budget=Budget(3600.0, ()),
         shared=FleetInUse(rb=rb, server="", fleet="default", workers=(worker,)),
     )
-
-
-def top_k_of(config: Any) -> int:
-    """Return the number of experts of a token."""
-    return int(config.num_experts_per_tok)
 
 
 async def prove(proof: Proof) -> dict[str, Any]:
@@ -210,9 +205,9 @@ def compute(job: Path, result: Path) -> None:
 async def run_pooled(job: ReferenceJob, folder: Path) -> ReferenceResult:
     """Run the reference in one process for all cases: an import of transformers takes seconds."""
     paths = folder / "job.msgpack", folder / "result.msgpack"
-    paths[0].write_bytes(msgspec.msgpack.encode(job))
+    paths[0].write_bytes(encode(job))
     await asyncio.wrap_future(reference_process().submit(compute, *paths))
-    return msgspec.msgpack.decode(paths[1].read_bytes(), type=ReferenceResult)
+    return decode(paths[1].read_bytes(), ReferenceResult)
 
 
 def run_case(folder: Path, family: str, fault: str, seed: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from rollbus.frontend.cli.prove.evidence import Evidence, Sampled, Scores
-from rollbus.schemas.reference import ABOVE, RANKS
+from rollbus.frontend.cli.prove.evidence import Evidence, Sampled
+from rollbus.schemas.reference import ABOVE, RANKS, TokenScores
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 PROMPT, ANSWER = 40, 32
@@ -37,7 +37,7 @@ def _answer(rng: Any, arm: str, prompt: int, ids: Any, truth: Any, rows: Any) ->
 
     above = (rng.uniform(0, 1, len(truth)) * (1 - np.exp(truth))).astype("f4")
     none = None if rows is None else np.zeros((len(truth), LAYERS), "f4")
-    scores = Scores(
+    scores = TokenScores(
         logprobs=near(),
         ranks=rng.integers(0, 30, len(truth)).astype("i4"),
         above=above,

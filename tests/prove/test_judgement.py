@@ -10,7 +10,7 @@ from rollbus.frontend.cli.prove.agreement import judge_agreement
 from rollbus.frontend.cli.prove.evidence import Evidence
 from rollbus.frontend.cli.prove.routing import judge_routing
 from rollbus.frontend.cli.prove.stage import StageRefused
-from rollbus.frontend.cli.prove.verdicts import Outcome, Verdict, judge, limit_of, measured, worst
+from rollbus.frontend.cli.prove.verdicts import Outcome, Verdict, judge, limit_of, limited, measured, worst
 from tests.prove.made import made_evidence, move_engine, round_routers, scale_expert
 
 
@@ -191,7 +191,7 @@ def test_the_limit_is_the_larger_of_table_and_three_floors(floor: float | None, 
     """The limit is the table's or three times the floor, with its reason. Above three times the limit is `wrong`."""
     limit = limit_of("p99", "float32", floor)
     assert ("engine" in limit.why) == (floor is not None)
-    assert measured("p99", value, limit).verdict is verdict
+    assert measured("x", limited("p99", value, "float32", floor)).verdict is verdict
 
 
 def test_the_worst_word_counts() -> None:

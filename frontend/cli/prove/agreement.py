@@ -1,13 +1,14 @@
 """The stage `agreement`: are the log probabilities of sampled tokens those of a trainer?"""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from .causes import CERTAIN, Signs, name_causes, read_signs
+from msgspec.structs import replace
+
+from .causes import CERTAIN, Signs, name_causes
 from .evidence import Evidence, add_reference, collect
 from .figures import Figures, batch_pairs, by_position, by_rank, reference_pairs, second_pairs
 from .stage import Proof, Stage
-from .verdicts import FLOOR_MOST, Finding, Number, Outcome, Verdict, judge, limit_of
+from .verdicts import FLOOR_MOST, Finding, Number, Outcome, Verdict
 
 WAYS = {
     "alone": "decode against prefill, one request at a time",
@@ -38,13 +39,13 @@ class Agreement(Stage):
 
 def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
     """Return the verdict on the answers. This function is pure."""
-    signs = read_signs(evidence, dtype)
-    causes = name_causes(signs, evidence, dtype)
+    signs = Signs(evidence, dtype)
+    causes = name_causes(signs)
     findings = [_batch_finding(evidence, dtype)]
     for arm, way in WAYS.items():
         pairs = second_pairs(one for one in evidence.sampled if one.arm == arm)
         if pairs:
-            findings.append(compare(f"engine against itself: {way}", Figures.of(pairs), dtype, (signs.floor,)))
+            findings.append(Figures.of(pairs).judge(f"engine against itself: {way}", dtype, signs.floor))
     findings += _reference_findings(evidence, signs, dtype)
     for test in signs.sampling:
         verdict = Verdict.WRONG if abs(test.z) > CERTAIN else Verdict.LOOK
@@ -56,8 +57,7 @@ def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
         (i for word in (Verdict.WRONG, Verdict.LOOK) for i, f in enumerate(findings) if f.verdict is word), None
     )
     if worst is not None and causes:
-        named = findings[worst]
-        findings[worst] = Finding(verdict=named.verdict, what=named.what, numbers=named.numbers, causes=causes)
+        findings[worst] = replace(findings[worst], causes=causes)
     main = signs.second if signs.reference is None else signs.reference
     return Outcome(
         findings=tuple(findings),
@@ -66,39 +66,17 @@ def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
     )
 
 
-def compare(what: str, figures: Figures, dtype: str, floors: Sequence[Figures]) -> Finding:
-    """Return the finding for the differences of two passes. The largest one alone is at most `look`."""
-    numbers, verdicts = [], []
-    for name in ("k3", "p99", "largest"):
-        floor = max(getattr(each, name) for each in floors)
-        value, limit = getattr(figures, name), limit_of(name, dtype, floor)
-        number = Number(name=name, value=value, unit="nats", floor=floor, limit=limit.value, why=limit.why)
-        numbers.append(number)
-        verdict = judge(value, limit.value)
-        # One token of a thousand may lie behind a tie of two routers.
-        verdicts.append(Verdict.LOOK if name == "largest" and verdict is Verdict.WRONG else verdict)
-    worst = max(range(3), key=lambda i: list(Verdict).index(verdicts[i]) if verdicts[i] is not Verdict.NOT_RUN else 0)
-    chosen = numbers[worst]
-    sign = "<=" if verdicts[worst] is Verdict.OK else ">"
-    text = f"{what}: {chosen.name} {chosen.value:.2g} {sign} {chosen.limit:.2g} nats ({chosen.why})"
-    return Finding(verdict=verdicts[worst], what=text, numbers=(*numbers, Number(name="k1", value=figures.k1)))
-
-
 def _batch_finding(evidence: Evidence, dtype: str) -> Finding:
     """Return the finding for alone against batch. It is the floor of the others, so it is `wrong` only far above."""
-    figures, none = Figures.of(batch_pairs(evidence.sampled)), Figures.of(())
-    found = compare("engine against itself: other batch", figures, dtype, (none,))
-    if found.verdict is Verdict.OK:
-        return found
+    found = Figures.of(batch_pairs(evidence.sampled)).judge("engine against itself: other batch", dtype, Figures.of(()))
     is_noise = all(number.value <= FLOOR_MOST * number.limit for number in found.numbers if number.limit is not None)
-    return Finding(verdict=Verdict.LOOK if is_noise else Verdict.WRONG, what=found.what, numbers=found.numbers)
+    return found if found.verdict is Verdict.OK else replace(found, verdict=Verdict.LOOK if is_noise else Verdict.WRONG)
 
 
 def _reference_findings(evidence: Evidence, signs: Signs, dtype: str) -> list[Finding]:
     if signs.reference is None:
         reason = evidence.reference_refusal or "the reference computed nothing"
         return [Finding(verdict=Verdict.NOT_RUN, what=f"no reference: {reason}")]
-    floors = (signs.floor, signs.noise)
     chosen = [one for one in evidence.sampled if one.is_neutral] or evidence.sampled
     groups = [
         ("sampled", [one for one in chosen if one.arm in ("sampled", "yours")]),
@@ -108,7 +86,7 @@ def _reference_findings(evidence: Evidence, signs: Signs, dtype: str) -> list[Fi
     if yours:
         groups.append(("your sampling", yours))
     return [
-        compare(f"reference, {name} tokens", Figures.of(pairs), dtype, floors)
+        Figures.of(pairs).judge(f"reference, {name} tokens", dtype, signs.floor, signs.noise)
         for name, group in groups
         if (pairs := reference_pairs(group))
     ]

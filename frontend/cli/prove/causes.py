@@ -1,17 +1,15 @@
 """Names the likely causes of what is off, by the pattern of the evidence. This module is pure."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from .evidence import Evidence, Sampled
 from .figures import (
     Figures,
-    Misses,
-    Sampling,
     Suspect,
     answer_of,
     batch_pairs,
-    by_position,
+    first_position,
     misses_of,
     noise_pairs,
     reference_pairs,
@@ -21,7 +19,7 @@ from .figures import (
     slope_of,
     suspect_of,
 )
-from .verdicts import TABLE, Verdict, judge, limit_of, worst
+from .verdicts import TABLE
 
 MANY: Final = 0.01
 """Share of faulty sets of a layer that is `wrong`: a single one may be a tie of two routers at once."""
@@ -39,183 +37,178 @@ ALONE: Final = 10.0
 """Ratio from which only the tokens of one expert are off."""
 DECISIVE: Final = 10.0
 """Factor from which nothing else explains it."""
-GROWTH: Final = 3.0
-"""Ratio of the last quarter of the answers to the first from which differences grow with the position."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
-    """What is off, and how. `None` stands for what was not measured."""
-
-    floor: Figures
-    """The engine against itself in another batch."""
-    second: Figures
-    """The answers against the engine's second pass."""
-    reference: Figures | None
-    replayed: Figures | None
-    noise: Figures
-    """The reference against itself in another dtype."""
-    misses: Misses | None
-    suspect: tuple[int, Suspect] | None
-    """Layer and expert whose tokens are off most."""
-    drifts: bool
-    """True if the answers differ from the second pass."""
-    drift_cached: bool
-    """True if only answers with a cached prefix differ from the second pass."""
-    drift_sampled: bool
-    """True if only sampled answers differ from it, and greedy ones do not."""
-    differs: bool
-    """True if the answers differ from the reference."""
-    second_differs: bool
-    """True if the second pass differs from the reference."""
-    heals: bool
-    """True if replay removes the difference, or nine tenths of it."""
-    first_layer: int | None
-    """First layer whose router sees something else than the reference's."""
-    slope: float
-    """By how much r changes with the log probability. 0: not at all, or not in a straight line."""
-    grows: bool
-    """True if differences grow with the position."""
-    rounding: float
-    """How many times less precise routers fit better."""
-    sampling: tuple[Sampling, ...]
-    """Tests of the sampled tokens that fail. Empty if greedy answers differ too: their distribution is another one."""
-
-
-def is_off(figures: Figures, dtype: str, *floors: Figures) -> Verdict:
-    """Return the verdict on the differences of two passes."""
-    k3 = judge(figures.k3, limit_of("k3", dtype, max(floor.k3 for floor in floors)).value)
-    p99 = judge(figures.p99, limit_of("p99", dtype, max(floor.p99 for floor in floors)).value)
-    return worst((k3, p99))
-
-
-def read_signs(evidence: Evidence, dtype: str) -> Signs:
-    """Return the signs of the evidence."""
-    sampled = evidence.sampled
-    floor, noise = Figures.of(batch_pairs(sampled)), Figures.of(noise_pairs(sampled))
-
-    def drift(chosen: list[Sampled]) -> bool:
-        return is_off(Figures.of(second_pairs(chosen)), dtype, floor) is not Verdict.OK
-
-    cached = [one for one in sampled if one.cached]
-    greedy = [one for one in sampled if one.arm in GREEDY]
-    second_reference = [
-        (answer_of(one, one.second), answer_of(one, one.scores.logprobs))
-        for one in sampled
-        if one.second is not None and one.scores is not None
-    ]
-    free, again = Figures.of(reference_pairs(sampled)), Figures.of(reference_pairs(sampled, "replayed"))
-    misses = misses_of(evidence, dtype)
-    first = None
-    if misses is not None:
-        first = next((evidence.layers[i] for i, share in enumerate(misses.faults) if share > SOME), None)
-    differs = is_off(free, dtype, floor, noise) is not Verdict.OK
-    still = is_off(again, dtype, floor, noise) is not Verdict.OK
-    drifts = drift(sampled)
-    suspect = None
-    if misses is not None and (differs or first is not None):
-        place = len(evidence.layers) if first is None else list(evidence.layers).index(first)
-        if place:
-            layer = evidence.layers[place - 1]
-            found = suspect_of(evidence, layer)
-            # After the last router, nothing of an expert reaches other tokens than its own.
-            is_alone = found is not None and (first is not None or found.ratio > ALONE)
-            suspect = (layer, found) if found is not None and is_alone else None
-    slope, straight = slope_of(reference_pairs(sampled))
-    quarters = by_position(reference_pairs(sampled) if free.tokens else second_pairs(sampled))
-    second_differs = is_off(Figures.of(second_reference), dtype, floor, noise) is not Verdict.OK
-    greedy_differs = is_off(Figures.of(reference_pairs(greedy)), dtype, floor, noise) is not Verdict.OK
-    tests: list[Sampling] = []
-    drift_sampled = drifts and bool(greedy) and not drift(greedy)
-    if not (second_differs if second_reference else greedy_differs) and (drift_sampled or not drifts):
-        tests = sampling_tests(one for one in sampled if one.is_neutral)
-    return Signs(
-        floor=floor,
-        second=Figures.of(second_pairs(sampled)),
-        reference=free if free.tokens else None,
-        replayed=again if again.tokens else None,
-        noise=noise,
-        misses=misses,
-        suspect=suspect,
-        drifts=drifts,
-        drift_cached=drifts and bool(cached) and not drift([one for one in sampled if not one.cached]),
-        drift_sampled=drift_sampled,
-        differs=differs,
-        second_differs=second_differs,
-        heals=bool(again.tokens) and differs and (not still or again.k3 < free.k3 / 10),
-        first_layer=first,
-        slope=slope if straight > STRAIGHT else 0.0,
-        grows=quarters[-1] > GROWTH * quarters[0] > 0,
-        rounding=rounding_gain(sampled),
-        sampling=tuple(test for test in tests if abs(test.z) > UNLIKELY),
-    )
-
-
+FAR: Final = 8
+"""First position from which the context's length matters, and not only that there is one."""
+MISFIT: Final = (
+    "another number of experts for each token, or other layers, than in the configuration of --model; or rows that the "
+    "engine mixed up"
+)
 GREEDY: Final = ("alone", "batch", "again")
 
 
-def name_causes(signs: Signs, evidence: Evidence, dtype: str) -> tuple[str, ...]:
+class Signs:
+    """What is off, and how. `None` stands for what was not measured."""
+
+    def __init__(self, evidence: Evidence, dtype: str) -> None:
+        sampled = evidence.sampled
+        self.floor = floor = Figures.of(batch_pairs(sampled))
+        """The engine against itself in another batch."""
+        self.noise = noise = Figures.of(noise_pairs(sampled))
+        """The reference against itself in another dtype."""
+        self.second = Figures.of(second_pairs(sampled))
+        """The answers against the engine's second pass."""
+        free, again = Figures.of(reference_pairs(sampled)), Figures.of(reference_pairs(sampled, "replayed"))
+        self.reference = free if free.tokens else None
+        self.replayed = again if again.tokens else None
+
+        def drifts(chosen: list[Sampled]) -> bool:
+            return Figures.of(second_pairs(chosen)).is_off(dtype, floor)
+
+        cached, greedy = [one for one in sampled if one.cached], [one for one in sampled if one.arm in GREEDY]
+        self.drifts = drifts(sampled)
+        """True if the answers differ from the second pass."""
+        self.drift_cached = self.drifts and bool(cached) and not drifts([one for one in sampled if not one.cached])
+        """True if only answers with a cached prefix differ from it."""
+        self.drift_sampled = self.drifts and bool(greedy) and not drifts(greedy)
+        """True if only sampled answers differ from it."""
+        seconds = [
+            (answer_of(one, one.second), answer_of(one, one.scores.logprobs))
+            for one in sampled
+            if one.second is not None and one.scores is not None
+        ]
+        self.differs = free.is_off(dtype, floor, noise)
+        """True if the answers differ from the reference."""
+        self.second_differs = Figures.of(seconds).is_off(dtype, floor, noise)
+        """True if the second pass differs from it."""
+        still = again.is_off(dtype, floor, noise)
+        self.heals = bool(again.tokens) and self.differs and (not still or again.k3 < free.k3 / 10)
+        """True if replay removes the difference, or nine tenths of it."""
+        self.misses = misses_of(evidence, dtype)
+        faulty = [] if self.misses is None else [i for i, share in enumerate(self.misses.faults) if share > SOME]
+        self.first_layer = evidence.layers[faulty[0]] if faulty else None
+        """First layer whose router sees something else than the reference's."""
+        place = faulty[0] if faulty else len(evidence.layers)
+        self.suspect: Suspect | None = None
+        """The experts whose tokens are off most, in the last layer before the difference."""
+        if self.misses is not None and (self.differs or faulty) and place:
+            found = suspect_of(evidence, evidence.layers[place - 1])
+            # After the last router, nothing of an expert reaches other tokens than its own.
+            self.suspect = found if found is not None and (faulty or found.ratio > ALONE) else None
+        self.slope, straight = slope_of(reference_pairs(sampled))
+        """By how much r changes with the log probability, in a straight line."""
+        self.is_straight = straight > STRAIGHT and self.slope != 0
+        # The tokens of an expert may begin anywhere.
+        self.position = first_position(sampled) if self.second_differs and self.suspect is None else 0
+        """First position where the engine and the reference do not agree."""
+        self.breaks = not self.differs and still
+        """True if only replay makes a difference."""
+        self.rounding = rounding_gain(sampled)
+        """How many times less precise routers fit better."""
+        others = self.second_differs if seconds else Figures.of(reference_pairs(greedy)).is_off(dtype, floor, noise)
+        tests = sampling_tests(one for one in sampled if one.is_neutral)
+        # If greedy answers differ too, their distribution is another one.
+        is_tested = not others and (self.drift_sampled or not self.drifts)
+        self.sampling = [test for test in tests if is_tested and abs(test.z) > UNLIKELY]
+        """Tests of the sampled tokens that fail."""
+        self.dtype, self.facts, self.misfit = dtype, evidence.facts, evidence.misfit
+        self.routers = evidence.layers
+
+
+def name_causes(signs: Signs) -> tuple[str, ...]:
     """Return the likely causes, the most likely first. Empty if nothing is off."""
-    causes: list[str] = []
-    if signs.sampling or signs.drift_sampled:
-        causes += _of_sampling(signs, evidence)
-    if signs.drifts and not signs.drift_sampled and not causes:
-        causes.append(_of_drift(signs))
-    if signs.differs and (signs.second_differs or not signs.drifts) and not causes:
-        causes += _of_model(signs, evidence, dtype)
-    elif signs.first_layer is not None and not causes:
-        causes += _of_routing(signs, dtype)
-    return tuple(dict.fromkeys(causes))
+    for rows in (_of_sampling(signs), _of_drift(signs), _of_model(signs), _of_routing(signs)):
+        causes = tuple(row for row in rows if isinstance(row, str))
+        if causes:
+            return causes
+    return ()
 
 
-def _of_sampling(signs: Signs, evidence: Evidence) -> list[str]:
-    names = {test.name for test in signs.sampling}
-    cuts = [f"sampling parameters: {test.text}: {test.name} is left on" for test in signs.sampling if test.z < 0]
-    causes = [cut for cut in cuts if "temperature" not in cut]
-    if names == {"temperature"}:
-        sharper = "below" if signs.sampling[0].z < 0 else "above"
-        causes.append(f"sampling parameters: a temperature {sharper} 1 ({signs.sampling[0].text}), top-p, or penalties")
-    if signs.drift_sampled and not causes:
-        causes.append("sampling parameters (temperature, top-p, top-k, penalties) that change the log probabilities")
-    if evidence.facts.get("logprobs_mode", "").startswith("processed"):
-        causes.append("the fleet returns processed_logprobs; raw_logprobs do not depend on sampling parameters")
-    return causes
+Rows = Sequence[str | bool]
+"""Causes. One that is not likely is False."""
 
 
-def _of_drift(signs: Signs) -> str:
+def _of_sampling(signs: Signs) -> Rows:
+    """Return causes where only sampled tokens are off."""
+    found, cuts = signs.sampling, [test for test in signs.sampling if test.z < 0 and test.name != "temperature"]
+    is_temperature = bool(found) and {test.name for test in found} == {"temperature"}
+    sharper = "below" if found and found[0].z < 0 else "above"
+    is_processed = signs.facts.get("logprobs_mode", "").startswith("processed")
+    return [
+        *(f"sampling parameters: {test.text}: {test.name} is left on, or min-p" for test in cuts),
+        is_temperature and f"sampling parameters: a temperature {sharper} 1 ({found[0].text}), top-p, or penalties",
+        signs.drift_sampled
+        and not cuts
+        and not is_temperature
+        and "sampling parameters (temperature, top-p, top-k, penalties) that change the log probabilities",
+        (bool(found) or signs.drift_sampled)
+        and is_processed
+        and "the fleet returns processed_logprobs; raw_logprobs do not depend on sampling parameters",
+    ]
+
+
+def _of_drift(signs: Signs) -> Rows:
+    """Return the cause where the engine does not agree with itself."""
+    if not signs.drifts:
+        return ()
     if signs.drift_cached:
-        return (
+        text = (
             "stale KV: only answers with a cached prefix differ from a pass that computes it again: the prefix cache "
             "has KV of other weights, or was not flushed after an update"
         )
-    if signs.differs and not signs.second_differs:
-        return (
+    elif signs.differs and not signs.second_differs:
+        text = (
             "stale KV, or the decode path: a pass over the whole sequence agrees with the reference, the answers do "
             "not: KV of other weights, CUDA graphs (compare with enforce_eager), or the kernel of decode attention"
         )
-    if signs.second_differs and not signs.differs:
-        return "the prefill path: chunked prefill, or a fused kernel for prompts, computes something else than decode"
-    return "decode and prefill use kernels that round differently: fused kernels, split KV, the dtype of the KV cache"
+    elif signs.second_differs and not signs.differs:
+        text = "the prefill path: chunked prefill, or a fused kernel for prompts, computes something else than decode"
+    else:
+        text = "decode and prefill use kernels that round differently: fused kernels, split KV, the KV cache's dtype"
+    return (text,)
 
 
-def _of_model(signs: Signs, evidence: Evidence, dtype: str) -> list[str]:
+def _of_model(signs: Signs) -> Rows:
     """Return causes where the engine agrees with itself, but not with the reference."""
-    causes = []
+    if not signs.differs:
+        return ()
     if signs.rounding > FITS:
-        return [precision_cause(signs)]
-    if signs.suspect is not None:
-        layer, suspect = signs.suspect
-        causes.append(f"expert {suspect.expert} of layer {layer}: its weights, or the scale of its kernel, are wrong")
-    if signs.first_layer is not None:
-        causes += _of_routing(signs, dtype)
-    elif signs.misses is not None and signs.suspect is None:
-        causes += _of_head(evidence)
-        causes.append(f"the experts of layer {evidence.layers[-1]}: all routers see the right inputs up to there")
-    if signs.slope and signs.first_layer is None:
-        causes.append("a scale of the logits: temperature, soft cap, logit scale, or the final norm")
-    if signs.misses is None:
-        causes += _of_dense(signs, evidence)
-    return causes
+        return (precision_cause(signs),)
+    is_dense, is_tied = signs.misses is None, signs.facts.get("tie_word_embeddings") == "True"
+    is_after = not is_dense and signs.first_layer is None and signs.suspect is None
+    return [
+        signs.misfit is not None and MISFIT,
+        signs.suspect is not None and _of_experts(signs.suspect),
+        signs.position >= FAR
+        and f"attention from position {signs.position} on, before which all tokens agree: a sliding window that is "
+        "ignored or has another length, chunked attention, or the scaling of the rotary embedding",
+        0 < signs.position < FAR
+        and "attention scores, because first tokens, which see only themselves, agree: queries or keys (stale, swapped "
+        "or not normalized), rotary embedding (theta, scaling), their scale, soft cap or mask",
+        *_of_routing(signs),
+        is_after and is_tied and "a tied head that was not updated with the embedding, or the final norm",
+        is_after and not is_tied and "the head or the final norm: stale weights",
+        is_after
+        and f"the experts of layer {max(signs.routers)} (weights, norm_topk_prob, scaling, a shared expert): all "
+        "routers see the right inputs up to there",
+        signs.is_straight
+        and signs.first_layer is None
+        and "a scale of the logits: temperature, soft cap, logit scale, or the final norm",
+        is_dense
+        and "stale weights, weights that did not load, an adapter that stayed merged, or another configuration "
+        "(epsilon of a norm, activation, multipliers): the engine agrees with itself and not with the model",
+        is_dense and is_tied and "a tied head that was not updated with the embedding",
+        is_dense
+        and "a fused kernel (compare with enforce_eager), or another checkpoint in --model than the fleet serves",
+    ]
+
+
+def _of_experts(suspect: Suspect) -> str:
+    if len(suspect.experts) == 1:
+        return (
+            f"expert {suspect.experts[0]} of layer {suspect.layer}: its weights, or the scale of its kernel, are wrong"
+        )
+    first, second = suspect.experts
+    return f"experts {first} and {second} of layer {suspect.layer}: swapped, or both have wrong weights or scales"
 
 
 def precision_cause(signs: Signs) -> str:
@@ -224,40 +217,32 @@ def precision_cause(signs: Signs) -> str:
     return f"the dtype of the router: a reference whose routers round to bfloat16 fits {times:.0f} times better"
 
 
-def _of_routing(signs: Signs, dtype: str) -> list[str]:
+def _of_routing(signs: Signs) -> Rows:
+    """Return the cause where routers see something else, or choose otherwise."""
     misses, layer = signs.misses, signs.first_layer
     if misses is None or layer is None:
-        return []
-    if misses.typical < TABLE["bfloat16"]["gap"] and misses.faults[0] > SOME and dtype != "bfloat16":
+        return ()
+    if signs.breaks and max(misses.faults) > MANY:
         text = (
-            f"the dtype of the router: up to {max(misses.faults):.1%} of the sets differ, from the first layer on, by "
-            f"small steps ({misses.typical:.2g} in its logits): routers in bfloat16, or a fused top-k kernel"
+            "rows that do not belong to these experts or tokens, because only replay makes a difference: experts in "
+            f"another order at layer {layer} (expert parallelism, load balancing), rows shifted by a position or a "
+            "layer, or rows of another request"
         )
-    elif signs.heals:
-        text = (
-            f"the router of layer {layer}, from which on sets differ, while the experts agree (replay heals it): stale "
-            "weights of the router, its dtype, its bias, or a fused top-k kernel"
-        )
-    else:
-        text = (
-            f"stale or wrong weights at layer {layer}: its router is the first that sees other inputs or has other "
-            f"weights: the attention and the router of layer {layer}, or the experts of the layer before"
-        )
-    return [text]
-
-
-def _of_head(evidence: Evidence) -> list[str]:
-    if evidence.facts.get("tie_word_embeddings") == "True":
-        return ["a tied head that was not updated with the embedding, or the final norm"]
-    return ["the head or the final norm: stale weights"]
-
-
-def _of_dense(signs: Signs, evidence: Evidence) -> list[str]:
-    causes = []
-    if signs.grows:
-        causes.append("rotary embedding (scaling, theta) or a sliding window: differences grow with the position")
-    causes.append("stale weights, or weights that did not load: the engine agrees with itself and not with the model")
-    if evidence.facts.get("tie_word_embeddings") == "True":
-        causes.append("a tied head that was not updated with the embedding")
-    causes.append("a fused kernel (compare with enforce_eager), or another checkpoint in --model than the fleet serves")
-    return causes
+        return (text,)
+    heals = signs.heals or not signs.differs
+    is_small = misses.typical < TABLE["bfloat16"]["gap"] and misses.faults[0] > SOME and signs.dtype != "bfloat16"
+    before = "the experts of the layer before (weights, norm_topk_prob, scaling, a shared expert)"
+    if layer == min(signs.routers):
+        before = "what comes before it, such as the embedding"
+    return (
+        not heals
+        and f"stale or wrong weights at layer {layer}: its router is the first that sees other inputs or has other "
+        f"weights: the attention, the norms and the router of layer {layer}, or {before}",
+        is_small
+        and f"the dtype of the router: up to {max(misses.faults):.1%} of the sets differ, from the first layer on, by "
+        f"small steps ({misses.typical:.2g} in its logits): routers in bfloat16, or a fused top-k kernel",
+        heals
+        and not is_small
+        and f"the router of layer {layer}, from which on sets differ, while the experts agree (replay heals it): stale "
+        "weights of the router, its dtype, its bias, or a fused top-k kernel",
+    )

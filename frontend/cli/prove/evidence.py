@@ -14,37 +14,35 @@ long sequence runs in chunks.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ....bus import GenerateRequest, Generation, SamplingParams
+from ....schemas.errors import RequestError
 from ....schemas.presence import Capabilities
 from ....schemas.reference import (
-    ABOVE,
     MAX_FILE_BYTES,
     MAX_SEQUENCES,
-    RANKS,
     Dtype,
+    Floats,
+    Ints,
     ReferenceJob,
-    ReferencePass,
     ReferenceResult,
     ReferenceSequence,
-    floats,
+    TokenScores,
+    decode,
+    encode,
 )
 from ..exits import CommandFailed
-from ..generate.results import first_error
 from ..local.processes import ProcessSpec, run_tool
 from ..options import python_env, python_module
+from .probe import complete_all
 from .stage import Proof, StageRefused
-
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int32]
 
 LENGTHS: Final = (5, 33, 150, 600)
 """Tokens of the prompts of a round: below, within and above usual block sizes of the KV cache."""
@@ -60,21 +58,6 @@ IN_FLIGHT: Final = 64
 """Requests at once. A batch of this size uses other kernels than a single request."""
 FIRST_ID: Final = 3
 """Ids below are often special tokens."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Scores:
-    """What the reference computes for the n - 1 next tokens of one sequence."""
-
-    logprobs: Floats
-    ranks: Ints
-    above: Floats
-    above_tail: Floats
-    rank_tail: Floats
-    replayed: Floats | None = None
-    misses: Floats | None = None
-    others: Floats | None = None
-    rounded: tuple[Floats, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,9 +82,8 @@ class Sampled:
     """i4[n - 1, layers, top_k]."""
     second: Floats | None = None
     """f4[n - 1]: log probabilities of all tokens but the first, of the second pass."""
-    second_rows: Ints | None = None
-    scores: Scores | None = None
-    noise: Scores | None = None
+    scores: TokenScores | None = None
+    noise: TokenScores | None = None
     """The reference in another dtype: how much rounding changes."""
 
 
@@ -121,6 +103,8 @@ class Evidence:
     """Facts of the model and the fleet that explain differences."""
     reference_refusal: str | None = None
     routing_refusal: str | None = None
+    misfit: str | None = None
+    """How the rows do not fit the reference's routers."""
 
 
 async def collect(proof: Proof) -> Evidence:
@@ -168,21 +152,20 @@ class _Collection:
         ]
 
     async def _round(self, number: int) -> None:
-        prompts, model = self._prompts(number), self._proof.model
+        prompts = self._prompts(number)
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=NUM_SAMPLES)
-        salted = [
-            GenerateRequest(prompt_token_ids=ids, sampling=greedy, model=model, cache_salt=uuid.uuid4().hex)
-            for ids in prompts
-        ]
-        plain = [GenerateRequest(prompt_token_ids=ids, sampling=greedy, model=model) for ids in prompts]
-        sampled = [GenerateRequest(prompt_token_ids=ids, sampling=sampling, model=model) for ids in prompts]
-        for arm, requests, at_once in (
-            ("batch", plain, IN_FLIGHT),
-            ("alone", salted, 1),
-            ("again", [msgspec.structs.replace(each, request_id=uuid.uuid4().hex) for each in plain], IN_FLIGHT),
+        sampled = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=NUM_SAMPLES)
+        for arm, sampling, at_once in (
+            ("batch", greedy, IN_FLIGHT),
+            ("alone", greedy, 1),
+            ("again", greedy, IN_FLIGHT),
             ("sampled", sampled, IN_FLIGHT),
         ):
+            salts = [uuid.uuid4().hex if arm == "alone" else None for _ in prompts]
+            requests = [
+                GenerateRequest(prompt_token_ids=ids, sampling=sampling, model=self._proof.model, cache_salt=salt)
+                for ids, salt in zip(prompts, salts, strict=True)
+            ]
             await self._send(arm, number, requests, at_once)
         if number == 0 and self._proof.prompts:
             await self._send("yours", number, self._yours(), IN_FLIGHT)
@@ -190,8 +173,6 @@ class _Collection:
     def _yours(self) -> list[GenerateRequest]:
         requests = []
         for request in self._proof.prompts:
-            if request.lora is not None:
-                raise StageRefused(f"a prompt of --prompts names the adapter {request.lora}, which no reference has")
             sampling = request.sampling
             for name in CHANGING:
                 value = getattr(sampling, name)
@@ -214,7 +195,7 @@ class _Collection:
     async def _send(self, arm: str, number: int, requests: Sequence[GenerateRequest], at_once: int) -> None:
         """Complete the requests, and compute their sequences again as prompts."""
         numbers = {request.request_id: number * 10_000 + i for i, request in enumerate(requests)}
-        answers = [each async for each in self._complete(requests, at_once)]
+        answers = await self._complete(requests, at_once)
         added = [_sampled(arm, numbers[answer.request_id], answer) for answer in answers if len(answer.token_ids)]
         self._evidence.sampled += added
         if not self._has_second:
@@ -226,26 +207,20 @@ class _Collection:
             GenerateRequest(prompt_token_ids=each.token_ids, sampling=sampling, model=self._proof.model)
             for each in fitting
         ]
-        by_id = {request.request_id: each for request, each in zip(seconds, fitting, strict=True)}
         try:
-            async for answer in self._complete(seconds, IN_FLIGHT):
-                one = by_id[answer.request_id]
+            for one, answer in zip(fitting, await self._complete(seconds, IN_FLIGHT), strict=True):
                 one.second = answer.prompt_logprobs
-                if answer.routed_experts is not None:
-                    one.second_rows = answer.routed_experts[: len(one.token_ids) - 1].astype("i4")
         except StageRefused as exc:
             self._has_second = False
             self._evidence.notes.append(f"no second pass: {exc}")
 
-    async def _complete(self, requests: Sequence[GenerateRequest], at_once: int) -> AsyncIterator[Generation]:
-        async for first in self._proof.rb.complete_many(requests, max_in_flight=at_once):
-            error = first_error(first)
-            if error is not None and error.code == "unsupported":
-                raise StageRefused(str(error))
-            if error is not None:
-                raise error
-            for answer in (first, *first.siblings):
-                yield answer
+    async def _complete(self, requests: Sequence[GenerateRequest], at_once: int) -> list[Generation]:
+        try:
+            return await complete_all(self._proof.rb, requests, max_in_flight=at_once)
+        except RequestError as exc:
+            if exc.code == "unsupported":
+                raise StageRefused(str(exc)) from exc
+            raise
 
 
 CHANGING: Final = (
@@ -289,19 +264,10 @@ async def add_reference(proof: Proof) -> Evidence:
     engine = proof.fleet.engine
     dtypes: tuple[Dtype, ...] = get_args(Dtype)
     main: Dtype = next((name for name in dtypes if name == (proof.args.dtype or engine.dtype)), "bfloat16")
-    with_rows = next((each.rows for each in chosen if each.rows is not None), None)
     job = ReferenceJob(
         folder=str(proof.folder),
         dtypes=[main] if main == "float32" else [main, "float32"],
-        sequences=[
-            ReferenceSequence(
-                token_ids=each.token_ids.astype("<i4").tobytes(),
-                rows=None if each.rows is None else each.rows.astype("<i4").tobytes(),
-            )
-            for each in chosen
-        ],
-        num_layers=0 if with_rows is None else with_rows.shape[1],
-        top_k=0 if with_rows is None else with_rows.shape[2],
+        sequences=[ReferenceSequence(token_ids=each.token_ids, rows=each.rows) for each in chosen],
         seconds=proof.seconds_left() * TIME_SHARE,
     )
     try:
@@ -309,7 +275,12 @@ async def add_reference(proof: Proof) -> Evidence:
     except StageRefused as exc:
         evidence.reference_refusal = str(exc)
         return evidence
-    _add_passes(evidence, chosen, result)
+    evidence.layers, evidence.misfit = result.layers, result.misfit
+    evidence.routing_refusal = evidence.routing_refusal or result.routing_refusal
+    evidence.facts |= result.facts
+    for name, done in zip(("scores", "noise"), result.passes, strict=False):
+        for one, scores in zip(chosen, done.sequences, strict=False):
+            setattr(one, name, scores)
     first = result.passes[0]
     proof.reference = f"transformers {result.release} in {first.dtype} on {first.device}"
     if len(first.sequences) < len(chosen) or len(chosen) < len(evidence.sampled):
@@ -335,7 +306,7 @@ async def run_reference(job: ReferenceJob, folder: Path) -> ReferenceResult:
         StageRefused: it cannot compute the job. The message has its last line.
     """
     job_path, result_path = folder / "job.msgpack", folder / "result.msgpack"
-    data = msgspec.msgpack.encode(job)
+    data = encode(job)
     if len(data) > MAX_FILE_BYTES:
         raise StageRefused(f"the answers are larger than {MAX_FILE_BYTES} bytes")
     await asyncio.to_thread(job_path.write_bytes, data)
@@ -344,33 +315,6 @@ async def run_reference(job: ReferenceJob, folder: Path) -> ReferenceResult:
         await run_tool(ProcessSpec("the reference", command, python_env()))
         if (await asyncio.to_thread(result_path.stat)).st_size > MAX_FILE_BYTES:
             raise StageRefused(f"the result of the reference is larger than {MAX_FILE_BYTES} bytes")
-        return msgspec.msgpack.decode(await asyncio.to_thread(result_path.read_bytes), type=ReferenceResult)
+        return decode(await asyncio.to_thread(result_path.read_bytes), ReferenceResult)
     except (CommandFailed, msgspec.MsgspecError) as exc:
         raise StageRefused(str(exc)) from exc
-
-
-def _add_passes(evidence: Evidence, chosen: Sequence[Sampled], result: ReferenceResult) -> None:
-    evidence.layers = result.layers
-    evidence.routing_refusal = evidence.routing_refusal or result.routing_refusal
-    evidence.facts |= result.facts
-    for name, done in zip(("scores", "noise"), result.passes, strict=False):
-        for one, scores in zip(chosen, _scores(done, len(result.layers)), strict=False):
-            setattr(one, name, scores)
-
-
-def _scores(done: ReferencePass, num_routers: int) -> Iterator[Scores]:
-    for tokens in done.sequences:
-        fields: dict[str, Any] = {
-            "logprobs": floats(tokens.logprobs),
-            "ranks": np.frombuffer(tokens.ranks, "<i4"),
-            "above": floats(tokens.above),
-            "above_tail": floats(tokens.above_tail, len(ABOVE)),
-            "rank_tail": floats(tokens.rank_tail, len(RANKS)),
-            "replayed": None if tokens.replayed is None else floats(tokens.replayed),
-        }
-        fields["rounded"] = tuple(map(floats, tokens.rounded))
-        if num_routers:
-            for name in ("misses", "others"):
-                data = getattr(tokens, name)
-                fields[name] = None if data is None else floats(data, num_routers)
-        yield Scores(**fields)

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....schemas.reference import ABOVE, RANKS
-from .evidence import Evidence, Floats, Sampled, Scores
-from .verdicts import LARGEST, limit_of
+from ....schemas.reference import ABOVE, RANKS, Floats, TokenScores
+from .evidence import Evidence, Sampled
+from .verdicts import LARGEST, Finding, Number, Verdict, limit_of, limited, measured
 
 Pair = tuple[Floats, Floats]
 """Log probabilities of the same tokens, of the sampler and of another pass."""
@@ -42,6 +42,20 @@ class Figures(NamedTuple):
         bounded = np.clip(r, -MOST, MOST)
         k3 = float(np.mean(np.expm1(bounded) - bounded))
         return cls(len(r), float(-r.mean()), k3, float(np.percentile(size, 99)), float(size.max()))
+
+    def judge(self, what: str, dtype: str, *floors: "Figures") -> Finding:
+        """Return the finding for the differences. The largest alone is at most `look`: it may lie behind a tie."""
+        return measured(what, *self._numbers(dtype, floors), Number(name="k1", value=self.k1), mild="largest")
+
+    def is_off(self, dtype: str, *floors: "Figures") -> bool:
+        """Return True if k3 or the 99th percentile is above its limit."""
+        return measured("", *self._numbers(dtype, floors)[:2]).verdict is not Verdict.OK
+
+    def _numbers(self, dtype: str, floors: Sequence["Figures"]) -> list[Number]:
+        return [
+            limited(name, getattr(self, name), dtype, max(getattr(floor, name) for floor in floors))
+            for name in ("k3", "p99", "largest")
+        ]
 
 
 def differences(pairs: Iterable[Pair]) -> npt.NDArray[np.float64]:
@@ -84,15 +98,14 @@ def batch_pairs(sampled: Sequence[Sampled]) -> list[Pair]:
 
     There, both tokens are the most likely one, so their log probabilities are equal if it is a tie.
     """
-    alone = {one.prompt: one for one in sampled if one.arm == "alone"}
+    batch = {one.prompt: one for one in sampled if one.arm == "batch"}
     pairs = []
     for one in sampled:
-        if one.arm == "batch" and one.prompt in alone:
-            other = alone[one.prompt]
+        other = batch.get(one.prompt)
+        if one.arm == "alone" and other is not None:
             length = min(len(one.logprobs), len(other.logprobs))
-            differ = np.flatnonzero(one.token_ids[-length:] != other.token_ids[-length:])
-            end = length if not len(differ) else int(differ[0]) + 1
-            pairs.append((other.logprobs[:end], one.logprobs[:end]))
+            end = int(np.argmin([*(one.token_ids[-length:] == other.token_ids[-length:]), False])) + 1
+            pairs.append((one.logprobs[:end], other.logprobs[:end]))
     return pairs
 
 
@@ -119,7 +132,7 @@ def sampling_tests(sampled: Iterable[Sampled]) -> list[Sampling]:
     if not chosen:
         return []
 
-    def of(get: Callable[[Scores], npt.NDArray[np.generic]]) -> npt.NDArray[np.float64]:
+    def of(get: Callable[[TokenScores], npt.NDArray[np.generic]]) -> npt.NDArray[np.float64]:
         return np.concatenate([np.asarray(get(scores)[one.prompt_len - 1 :], float) for one, scores in chosen])
 
     above, ranks = of(lambda scores: scores.above), of(lambda scores: scores.ranks)
@@ -161,16 +174,12 @@ def misses_of(evidence: Evidence, dtype: str) -> Misses | None:
     chosen = [one for one in evidence.sampled if one.scores is not None and one.scores.others is not None]
     if not chosen:
         return None
-    free = np.concatenate([one.scores.misses for one in chosen if one.scores and one.scores.misses is not None])
-    others = np.concatenate([one.scores.others for one in chosen if one.scores and one.scores.others is not None])
-    rounding = [
-        np.abs(one.scores.others - one.noise.others)
-        for one in chosen
-        if one.scores and one.noise and one.scores.others is not None and one.noise.others is not None
-    ]
-    moved = np.concatenate(rounding).ravel() if rounding else np.empty(0)
-    moved = moved[moved > 0]
-    limit = limit_of("gap", dtype, float(np.percentile(moved, 99)) if len(moved) else None)
+    free, others = (np.concatenate([getattr(one.scores, name) for one in chosen]) for name in ("misses", "others"))
+    noisy = [one for one in chosen if one.noise is not None and one.noise.others is not None]
+    moved = [np.abs(one.scores.others - one.noise.others) for one in noisy]
+    moves = np.concatenate(moved).ravel() if moved else np.empty(0)
+    floor = float(np.percentile(moves[moves > 0], 99)) if moves.any() else None
+    limit = limit_of("gap", dtype, floor)
     faults = others > limit.value
     return Misses(
         equal=(free == 0).mean(0).tolist(),
@@ -196,22 +205,21 @@ def unreached(evidence: Evidence) -> dict[int, list[int]]:
 
 
 class Suspect(NamedTuple):
-    """The expert whose tokens are off most."""
+    """The expert whose tokens are off most, or two that are off equally."""
 
-    expert: int
-    z: float
-    """Standard deviations between the tokens of this expert and all others."""
+    layer: int
+    experts: list[int]
     ratio: float
-    """How many times its tokens differ more."""
+    """How many times their tokens differ more than those of other experts."""
 
 
 MIN_MEMBERS: Final = 10
 STANDS_OUT: Final = 6.0
-"""Standard deviations from which the expert is named."""
+"""Standard deviations from which an expert is named."""
 
 
 def suspect_of(evidence: Evidence, layer: int) -> Suspect | None:
-    """Return the expert of a layer whose tokens differ most from the reference with replay. None: no one stands out."""
+    """Return the experts of a layer whose tokens differ most from the reference with replay. None: none stand out."""
     sizes, members = [], []
     for one in evidence.sampled:
         if one.second is None or one.rows is None or one.scores is None or one.scores.replayed is None:
@@ -221,17 +229,33 @@ def suspect_of(evidence: Evidence, layer: int) -> Suspect | None:
     if not sizes:
         return None
     size, is_member = np.log(np.concatenate(sizes) + 1e-7), np.concatenate(members)
-    found: list[Suspect] = []
+    found: list[tuple[float, float, int]] = []
     for expert in range(evidence.num_experts):
         inside, outside = size[is_member[:, expert]], size[~is_member[:, expert]]
         if min(len(inside), len(outside)) >= MIN_MEMBERS:
             error = np.sqrt(inside.var() / len(inside) + outside.var() / len(outside))
             more = float(inside.mean() - outside.mean())
-            found.append(Suspect(expert, more / max(float(error), 1e-9), float(np.exp(more))))
-    found.sort(key=lambda suspect: -suspect.z)
-    if not found or found[0].z < STANDS_OUT or (len(found) > 1 and found[1].z > found[0].z / 2):
+            found.append((more / max(float(error), 1e-9), more, expert))
+    found.sort(reverse=True)
+    chosen = [each for each in found if each[0] >= STANDS_OUT and each[0] > found[0][0] / 2]
+    if not 1 <= len(chosen) <= 2:
         return None
-    return found[0]
+    return Suspect(layer, sorted(expert for _, _, expert in chosen), float(np.exp(chosen[0][1])))
+
+
+FAINT: Final = 0.01
+"""Part of the mean square difference below which a position agrees."""
+
+
+def first_position(sampled: Iterable[Sampled]) -> int:
+    """Return the first position whose next token the second pass and the reference do not agree on."""
+    pairs = [(one.second, one.scores.logprobs) for one in sampled if one.second is not None and one.scores is not None]
+    if not pairs:
+        return 0
+    table = np.full((len(pairs), max(len(pair[0]) for pair in pairs)), np.nan)
+    for line, pair in zip(table, pairs, strict=True):
+        line[: len(pair[0])] = np.square(differences([pair]))
+    return int(np.argmax(np.nanmean(table, 0) > FAINT * np.nanmean(table)))
 
 
 def rounding_gain(sampled: Iterable[Sampled]) -> float:
@@ -241,12 +265,11 @@ def rounding_gain(sampled: Iterable[Sampled]) -> float:
     """
     squares: list[list[float]] = [[], [], []]
     for one in sampled:
-        if one.second is not None and one.scores is not None and one.scores.replayed is not None:
-            for column, values in zip(squares, (one.scores.replayed, *one.scores.rounded), strict=False):
-                if one.scores.rounded:
-                    column.extend(np.square(np.asarray(values, float) - one.second))
+        if one.second is not None and one.scores is not None and one.scores.rounded:
+            for column, values in zip(squares, (one.scores.replayed, *one.scores.rounded), strict=True):
+                column.extend(np.square(np.asarray(values, float) - one.second))
     means = [float(np.mean(column)) for column in squares if column]
-    return max(means[0] / max(min(means[1:]), 1e-30), 1.0) if len(means) > 1 else 1.0
+    return max(means[0] / max(min(means[1:]), 1e-30), 1.0) if means else 1.0
 
 
 def slope_of(pairs: Sequence[Pair]) -> tuple[float, float]:
@@ -261,22 +284,17 @@ def slope_of(pairs: Sequence[Pair]) -> tuple[float, float]:
 
 def by_position(pairs: Sequence[Pair], parts: int = 4) -> list[float]:
     """Return the mean difference in each quarter of the answers."""
-    columns: list[list[float]] = [[] for _ in range(parts)]
-    for first, other in pairs:
-        size = np.abs(differences([(first, other)]))
-        for column, values in zip(columns, np.array_split(size, parts), strict=True):
-            column.extend(values)
-    return [float(np.mean(column)) if column else 0.0 for column in columns]
+    split = [np.array_split(np.abs(differences([pair])), parts) for pair in pairs]
+    columns = [np.concatenate(column) for column in zip(*split, strict=True)] or [np.empty(0)] * parts
+    return [float(column.mean()) if len(column) else 0.0 for column in columns]
 
 
 def by_rank(sampled: Iterable[Sampled]) -> dict[str, float]:
     """Return the mean difference from the reference of the most likely tokens, of the next nine and of all others."""
-    parts: dict[str, list[Floats]] = {"0": [], "1-9": [], "10 and more": []}
-    for one in sampled:
-        if one.scores is not None:
-            size = np.abs(answer_of(one, one.scores.logprobs) - one.logprobs)
-            ranks = one.scores.ranks[one.prompt_len - 1 :]
-            for name, chosen in zip(parts, (ranks == 0, (ranks > 0) & (ranks < 10), ranks >= 10), strict=True):
-                parts[name].append(size[chosen])
-    means = {name: np.concatenate(values) for name, values in parts.items() if values}
-    return {name: float(values.mean()) for name, values in means.items() if len(values)}
+    chosen = [(one, one.scores) for one in sampled if one.scores is not None]
+    if not chosen:
+        return {}
+    size = np.concatenate([np.abs(answer_of(one, scores.logprobs) - one.logprobs) for one, scores in chosen])
+    ranks = np.concatenate([scores.ranks[one.prompt_len - 1 :] for one, scores in chosen])
+    parts = {"0": ranks == 0, "1-9": (ranks > 0) & (ranks < 10), "10 and more": ranks >= 10}
+    return {name: float(size[is_in].mean()) for name, is_in in parts.items() if is_in.any()}

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from ....bus import Client, GenerateRequest, Generation, SamplingParams
 from ....bus.client.client import runtime_of
-from ....bus.protocol.fleet.canary import EXACT_LOGPROBS, LOOSE_CHOICES, STRIDE, count_same, measure_agreement
+from ....bus.protocol.fleet.canary import EXACT_LOGPROBS, STRIDE, count_same, measure_agreement
 from ....schemas.presence import Capabilities
 from ....schemas.rows import Rows, expected_rows
 from ..exits import CommandFailed
 from ..generate.results import first_error
 from .stage import Proof
-from .verdicts import FLOORS, LARGEST, Finding, Limit, Verdict, limit_of, measured, worst
+from .verdicts import LARGEST, Finding, Verdict, limit_of, limited, measured, worst
 
 NUM_PROBES: Final = 8
 """Requests that are answered together: several streams are in flight when something happens to a worker."""
@@ -29,15 +29,14 @@ NUM_TOKENS: Final = 64
 SHORTEST: Final = 16
 NUM_LENGTHS: Final = 5
 """The prompts have this number of lengths, each twice the length before it."""
-OTHER_CHOICES: Final = 0.005
-"""Allowed share of expert choices that differ between two runs in float32, where only ties can differ. In a narrower
-dtype, a worker's canary has its own limit."""
 MIN_COMPARED: Final = 0.25
 """Share of the tokens that must be comparable for the verdict `ok`. Tokens after a tie belong to another text."""
 MIN_SHIFTED: Final = 8
 """Equal tokens after a different one that show that it was inserted or lost. Another text does not have them."""
 MAX_SHOWN: Final = 2
 """Requests that a finding names."""
+IN_FLIGHT: Final = 512
+"""Requests that are open at the same time, as by default."""
 POLL_S: Final = 0.01
 """Seconds between two looks at the number of received tokens."""
 MAX_POLLS: Final = 6000
@@ -77,7 +76,11 @@ def renew(requests: Sequence[GenerateRequest], salt: str, lora: str | None = Non
 
 
 async def complete_all(
-    rb: Client, requests: Sequence[GenerateRequest], advance: Callable[[], None] = lambda: None
+    rb: Client,
+    requests: Sequence[GenerateRequest],
+    advance: Callable[[], None] = lambda: None,
+    *,
+    max_in_flight: int = IN_FLIGHT,
 ) -> list[Generation]:
     """Return the results of the requests with their siblings, in the order of the requests.
 
@@ -85,12 +88,13 @@ async def complete_all(
         advance: called after each request.
 
     Raises:
-        CommandFailed: a request failed.
+        RequestError: a request failed.
     """
     found: dict[str, Generation] = {}
-    async for generation in rb.complete_many(requests):
+    async for generation in rb.complete_many(requests, max_in_flight=max_in_flight):
         error = first_error(generation)
-        require(error is None, f"a request failed: {error}")
+        if error is not None:
+            raise error
         found[generation.request_id] = generation
         advance()
     results = [found[request.request_id] for request in requests]
@@ -170,7 +174,7 @@ class Difference:
     def figures(self) -> dict[str, float]:
         """Return the figures of `verdicts.TABLE`, with the share of tokens whose experts differ."""
         figures = {"p99": float(np.quantile(self.logprobs, 0.99)), "largest": float(np.max(self.logprobs))}
-        return figures if self.other_choices is None else {**figures, OTHER_EXPERTS: self.other_choices}
+        return figures if self.other_choices is None else {**figures, "other experts": self.other_choices}
 
     def finding(self, what: str, dtype: str, floor: "Difference", causes: tuple[str, ...] = ()) -> Finding:
         """Judge the difference.
@@ -181,11 +185,9 @@ class Difference:
             causes: likely causes if the verdict is not `ok`.
         """
         floors = floor.figures()
-        found = [
-            measured(f"{what}, {name}", value, _limit(name, dtype, floors.get(name)))
-            for name, value in self.figures().items()
-        ]
-        verdicts = [one.verdict for one in found]
+        numbers = [limited(name, value, dtype, floors.get(name)) for name, value in self.figures().items()]
+        found = measured(what, *numbers)
+        verdicts = [found.verdict]
         if self.problems:
             # In a narrow dtype, rounding may exceed the limit of a tie once, but not in two of eight requests.
             is_rounding = len(self.problems) == 1 and dtype != "float32" and NO_TIE in self.problems[0]
@@ -193,27 +195,16 @@ class Difference:
         if len(self.logprobs) < MIN_COMPARED * self.num_tokens:
             verdicts.append(Verdict.LOOK)
         verdict = worst(verdicts)
-        compared = f"{what}: {len(self.logprobs)} of {self.num_tokens} tokens compared"
-        shown = [*self.problems[:MAX_SHOWN]]
-        shown += [f"and {len(self.problems) - MAX_SHOWN} more requests"] if len(self.problems) > MAX_SHOWN else []
-        shown += [one.what for one in found if one.verdict is not Verdict.OK]
-        return Finding(
-            verdict=verdict,
-            what="; ".join([compared, *shown]) if shown else f"{compared}, equal up to rounding",
-            numbers=tuple(number for one in found for number in one.numbers),
-            causes=causes if verdict is not Verdict.OK else (),
-        )
+        texts = [f"{what}: {len(self.logprobs)} of {self.num_tokens} tokens compared", *self.problems[:MAX_SHOWN]]
+        if len(self.problems) > MAX_SHOWN:
+            texts.append(f"and {len(self.problems) - MAX_SHOWN} more requests")
+        if found.verdict is not Verdict.OK:
+            texts.append(found.what)
+        text = "; ".join(texts) if len(texts) > 1 else f"{texts[0]}, equal up to rounding"
+        return replace(found, verdict=verdict, what=text, causes=causes if verdict is not Verdict.OK else ())
 
 
-OTHER_EXPERTS: Final = "other experts"
 NO_TIE: Final = "no tie"
-
-
-def _limit(figure: str, dtype: str, floor: float | None) -> Limit:
-    if figure != OTHER_EXPERTS:
-        return limit_of(figure, dtype, floor)
-    allowed = OTHER_CHOICES if dtype == "float32" else 1 - LOOSE_CHOICES
-    return Limit(max(allowed, FLOORS * (floor or 0.0)), f"the table for {dtype}, or {FLOORS:g} times the floor")
 
 
 def compare(expected: Sequence[Generation], found: Sequence[Generation], dtype: str) -> Difference:
@@ -267,6 +258,19 @@ def _describe_fork(
     return f"token {at} differs{repeats}, and is {NO_TIE}: the logprobs are {logprobs[0]:.3g} and {logprobs[1]:.3g}"
 
 
+TOLD_APART: Final = 3.0
+"""The change of the weights must move log probabilities by this many times the floor, or no verdict is possible."""
+
+
+def mean_of(expected: Sequence[Generation], found: Sequence[Generation]) -> float:
+    """Return the mean difference of the log probabilities of the first tokens, which both runs sampled after a prompt.
+
+    Texts of other weights soon differ, so the first tokens are what two runs have in common.
+    """
+    pairs = [(a.logprobs, b.logprobs) for a, b in zip(expected, found, strict=True)]
+    return float(np.mean([abs(float(a[0]) - float(b[0])) for a, b in pairs if a is not None and b is not None]))
+
+
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """What the undisturbed fleet answers, and how much it differs from itself."""
@@ -274,6 +278,18 @@ class Baseline:
     requests: list[GenerateRequest]
     generations: list[Generation]
     floor: Difference
+    dtype: str
+
+    def judge(
+        self, what: str, found: Sequence[Generation], *causes: str, expected: Sequence[Generation] = ()
+    ) -> Finding:
+        """Judge answers to these requests against the expected ones, by default those of the undisturbed fleet."""
+        difference = compare(expected or self.generations, found, self.dtype)
+        return difference.finding(what, self.dtype, self.floor, causes)
+
+    def tells_apart(self, one: Sequence[Generation], other: Sequence[Generation]) -> bool:
+        """Return True if the answers of two models differ by far more than those of one model."""
+        return mean_of(one, other) > TOLD_APART * float(np.mean(self.floor.logprobs))
 
 
 async def undisturbed(proof: Proof, salt: str) -> Baseline:
@@ -287,4 +303,4 @@ async def undisturbed(proof: Proof, salt: str) -> Baseline:
     for number in range(2):
         half = requests[number * NUM_PROBES // 2 :][: NUM_PROBES // 2]
         halves += await complete_all(proof.rb, renew(half, f"{salt}-half-{number}"))
-    return Baseline(requests, generations, compare(generations, halves, proof.dtype))
+    return Baseline(requests, generations, compare(generations, halves, proof.dtype), proof.dtype)

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .causes import DECISIVE, MANY, SOME, Signs, name_causes, precision_cause, read_signs
+from .causes import DECISIVE, MANY, MISFIT, SOME, Signs, name_causes, precision_cause
 from .evidence import Evidence, add_reference, collect
 from .figures import Misses, unreached
 from .stage import Proof, Stage, StageRefused
@@ -43,12 +43,17 @@ def judge_routing(evidence: Evidence, dtype: str) -> Outcome:
     Raises:
         StageRefused: nothing could be compared.
     """
-    signs = read_signs(evidence, dtype)
+    signs = Signs(evidence, dtype)
     refusal = evidence.reference_refusal or evidence.routing_refusal
+    if evidence.misfit is not None:
+        found = Finding(
+            verdict=Verdict.WRONG, what=f"the rows do not fit the routers: {evidence.misfit}", causes=(MISFIT,)
+        )
+        return Outcome(findings=(found, *_coverage(evidence)), headline="no row fits")
     if signs.misses is None:
         raise StageRefused(f"no reference: {refusal or 'it computed no rows'}")
     misses = signs.misses
-    findings = [_sets(evidence, signs, misses, dtype), *_precision(signs), *_replay(signs), *_coverage(evidence)]
+    findings = [_sets(evidence, signs, misses), *_precision(signs), *_replay(signs), *_coverage(evidence)]
     equal = sum(misses.equal) / len(misses.equal)
     details = {
         "layers": list(evidence.layers),
@@ -66,7 +71,7 @@ def judge_routing(evidence: Evidence, dtype: str) -> Outcome:
     return Outcome(findings=tuple(findings), headline=f"{equal:.2%} of {misses.rows:,} rows equal", details=details)
 
 
-def _sets(evidence: Evidence, signs: Signs, misses: Misses, dtype: str) -> Finding:
+def _sets(evidence: Evidence, signs: Signs, misses: Misses) -> Finding:
     worst = max(misses.faults)
     verdict = Verdict.OK if worst <= SOME else Verdict.LOOK if worst <= MANY else Verdict.WRONG
     number = Number(
@@ -83,7 +88,7 @@ def _sets(evidence: Evidence, signs: Signs, misses: Misses, dtype: str) -> Findi
         f" and {len(layers) - MAX_SHOWN} more" * (len(layers) > MAX_SHOWN)
     )
     text = f"up to {worst:.1%} of the sets differ by more than a tie in layers {shown}, with replay before each"
-    return Finding(verdict=verdict, what=text, numbers=(number,), causes=name_causes(signs, evidence, dtype))
+    return Finding(verdict=verdict, what=text, numbers=(number,), causes=name_causes(signs))
 
 
 def _precision(signs: Signs) -> list[Finding]:

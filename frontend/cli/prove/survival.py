@@ -20,9 +20,8 @@ from ....schemas.errors import RollbusError
 from ..exits import CommandFailed
 from ..local.up import through_folder
 from .checkpoint import read_tensors
-from .probe import Baseline, compare, complete_all, kill_worker, make_probes, renew, undisturbed
+from .probe import Baseline, complete_all, kill_worker, make_probes, renew, undisturbed
 from .stage import Proof, Stage, StageRefused, failure
-from .updates import TOLD_APART, mean_of
 from .verdicts import Finding, Number, Outcome, Verdict
 
 NUM_KILLED: Final = 256
@@ -94,7 +93,7 @@ async def _sleep(proof: Proof, baseline: Baseline) -> list[Finding]:
             # Also after an error or at the end of the time: a fleet in use must not stay asleep.
             woken = await proof.rb.fleet.wake(model=proof.model, timeout_s=LOAD_TIMEOUT_S)
         found = await complete_all(proof.rb, renew(baseline.requests, f"sleep-{level}"))
-        finding = _judge(proof, baseline, baseline.generations, found, f"sleep at level {level} and wake", ASLEEP)
+        finding = baseline.judge(f"sleep at level {level} and wake", found, ASLEEP)
         numbers = (("slept after", slept.seconds), ("woken after", woken.seconds))
         times = tuple(Number(name=f"level {level}, {name}", value=value, unit="s") for name, value in numbers)
         findings.append(replace(finding, numbers=(*finding.numbers, *times)))
@@ -124,11 +123,10 @@ async def _adapt(proof: Proof, baseline: Baseline) -> list[Finding]:
             finally:
                 await proof.rb.fleet.unload_lora(ADAPTER, model=proof.model)
             found = await complete_all(proof.rb, renew(baseline.requests, f"without-{time}"))
-            expected = baseline.generations
-            findings.append(_judge(proof, baseline, expected, beside, f"base beside the adapter, time {time}", ADAPTED))
-            findings.append(_judge(proof, baseline, expected, found, f"adapter unloaded, time {time}", ADAPTED))
-    findings.append(_judge(proof, baseline, loaded[0], loaded[1], "adapter loaded again", ADAPTED))
-    if mean_of(baseline.generations, loaded[0]) < TOLD_APART * float(np.mean(baseline.floor.logprobs)):
+            findings.append(baseline.judge(f"base beside the adapter, time {time}", beside, ADAPTED))
+            findings.append(baseline.judge(f"adapter unloaded, time {time}", found, ADAPTED))
+    findings.append(baseline.judge("adapter loaded again", loaded[1], ADAPTED, expected=loaded[0]))
+    if not baseline.tells_apart(baseline.generations, loaded[0]):
         findings.append(Finding(verdict=Verdict.WRONG, what="the adapter changes nothing", causes=(ADAPTED,)))
     return findings
 
@@ -144,7 +142,7 @@ async def _kill(proof: Proof, baseline: Baseline) -> list[Finding]:
     except CommandFailed as exc:
         return [Finding(verdict=Verdict.LOOK, what=f"kill: {exc}")]
     await proof.rb.fleet.wait_for_workers(len(proof.fleet.workers), model=proof.model, timeout_s=LOAD_TIMEOUT_S)
-    finding = _judge(proof, baseline, expected, killed.generations, "kill -9 in mid-stream", RESUMED)
+    finding = baseline.judge("kill -9 in mid-stream", killed.generations, RESUMED, expected=expected)
     return [replace(finding, what=f"{finding.what}; {killed.num_moved} of {len(requests)} requests resumed")]
 
 
@@ -158,17 +156,11 @@ async def _split(proof: Proof, baseline: Baseline) -> list[Finding]:
         requests = make_probes(fleet.engine, proof.model)
         found = await complete_all(fleet.rb, renew(requests, "split"))
         num_split = sum(len(set(generation.worker_ids)) > 1 for generation in found)
-    finding = _judge(proof, baseline, baseline.generations, found, "prefill and decode apart", KV)
+    finding = baseline.judge("prefill and decode apart", found, KV)
     finding = replace(finding, what=f"{finding.what}; {num_split} of {len(found)} requests had two phases")
     if not num_split:
         finding = replace(finding, verdict=Verdict.LOOK, what=f"{finding.what}; no prompt was long enough for that")
     return [finding]
-
-
-def _judge(
-    proof: Proof, baseline: Baseline, expected: list[Generation], found: list[Generation], what: str, cause: str
-) -> Finding:
-    return compare(expected, found, proof.dtype).finding(what, proof.dtype, baseline.floor, (cause,))
 
 
 def make_adapter(model: Path, rank: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:

@@ -25,16 +25,14 @@ from ....schemas.errors import RollbusError
 from ....schemas.options import memory_bytes
 from ..console import size
 from .checkpoint import Copies, copy_checkpoint
-from .probe import Baseline, compare, complete_all, renew, undisturbed
+from .probe import TOLD_APART, Baseline, complete_all, mean_of, renew, undisturbed
 from .stage import Proof, Stage, StageRefused
-from .verdicts import Finding, Number, Outcome, Verdict, limit_of, measured
+from .verdicts import Finding, Number, Outcome, Verdict, limited, measured
 
 NUM_NEW: Final = 16
 """Tokens of the new weights after which a stream is left: enough to see that they differ from those of the old."""
 MAX_STREAMED: Final = 1024
 """Tokens of a stream across an update. Until the update ends, each ended stream is followed by another."""
-TOLD_APART: Final = 3.0
-"""The change of the weights must move log probabilities by this many times the floor, or no verdict is possible."""
 KEPT: Final = "weights that did not load: the worker acknowledged the update and computes with the weights before it"
 STALE: Final = "a layer or an expert that did not load, or was loaded without its scale or its transposed layout"
 CACHED: Final = "KV or a prefix of the old weights that stayed in the cache"
@@ -96,9 +94,7 @@ class Updates(Stage):
             reason = "it needs a process of the trainer that sends the weights to this fleet's group"
         self._skip("by the transfer engine", reason)
         paused = [number.value for update in self._updates for number in update.numbers if "paused" in number.name]
-        findings = [
-            self._judge(proof, baseline, update, baseline.generations) for update in self._updates if update.is_back
-        ]
+        findings = [self._judge(baseline, update, baseline.generations) for update in self._updates if update.is_back]
         headline = f"paused {max(paused):.2f} s" if paused else ""
         return Outcome(findings=(*findings, *self._findings), headline=headline)
 
@@ -109,8 +105,8 @@ class Updates(Stage):
             return None
         async with proof.own_fleet(flags=("--model", str(self._copies.changed))) as fleet:
             fresh = await complete_all(fleet.rb, renew(baseline.requests, "fresh"))
-        findings = [self._judge(proof, baseline, update, fresh) for update in self._updates if not update.is_back]
-        if mean_of(baseline.generations, fresh) < TOLD_APART * float(np.mean(baseline.floor.logprobs)):
+        findings = [self._judge(baseline, update, fresh) for update in self._updates if not update.is_back]
+        if not baseline.tells_apart(baseline.generations, fresh):
             findings.append(Finding(verdict=Verdict.LOOK, what="the change is too small to tell the weights apart"))
         return Outcome(findings=tuple(findings))
 
@@ -181,15 +177,16 @@ class Updates(Stage):
         numbers = tuple(Number(name=f"{way}, {name}", value=value, unit="s") for name, value in seconds.items())
         self._updates.append(Updated(way, is_back, generations, numbers))
 
-    def _judge(self, proof: Proof, baseline: Baseline, update: Updated, expected: list[Generation]) -> Finding:
+    def _judge(self, baseline: Baseline, update: Updated, expected: list[Generation]) -> Finding:
         """Judge the answers after an update."""
         # Answers like those before the update rather than like those of the new weights.
         before = self._updates[0].generations if update.is_back else baseline.generations
-        is_told = mean_of(before, expected) > TOLD_APART * float(np.mean(baseline.floor.logprobs))
-        is_kept = is_told and mean_of(before, update.generations) < mean_of(expected, update.generations)
+        is_kept = baseline.tells_apart(before, expected) and (
+            mean_of(before, update.generations) < mean_of(expected, update.generations)
+        )
         what = f"{update.way}, and back" if update.is_back else update.way
-        difference = compare(expected, update.generations, proof.dtype)
-        finding = difference.finding(what, proof.dtype, baseline.floor, (KEPT,) if is_kept else (STALE, CACHED))
+        causes = (KEPT,) if is_kept else (STALE, CACHED)
+        finding = baseline.judge(what, update.generations, *causes, expected=expected)
         if is_kept:
             finding = replace(finding, verdict=Verdict.WRONG, what=f"{finding.what}; the answers did not change")
         return replace(finding, numbers=(*finding.numbers, *update.numbers))
@@ -211,15 +208,6 @@ async def _check_source(proof: Proof) -> None:
             f"the fleet serves the weights of {', '.join(sorted(others))}; name this directory with --model, or load "
             f"{proof.folder} first: the stage ends with the weights of --model"
         )
-
-
-def mean_of(expected: Sequence[Generation], found: Sequence[Generation]) -> float:
-    """Return the mean difference of the log probabilities of the first tokens, which both runs sampled after a prompt.
-
-    Texts of other weights soon differ, so the first tokens are what two runs have in common.
-    """
-    pairs = [(a.logprobs, b.logprobs) for a, b in zip(expected, found, strict=True)]
-    return float(np.mean([abs(float(a[0]) - float(b[0])) for a, b in pairs if a is not None and b is not None]))
 
 
 def next_version(proof: Proof) -> int:
@@ -289,8 +277,8 @@ async def judge_cut(proof: Proof, streams: Sequence[Stream], version: int) -> Fi
         difference = np.abs(result.prompt_logprobs[stream.request.prompt_len - 1 :] - np.array(stream.logprobs))
         old, new = [*old, difference[~is_new]], [*new, difference[is_new]]
     before, after = np.concatenate(old), np.concatenate(new)
-    limit = limit_of("p99", proof.dtype)
-    finding = measured("version cut, p99 before it", float(np.quantile(before, 0.99)), limit, unit="nats")
+    number = limited("p99", float(np.quantile(before, 0.99)), proof.dtype)
+    finding = measured("tokens before the cut", number)
     text = f"version cut: {len(streams)} streams, {len(before)} tokens of the old weights, {len(after)} of the new"
     if float(np.mean(after)) <= TOLD_APART * float(np.mean(before)):
         text += "; the tokens of the new version have the log probabilities of the old weights"

@@ -7,9 +7,11 @@ dtype and three times the floor: what the same engine differs from itself, for e
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
+
+from ....bus.protocol.fleet.canary import LOOSE_CHOICES
 
 
 class Verdict(enum.StrEnum):
@@ -33,7 +35,7 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=_ORDER.index, default=Verdict.NOT_RUN)
 
 
-class Limit(msgspec.Struct, frozen=True):
+class Limit(NamedTuple):
     """A limit for a number, with its reason."""
 
     value: float
@@ -101,19 +103,21 @@ FLOOR_MOST: Final = 10.0
 WRONG_FROM: Final = 3.0
 """A number up to this many times its limit is `look`, because no table fits every model. A larger one is `wrong`."""
 
+OTHERS: Final = 1 - LOOSE_CHOICES
 TABLE: Final[Mapping[str, Mapping[str, float]]] = {
     # Two sums in another order differ by some units of the last place, which is 1.2e-7 of the largest term. Logits of
     # models are below 100, so some 1e-5; layers multiply it. Tiny models have a p99 of 2e-6.
-    "float32": {"k3": 1e-8, "p99": 2e-4, "largest": 5e-3, "gap": 1e-4},
+    "float32": {"k3": 1e-8, "p99": 2e-4, "largest": 5e-3, "gap": 1e-4, "other experts": 0.005},
     # The last place of bfloat16 is 0.8 % and of float16 0.1 % of a hidden value. Published comparisons of vLLM with
     # Hugging Face have a k3 of 1e-4 to 1e-3, and single tokens that differ by 0.5.
-    "bfloat16": {"k3": 2e-3, "p99": 0.25, "largest": 1.0, "gap": 0.1},
-    "float16": {"k3": 5e-4, "p99": 0.1, "largest": 0.5, "gap": 0.02},
+    "bfloat16": {"k3": 2e-3, "p99": 0.25, "largest": 1.0, "gap": 0.1, "other experts": OTHERS},
+    "float16": {"k3": 5e-4, "p99": 0.1, "largest": 0.5, "gap": 0.02, "other experts": OTHERS},
     # Quantized kernels round each input too.
-    "quantized": {"k3": 5e-3, "p99": 0.5, "largest": 2.0, "gap": 0.2},
+    "quantized": {"k3": 5e-3, "p99": 0.5, "largest": 2.0, "gap": 0.2, "other experts": OTHERS},
 }
 """Limits by dtype of the engine. `k3`: mean of the estimate k3 of the KL divergence, in nats. `p99` and `largest`:
-difference of log probabilities of one token. `gap`: distance of two experts in the router's logits that is a tie."""
+difference of log probabilities of one token. `gap`: distance of two experts in the router's logits that is a tie.
+`other experts`: share of the choices that differ between two runs, in which only ties can differ."""
 
 
 def limit_of(figure: str, dtype: str, floor: float | None = None) -> Limit:
@@ -131,6 +135,13 @@ def limit_of(figure: str, dtype: str, floor: float | None = None) -> Limit:
     return Limit(table, f"the table for {row}")
 
 
+def limited(figure: str, value: float, dtype: str, floor: float | None = None) -> Number:
+    """Return a number with its limit of `TABLE`."""
+    limit = limit_of(figure, dtype, floor)
+    unit = "" if figure == "other experts" else "nats"
+    return Number(name=figure, value=value, unit=unit, floor=floor, limit=limit.value, why=limit.why)
+
+
 def judge(value: float, limit: float) -> Verdict:
     """Return the verdict on a number. NaN is `wrong`."""
     if value <= limit:
@@ -138,10 +149,19 @@ def judge(value: float, limit: float) -> Verdict:
     return Verdict.LOOK if value <= WRONG_FROM * limit else Verdict.WRONG
 
 
-def measured(name: str, value: float, limit: Limit, *, unit: str = "") -> Finding:
-    """Return the finding for one number with a limit."""
-    number = Number(name=name, value=value, unit=unit, limit=limit.value, why=limit.why)
-    verdict = judge(value, limit.value)
-    sign = "<=" if verdict is Verdict.OK else ">"
-    text = f"{name} {value:.3g}{f' {unit}' if unit else ''} {sign} {limit.value:.3g} ({limit.why})"
-    return Finding(verdict=verdict, what=text, numbers=(number,))
+def measured(what: str, *numbers: Number, mild: str = "") -> Finding:
+    """Return the finding for numbers with limits: the worst verdict, and as text the first number that has it.
+
+    Args:
+        mild: name of a number that is at most `look`.
+    """
+    verdicts = [Verdict.OK if number.limit is None else judge(number.value, number.limit) for number in numbers]
+    verdicts = [
+        min(verdict, Verdict.LOOK, key=_ORDER.index) if number.name == mild else verdict
+        for verdict, number in zip(verdicts, numbers, strict=True)
+    ]
+    verdict = worst(verdicts)
+    shown = numbers[verdicts.index(verdict)]
+    unit, sign = f" {shown.unit}" * bool(shown.unit), "<=" if verdict is Verdict.OK else ">"
+    text = f"{what}: {shown.name} {shown.value:.3g} {sign} {shown.limit or 0.0:.3g}{unit} ({shown.why})"
+    return Finding(verdict=verdict, what=text, numbers=numbers)
