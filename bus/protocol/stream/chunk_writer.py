@@ -9,7 +9,7 @@ chunk, so the stream can be resumed after a chunk with tokens.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from msgspec.structs import replace
@@ -88,8 +88,10 @@ class _ChunkPlan(NamedTuple):
 
 SMALL_STEP_BYTES = 4096
 """Bytes of tokens and rows up to which copying them again for each further step costs less than a buffer."""
-_TokenStep = tuple[int, int | None, bytes, bytes | None, bytes | None]
-"""Tokens with nothing else but a row each: the versions of weights and adapter, ids, logprobs and rows."""
+_Kind = tuple[int, int | None, bool, int, bool]
+"""As in `TokenBuffer`."""
+_TokenStep = tuple[_Kind, bytes, bytes, bytes]
+"""Tokens with nothing else but a row each: their kind, ids, logprobs and rows. Empty: they have none."""
 
 
 @share_names
@@ -190,23 +192,18 @@ class ChunkWriter:
         if num_tokens:
             top, mask = step.top_logprobs, step.sampling_mask
             ids = step.token_ids.astype(_I4, copy=False).tobytes()
-            logprobs = None if step.logprobs is None else step.logprobs.astype(_F4, copy=False).tobytes()
-            if num_rows or top is not None or mask is not None or step.kv_recomputed:
+            logprobs = b"" if step.logprobs is None else step.logprobs.astype(_F4, copy=False).tobytes()
+            width = 0 if top is None else top.width
+            kind = (weight_version, lora_version, step.logprobs is not None, width, mask is not None)
+            if num_rows or width or mask is not None or step.kv_recomputed:
                 self._buffer_step()
-                kind = (
-                    weight_version,
-                    lora_version,
-                    logprobs is not None,
-                    0 if top is None else top.width,
-                    mask is not None,
-                )
                 run = self._find_run(kind, step.kv_recomputed)
-                run.add(ids, logprobs)
+                run.add(ids, None if step.logprobs is None else logprobs)
                 run.add_extras(top, mask)
                 self.unsent_bytes += num_tokens * run.token_bytes + (0 if mask is None else len(mask.token_ids_data))
             else:
-                self._add((weight_version, lora_version, ids, logprobs, None))
-                self.unsent_bytes += len(ids) + (0 if logprobs is None else len(logprobs))
+                self._add((kind, ids, logprobs, b""))
+                self.unsent_bytes += len(ids) + len(logprobs)
         if rows is not None and num_rows:
             self._buffer_step()
             self._rows.add(rows)
@@ -246,22 +243,15 @@ class ChunkWriter:
             LocalProtocolError: as `append_step`; nothing was added.
         """
         if self.is_ended:
-            self._check_open()
-        num_tokens, num_bytes, is_ahead = len(token_ids) // 4, len(token_ids), False
-        if logprobs is not None:
-            num_bytes += len(logprobs)
-        if rows is not None:
-            if self.routing is None:
-                rows = None
-            else:
-                is_ahead = self._count_rows(len(rows), start, num_tokens)
-                num_bytes += len(rows)
-        added = (weight_version, lora_version, token_ids, logprobs, rows)
-        if is_ahead:
-            self._buffer_step()
-            self._buffer(added)
+            self._reject_step()
+        num_tokens, data, is_ahead = len(token_ids) // 4, logprobs or b"", False
+        if rows is None or self.routing is None:
+            rows = b""
         else:
-            self._add(added)
+            is_ahead = self._count_rows(len(rows), start, num_tokens)
+        num_bytes = len(token_ids) + len(data) + len(rows)
+        kind = (weight_version, lora_version, logprobs is not None, 0, False)
+        self._add((kind, token_ids, data, rows), is_ahead=is_ahead)
         self.unsent_bytes += num_bytes
         self.taken_tokens += num_tokens
         self._weight_version, self._lora_version = weight_version, lora_version
@@ -279,25 +269,21 @@ class ChunkWriter:
         self._taken_rows += num_tokens
         return expected + num_tokens == most
 
-    def _add(self, added: _TokenStep) -> None:
+    def _add(self, added: _TokenStep, *, is_ahead: bool = False) -> None:
         """Add tokens to the step that is in no buffer if it is small and of their kind, otherwise to the buffers."""
-        if not self.unsent_bytes:
+        step = self._step
+        if not (self.unsent_bytes or is_ahead):
             self._step = added
-            return
-        if self._step is not None and self.unsent_bytes <= SMALL_STEP_BYTES:
-            weight_version, lora_version, token_ids, logprobs, rows = self._step
-            if (weight_version, lora_version, logprobs is None, rows is None) == (
-                added[0],
-                added[1],
-                added[3] is None,
-                added[4] is None,
-            ):
-                logprobs = None if logprobs is None or added[3] is None else logprobs + added[3]
-                rows = None if rows is None or added[4] is None else rows + added[4]
-                self._step = (weight_version, lora_version, token_ids + added[2], logprobs, rows)
-                return
-        self._buffer_step()
-        self._buffer(added)
+        elif (
+            step is not None
+            and not is_ahead
+            and self.unsent_bytes <= SMALL_STEP_BYTES
+            and (step[0], bool(step[3])) == (added[0], bool(added[3]))
+        ):
+            self._step = (step[0], step[1] + added[1], step[2] + added[2], step[3] + added[3])
+        else:
+            self._buffer_step()
+            self._buffer(added)
 
     def _buffer_step(self) -> None:
         """Move the output that is in no buffer to the buffers, which are empty."""
@@ -306,12 +292,12 @@ class ChunkWriter:
             self._buffer(step)
 
     def _buffer(self, step: _TokenStep) -> None:
-        weight_version, lora_version, token_ids, logprobs, rows = step
-        if rows is not None:
+        kind, token_ids, logprobs, rows = step
+        if rows:
             self._rows.add_bytes(rows)
-        self._find_run((weight_version, lora_version, logprobs is not None, 0, False), False).add(token_ids, logprobs)
+        self._find_run(kind, False).add(token_ids, logprobs if kind[2] else None)
 
-    def _find_run(self, kind: tuple[int, int | None, bool, int, bool], kv_recomputed: bool) -> TokenBuffer:
+    def _find_run(self, kind: _Kind, kv_recomputed: bool) -> TokenBuffer:
         """Return the run that takes tokens of this kind."""
         if not kv_recomputed and self._runs and self._runs[-1].kind == kind:
             return self._runs[-1]
@@ -320,13 +306,12 @@ class ChunkWriter:
         self._runs.append(run)
         return run
 
-    def _check_open(self) -> None:
-        if self.is_ended:
-            raise LocalProtocolError("the engine returned a step after the request's last step")
+    def _reject_step(self) -> NoReturn:
+        raise LocalProtocolError("the engine returned a step after the request's last step")
 
     def _check(self, step: RequestStep, num_tokens: int) -> None:
         if self.is_ended:
-            self._check_open()
+            self._reject_step()
         if step.logprobs is not None and len(step.logprobs) != num_tokens:
             raise LocalProtocolError(f"the engine returned {num_tokens} tokens but {len(step.logprobs)} logprobs")
         top = step.top_logprobs
@@ -384,17 +369,6 @@ class ChunkWriter:
             self._buffer_step()
         if not self.has_unsent:
             return None
-        if (
-            len(self._runs) == 1
-            and (ending is None or (ending.error is None and ending.kv_params is None))
-            and not self._prompt_logprobs
-            and self._taken_rows < self._prompt_len - self._start + self.taken_tokens
-            and self.unsent_bytes <= self.segment_bytes
-            and (max_bytes is None or num_bytes <= max_bytes)
-        ):
-            # The usual case, without a plan: all output fits, and each row has its token.
-            num_rows = self._taken_rows - self._num_rows
-            return self._cut(num_bytes, self._runs[0].num_tokens, num_rows, ending is not None)
         plan = self._plan()
         if max_bytes is not None and plan.num_bytes > max_bytes:
             return None
@@ -407,9 +381,9 @@ class ChunkWriter:
 
     def _cut_step(self, step: _TokenStep, num_bytes: int) -> Chunk:
         """Hand out all output, which is this step."""
-        weight_version, lora_version, token_ids, logprobs, rows = step
+        (weight_version, lora_version, has_logprobs, *_), token_ids, logprobs, rows = step
         index, part = self._num_chunks, None
-        if rows is not None and self.routing is not None:
+        if rows and self.routing is not None:
             shape = (len(token_ids) // 4, self.routing.num_layers, self.routing.top_k)
             part = RoutedExperts(self._start + self._num_rows, shape, self.routing.dtype, rows)
         self._step = None
@@ -422,7 +396,7 @@ class ChunkWriter:
             chunk_index=index,
             weight_version=weight_version,
             token_ids_data=token_ids,
-            logprobs_data=logprobs,
+            logprobs_data=logprobs if has_logprobs else None,
             routed_experts=part,
             end=None if self._ending is None else self._make_end(self._ending),
             lora_version=lora_version,
@@ -458,10 +432,6 @@ class ChunkWriter:
         unsent_rows = self._taken_rows - self._num_rows
         # Rows before the next token's own row may go before the token, because it must follow.
         due = self._prompt_len - self._start + self._num_tokens - self._num_rows
-        if len(self._runs) == 1 and self.unsent_bytes <= self.segment_bytes:
-            # The usual case: all output fits.
-            num_tokens = self._runs[0].num_tokens
-            return num_tokens, min(unsent_rows, due + num_tokens - 1)
         ahead = min(unsent_rows, due)
         if not self._runs:
             return 0, min(ahead, self._count_rows_per_part())

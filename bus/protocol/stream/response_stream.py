@@ -101,32 +101,23 @@ class ChunkVerifier:
 
     def _add_rest(self, chunk: Chunk, num_tokens: int) -> None:
         """Verify what is no token, after `num_tokens` tokens."""
-        end, part, num_rows, num_prompt_logprobs = (
-            chunk.end,
-            chunk.routed_experts,
-            self.num_rows,
-            self._num_prompt_logprobs,
-        )
+        end, part, num_rows, found = chunk.end, chunk.routed_experts, self.num_rows, self._num_prompt_logprobs
         if part is not None:
             self._check_rows(part)
             num_rows += part.shape[0]
             if num_rows > self._max_rows:
                 self._reject_excess(num_tokens, num_rows)
         if chunk.prompt_logprobs is not None:
-            num_prompt_logprobs = self._count_prompt_logprobs(chunk.prompt_logprobs)
+            found = self._count_prompt_logprobs(chunk.prompt_logprobs)
+        has_new = bool(chunk.token_ids_data) or (num_rows, found) != (self.num_rows, self._num_prompt_logprobs)
         if end is not None:
             self._check_totals(end, num_tokens, num_rows)
-            self._check_prompt_logprobs(end, num_tokens, num_prompt_logprobs)
-        elif (
-            not chunk.token_ids_data
-            and chunk.chunk_index
-            and (num_rows, num_prompt_logprobs) == (self.num_rows, self._num_prompt_logprobs)
-        ):
+            self._check_prompt_logprobs(end, num_tokens, found)
+        elif chunk.chunk_index and not has_new:
             raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
         if part is not None:
             self._row_shape, self._row_dtype = part.shape[1:], part.dtype
-        self._num_prompt_logprobs = num_prompt_logprobs
-        self.num_rows, self.end = num_rows, end
+        self.num_rows, self._num_prompt_logprobs, self.end = num_rows, found, end
 
     def _reject_excess(self, num_tokens: int, num_rows: int) -> NoReturn:
         raise RemoteProtocolError(
