@@ -7,7 +7,7 @@ name resolves to this service's address (DNS rebinding).
 
 import hmac
 import re
-from collections.abc import Collection
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Final
 
@@ -71,7 +71,7 @@ AUTHORITY: Final = re.compile(r"(?:\[(?P<v6>[\da-f:.%\w]+)\]|(?P<name>[\w.-]+))(
 MAX_SHOWN_CHARS: Final = 200
 
 
-def check_origin(headers: Headers, allowed_hosts: Collection[str], *, allows_links: bool = False) -> None:
+def check_origin(headers: Headers, allowed_hosts: frozenset[str], *, allows_links: bool = False) -> None:
     """Reject a request that a browser sends for a page of another origin, or under a name that is not this service's.
 
     Args:
@@ -122,7 +122,8 @@ def _is_link(headers: Headers) -> bool:
     return (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
 
 
-def _is_allowed(name: str, allowed_hosts: Collection[str]) -> bool:
+@lru_cache(64)
+def _is_allowed(name: str, allowed_hosts: frozenset[str]) -> bool:
     name = name.removesuffix(".")
     if name == "localhost" or name in allowed_hosts:
         return True

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import groupby
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from starlette.requests import Request
 
@@ -16,8 +16,6 @@ from .edge import while_connected
 from .service import Service
 from .text import AnswerText
 from .tokens import CachedTokens, Tokens, Usage
-
-_ANSWER: Final = attrgetter("child", "attempt")
 
 
 class Update(NamedTuple):
@@ -113,7 +111,7 @@ async def updates(
     def added(at: int, chunks: Sequence[bus.Chunk]) -> Iterator[tuple[AnswerChoice, Update]]:
         nonlocal open_choices
         # A service that is busy has several chunks of an answer: one update for all costs much less than one for each.
-        for (child, _), parts in groupby(chunks, _ANSWER) if len(chunks) > 1 else [((chunks[0].child, 0), chunks)]:
+        for (child, _), parts in groupby(chunks, attrgetter("child", "attempt")):
             choice = choices[at * n + child]
             # If a stop string has ended this answer, the fleet continues, because other answers are still open.
             if choice.finish_reason is None:

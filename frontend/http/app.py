@@ -8,9 +8,7 @@ from functools import cache
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,7 +30,7 @@ from .errors import HttpError, error_response, http_error
 from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers
-from .requests import server_span
+from .requests import given_trace, server_span
 from .service import HttpRoute, RouteTable, Service
 from .sessions import routes as sessions
 from .sessions.manager import Sessions
@@ -85,14 +83,9 @@ def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None)
     routes = [Route(path, endpoint, methods=[method]) for (method, path), endpoint in endpoints.items()]
     # A web page does not know the token. If a token is missing, the origin check separates pages from clients.
     is_open = settings.token is None or settings.admin_token is None
-    app = _App(
-        routes=routes,
-        exception_handlers={HTTPException: _no_route, Exception: _bug},
-        middleware=[Middleware(_OriginCheck, service)] if is_open else [],
-    )
-    app.state.service = service
-    direct = {each: endpoint for each, endpoint in endpoints.items() if "{" not in each[1]}
-    app.direct = {each: _OriginCheck(own, service) for each, own in direct.items()} if is_open else direct
+    app = _App(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _bug})
+    app.state.service, app.checks_origin = service, is_open
+    app.direct = {each: endpoint for each, endpoint in endpoints.items() if "{" not in each[1]}
     # The document takes a tenth of a second, and few programs read it.
     app.state.openapi = cache(lambda: msgspec.json.encode(docs.document(OPEN, DATA, ADMIN, settings)))
     return app
@@ -107,38 +100,26 @@ class _App(Starlette):
 
     direct: Mapping[tuple[str, str], ASGIApp]
     """Endpoints by method and path, except of paths with parameters."""
+    checks_origin: bool
+    """True: requests from web pages of other origins are 403."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        endpoint = self.direct.get((scope["method"], scope["path"]))
-        if endpoint is None:
-            await super().__call__(scope, receive, send)
-            return
-        scope["app"] = self
+        scope["app"], service, own = self, self.state.service, (scope["method"], scope["path"])
+        answer: ASGIApp = self.direct.get(own, super().__call__)
         try:
-            await endpoint(scope, receive, send)
+            if self.checks_origin:
+                headers, allowed = scope["state"]["headers"], service.settings.allowed_hosts
+                check_origin(headers, allowed, allows_links=own == ("GET", "/"))
+        except HttpError as error:
+            answer = _reject(service, scope["path"], error)
+        try:
+            await answer(scope, receive, send)
         except Exception as exc:
             # Boundary of one request, as in Starlette. The server logs the traceback.
             if not scope["state"]["delivery"].has_begun:
                 await (await _bug(Request(scope), exc))(scope, receive, send)
             raise
-
-
-class _OriginCheck:
-    """Wraps the application and rejects requests from web pages of other origins with 403."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = self._app
-        try:
-            is_page = (scope["method"], scope["path"]) == ("GET", "/")
-            check_origin(Headers(scope=scope), self._service.settings.allowed_hosts, allows_links=is_page)
-        except HttpError as error:
-            answer = _reject(self._service, scope["path"], error)
-        await answer(scope, receive, send)
 
 
 class _Endpoint:
@@ -152,14 +133,17 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        trusted = self._service.settings.trusts_traceparent
-        with (
-            self._service.metrics.request(request.method, self._path) as seen,
-            server_span(self._service.tracer, request, self._path, seen, is_trusted=trusted),
-            ExitStack() as until_answered,
-        ):
+        request._headers = scope["state"]["headers"]
+        trusted, tracer, trace = self._service.settings.trusts_traceparent, self._service.tracer, None
+        if request.method == "POST":
+            trace = given_trace(request.headers, is_trusted=trusted)
+        with self._service.metrics.request(request.method, self._path) as seen, ExitStack() as until_answered:
+            # Requests that only read have no span, because they are frequent and reach no worker.
+            if tracer is not None and request.method == "POST":
+                span = server_span(tracer, request, self._path, seen, trace, is_trusted=trusted)
+                trace = until_answered.enter_context(span)
             # `request.state` has these.
-            scope["state"].update(until_answered=until_answered, seen=seen, waited_s=0.0, new_id=new_id())
+            scope["state"].update(until_answered=until_answered, seen=seen, trace=trace, waited_s=0.0, new_id=new_id())
             scope["state"]["began_at"] = time.monotonic()
             try:
                 response = await self._answer(request)

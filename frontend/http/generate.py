@@ -235,7 +235,7 @@ async def prepare_generate(service: Service, request: Request, body: GenerateBod
     tokenizer = await _tokenizer(service, target, body.sampling_params)
     room = target.room(len(body.token_ids))
     sampling, fields = request_fields(body, tokenizer, room, returns_tokens=service.settings.returns_tokens)
-    built = build_request(service, request, target, sampling=sampling, fields=fields, names=body_names(body))
+    built = build_request(service, request, target, sampling=sampling, fields=fields, names=partial(body_names, body))
     return AnswerWriter(
         shape=GENERATE,
         target=target,
@@ -251,7 +251,7 @@ async def prepare_generate(service: Service, request: Request, body: GenerateBod
             extra=frozenset(),
             routed_experts=True,
         ),
-        names=body_names(body),
+        names=partial(body_names, body),
     )
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -178,19 +178,6 @@ class HttpRequestRecord:
     """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
-class Value:
-    """One series of a counter or a gauge."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def write(self, family: Metric, labels: Sequence[str]) -> None:
-        """Add the samples of this series to a family."""
-        family.add_metric(labels, self.value)
-
-
 class Durations:
     """One series of a histogram.
 
@@ -198,38 +185,38 @@ class Durations:
         bounds: upper bounds of the buckets in seconds.
     """
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "total_s")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
+        self.total_s = 0.0
 
     def observe(self, seconds: float) -> None:
         """Count one duration."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._total += seconds
+        self.total_s += seconds
 
-    def write(self, family: Metric, labels: Sequence[str]) -> None:
-        """Add the samples of this series to a family."""
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Return (bound, number of durations up to it) pairs."""
         ends = (*(str(float(bound)) for bound in self._bounds), "+Inf")
-        family.add_metric(labels, [*zip(ends, accumulate(self._counts), strict=True)], self._total)
+        return list(zip(ends, accumulate(self._counts), strict=True))
 
 
-S = TypeVar("S", Value, Durations)
+S = TypeVar("S", float, Durations)
 
 
-class Series(dict[tuple[str, ...], S], Generic[S]):
+class Series(dict[tuple[str, ...], S]):
     """The series of one metric by the values of its labels. Each exists from its first use on.
 
     Only the service's loop uses them. Those of prometheus_client have locks, which cost more than a token's event.
     """
 
-    def __init__(self, make: Callable[[], S], family: Callable[[], Metric]) -> None:
+    def __init__(self, make: Callable[[], S], family: Callable[..., Metric], labels: Sequence[str]) -> None:
         super().__init__()
         self._make = make
         self._family = family
-        self.labels: tuple[str, ...] = family()._labelnames
+        self.labels = labels
 
     def __missing__(self, labels: tuple[str, ...]) -> S:
         series = self[labels] = self._make()
@@ -237,9 +224,12 @@ class Series(dict[tuple[str, ...], S], Generic[S]):
 
     def collect(self) -> Metric:
         """Return the metric with all series."""
-        family = self._family()
+        family: Any = self._family(labels=self.labels)
         for labels, series in self.items():
-            series.write(family, labels)
+            if isinstance(series, Durations):
+                family.add_metric(labels, series.cumulative(), series.total_s)
+            else:
+                family.add_metric(labels, series)
         return family
 
 
@@ -256,11 +246,11 @@ class Metrics(Collector):
         self._versions: dict[str, OrderedDict[int, tuple[str, str]]] = {}
         # Number of open token requests by model, the least recently used model first.
         self._models: OrderedDict[str, int] = OrderedDict()
-        self._all: list[Series[Value] | Series[Durations]] = []
+        self._all: list[Series[float] | Series[Durations]] = []
         self._make_metrics()
 
     def _make_metrics(self) -> None:
-        counter, gauge = partial(self._add, CounterMetricFamily, Value), partial(self._add, GaugeMetricFamily, Value)
+        counter, gauge = partial(self._add, CounterMetricFamily, float), partial(self._add, GaugeMetricFamily, float)
         seconds = partial(self._add, HistogramMetricFamily, partial(Durations, SECONDS))
         token_seconds = partial(self._add, HistogramMetricFamily, partial(Durations, TOKEN_SECONDS))
         of_model, of_version = ("model",), ("model", "weight_version")
@@ -315,7 +305,7 @@ class Metrics(Collector):
         self, family: Callable[..., Metric], make: Callable[[], S], name: str, text: str, labels: tuple[str, ...]
     ) -> Series[S]:
         """Return a new metric."""
-        series = Series(make, partial(family, name, text, labels=labels))
+        series = Series(make, partial(family, name, text), labels)
         self._all.append(series)
         return series
 
@@ -349,18 +339,17 @@ class Metrics(Collector):
             yield seen
         finally:
             self._note_use(seen.model)
-            self._requests[method, route, str(seen.status), seen.model].value += 1
+            self._requests[method, route, str(seen.status), seen.model] += 1
             self._request_seconds[method, route].observe(time.perf_counter() - begun)
 
     @contextmanager
     def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
         """Count one token request while it is open, and then its outcome."""
         self._note_use(model, 1)
-        in_flight = self.in_flight[(model,)]
-        self.prompt_tokens[(model,)].value += prompt_len
+        self.prompt_tokens[model,] += prompt_len
         progress = GenerationTimer(self, model)
         outcome = "internal_error"
-        in_flight.value += 1
+        self.in_flight[model,] += 1
         try:
             yield progress
             outcome = "done"
@@ -371,9 +360,9 @@ class Metrics(Collector):
             outcome = str(getattr(error, "code", "bus_unavailable"))
             raise
         finally:
-            in_flight.value -= 1
-            self.ended[model, outcome].value += 1
-            self.seconds[(model,)].observe(time.perf_counter() - progress.begun)
+            self.in_flight[model,] -= 1
+            self.ended[model, outcome] += 1
+            self.seconds[model,].observe(time.perf_counter() - progress.begun)
             self._note_use(model, -1)
 
     def version(self, model: str, weight_version: int) -> tuple[str, str]:
@@ -415,7 +404,7 @@ class GenerationTimer:
         child, num_tokens, metrics = chunk.child, chunk.num_tokens, self.metrics
         labels = metrics.version(self.model, chunk.weight_version)
         if chunk.routed_experts is not None:
-            metrics.routing_bytes[labels].value += len(chunk.routed_experts.data)
+            metrics.routing_bytes[labels] += len(chunk.routed_experts.data)
         if not num_tokens:
             return
         now = time.perf_counter()
@@ -425,13 +414,13 @@ class GenerationTimer:
         else:
             metrics.inter_token[labels].observe((now - last) / num_tokens)
         self._last[child] = now
-        metrics.tokens[labels].value += num_tokens
+        metrics.tokens[labels] += num_tokens
 
     def finished(self, generation: bus.Generation) -> None:
         """Count a result that was not streamed."""
         for sample in (generation, *generation.siblings):
             for version, count in sorted(Counter(sample.weight_versions.tolist()).items()):
-                self.metrics.tokens[self.metrics.version(self.model, version)].value += count
+                self.metrics.tokens[self.metrics.version(self.model, version)] += count
             if sample.routed_experts is not None and len(sample.weight_versions):
                 labels = self.metrics.version(self.model, int(sample.weight_versions[-1]))
-                self.metrics.routing_bytes[labels].value += sample.routed_experts.nbytes
+                self.metrics.routing_bytes[labels] += sample.routed_experts.nbytes

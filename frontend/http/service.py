@@ -185,10 +185,10 @@ class Turns:
         timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
         self._by_request[id(request)] = waiting
         try:
-            self._metrics.waiting[(waiting.model,)].value += 1
+            self._metrics.waiting[waiting.model,] += 1
             await asyncio.wait([waiting.due], timeout=timeout_s)
         finally:
-            self._metrics.waiting[(waiting.model,)].value -= 1
+            self._metrics.waiting[waiting.model,] -= 1
             del self._by_request[id(request)]
         if not waiting.due.done():
             message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
@@ -205,8 +205,10 @@ class Turns:
             self._begin(waiting)
 
     def _call_up(self, model: str) -> None:
-        room = room_of(self._workers(), model) or self._default_room
         running = self._open.setdefault(model, Counter())
+        if model not in self._waiting:
+            return
+        room = room_of(self._workers(), model) or self._default_room
         # The last request may exceed the room.
         while (users := self._waiting.get(model)) and running.total() < room:
             self._begin(users[min(users, key=running.__getitem__)][0])
@@ -349,17 +351,12 @@ class Service:
             RollbusError: as `rollbus.Client.complete`.
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
-            with while_connected(http_request.scope):
-                generation = await self._complete(http_request, request, raises)
+            with while_connected(http_request.scope), self._open(http_request, request):
+                async with self.turns.turn(self.user_of(http_request), request) as turn:
+                    wait_limit = self._wait_limit(http_request, turn)
+                    generation = await self.rb.complete(turn.request, wait_limit=wait_limit, raises=raises)
             progress.finished(generation)
             return generation
-
-    async def _complete(self, http_request: Request, request: bus.GenerateRequest, raises: bool) -> bus.Generation:
-        user = self.user_of(http_request)
-        with self._open(http_request, request):
-            async with self.turns.turn(user, request) as turn:
-                wait_limit = self._wait_limit(http_request, turn)
-                return await self.rb.complete(turn.request, wait_limit=wait_limit, raises=raises)
 
     def _wait_limit(self, http_request: Request, turn: FleetTurn) -> WaitLimit:
         return WaitLimit(turn.arrived_at, self.settings.max_wait_s, http_request.state.waited_s)

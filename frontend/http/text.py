@@ -42,15 +42,15 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else ()
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.add(prompt_token_ids[-LONGEST_CHARACTER:])
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the new text."""
-        hidden, bytes_of = self._hidden, self._tokenizer.token_bytes
-        data = [bytes_of(token_id) for token_id in token_ids if token_id not in hidden]
-        return self._utf8.decode(b"".join(data))
+        if not self._hidden.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
 
     def flush(self) -> str:
         """Return the text that remains at the end: U+FFFD if a character is incomplete, else an empty string."""

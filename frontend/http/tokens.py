@@ -198,8 +198,9 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     def of_chunks(cls, chunks: Sequence[bus.Chunk], request: bus.GenerateRequest) -> "Tokens":
         """Return the tokens of chunks that follow each other in one attempt of an answer."""
         last, end, arrays = chunks[-1], chunks[-1].end, join_chunks(chunks)
-        num_tokens, kv_from = 0, -1
-        start, of_prompt = request.routed_experts_prompt_start, None
+        num_tokens, start = 0, request.routed_experts_prompt_start
+        kv_from: int | None = -1
+        of_prompt: Scores | None = None
         for chunk in chunks:
             if chunk.kv_recomputed is not False and chunk.token_ids_data:
                 kv_from = num_tokens if chunk.kv_recomputed else None

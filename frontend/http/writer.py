@@ -1,7 +1,7 @@
 """The answers to one HTTP request as JSON, whole or as the events of a stream, in the shape of its route."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from .errors import HttpError
 from .openai.parsers import AnswerParts, AnswerReader, CallPart
 from .openai.requests import Echo, EchoedScores, Options
 from .openai.shapes import AnswerShape, Namer, Reading, RequestClock, nvext_json, parts_json
-from .requests import RequestTarget, id_headers, named_errors
+from .requests import Names, RequestTarget, id_headers, named_errors
 from .service import RequestAborted, Service
 from .text import AnswerText, text_of
 from .tokens import Scores, Tokens, Usage, prompt_logprobs_json, prompt_scores, whole_rows
@@ -72,7 +72,7 @@ AnswerSource = Callable[
 """Yields the updates that chunks add to answers, as `updates` does."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class AnswerWriter:
     """Writes the answers to one HTTP request."""
 
@@ -83,8 +83,8 @@ class AnswerWriter:
     requests: Sequence[bus.GenerateRequest]
     """One request for each prompt."""
     options: Options
-    names: Mapping[str, str]
-    """The body's names for fields of `GenerateRequest`."""
+    names: Names
+    """Returns the body's names for fields of `GenerateRequest`."""
     clock: RequestClock = field(default_factory=RequestClock)
     reading: Reading | None = None
     """Parsing of a chat's answers; None: the whole text is content."""

@@ -67,7 +67,7 @@ def answer(**changes: Any) -> Any:
         usage=False,
         continuous_usage=False,
     )
-    writer = AnswerWriter(shape=GENERATE, target=TARGET, tokenizer=None, requests=[WANTED], options=options, names={})
+    writer = AnswerWriter(shape=GENERATE, target=TARGET, tokenizer=None, requests=[WANTED], options=options, names=dict)
     return json.loads(b"".join(asyncio.run(writer.answer_json([choice]))))
 
 

@@ -371,11 +371,11 @@ NAMES = {"sampling": "", "sampling.extra": "", "sampling.extra.structured_output
 )
 def test_an_error_of_a_worker_names_the_field_of_the_route(message: str, param: str | None) -> None:
     """If a worker rejects a field, `error.param` is the route's name of the field and begins the message."""
-    with pytest.raises(HttpError) as raised, named_errors(NAMES):
+    with pytest.raises(HttpError) as raised, named_errors(lambda: NAMES):
         raise RequestError(code=ErrorCode.INVALID_REQUEST, message=message, request_id="r")
     assert (raised.value.status, raised.value.param, raised.value.code) == (400, param, "invalid_request")
     assert raised.value.message.startswith(param or message)
-    with pytest.raises(HttpError) as raised, named_errors(NAMES):
+    with pytest.raises(HttpError) as raised, named_errors(lambda: NAMES):
         raise RequestError(code=ErrorCode.ENGINE_ERROR, message=message, request_id="r")
     assert (raised.value.status, raised.value.param) == (502, None)
 

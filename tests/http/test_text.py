@@ -153,7 +153,7 @@ def test_every_token_is_decoded_once() -> None:
     seen = []
 
     class Counting:
-        special_ids: tuple[int, ...] = ()
+        special_ids: frozenset[int] = frozenset()
 
         def token_bytes(self, token_id: int) -> bytes:
             seen.append(token_id)

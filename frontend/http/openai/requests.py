@@ -5,8 +5,10 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from .... import bus
@@ -65,9 +67,19 @@ def _path(name: str) -> list[str]:
     return name.split(".")
 
 
+@cache
+def _outermost(names: tuple[str, ...]) -> tuple[Callable[[CommonBody], object], object]:
+    """Return what reads the fields of a body in which `names` begin, and what it returns if none has a value."""
+    fields = dict.fromkeys(_path(name)[0] for name in names)
+    return attrgetter(*fields), (None,) * len(fields) if len(fields) > 1 else None
+
+
 def given_values(body: CommonBody, *names: str) -> JsonObject:
     """Return the values of the fields that have one, by name."""
-    found = {}
+    found: JsonObject = {}
+    read, nothing = _outermost(names)
+    if read(body) == nothing:
+        return found
     for name in names:
         value: Any = body
         for part in _path(name):
@@ -211,8 +223,7 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 """Default of `max_tokens` for /v1/completions, as in OpenAI and vLLM."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of an answer."""
 
     text: bool

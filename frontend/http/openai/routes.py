@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
-import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -182,8 +181,7 @@ async def prepare_answer(
     target = await find_target(service, request, body.model, body.timeout_s)
     options = read_options(body, target, service.settings)
     sampling = sampling_fields(body, options, None)
-    names = bus_names(body, "prompt")
-    with named_errors(names):
+    with named_errors(partial(bus_names, body, "prompt")):
         # Check before the tokenizer is loaded and a long prompt is tokenized.
         params = bus.SamplingParams(**sampling)
         check_sampling(params, target.capabilities)
@@ -204,14 +202,14 @@ async def prepare_answer(
     if isinstance(body, ChatBody) and question is not None and plan is not None:
         reading = Reading(body, question, plan)
         sampling = reading.constrain(sampling)
-        options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
+        options = replace(options, skip_special_tokens=plan.skip_special_tokens)
     if body.bad_words or reading is not None:
-        with named_errors(names):
+        with named_errors(partial(bus_names, body, "prompt")):
             params = bus.SamplingParams(**sampling)
     requests: list[bus.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         check_length(prompt.field, len(prompt.token_ids), target)
-        names["prompt_token_ids"] = prompt.field
+        names = partial(bus_names, body, prompt.field)
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
         made = build_request(service, request, target, sampling=params, fields=of_prompt, names=names)
         with named_errors(names):
@@ -223,7 +221,7 @@ async def prepare_answer(
         tokenizer=tokenizer,
         requests=requests,
         options=options,
-        names={**names, "prompt_token_ids": prompts[0].field},
+        names=partial(bus_names, body, prompts[0].field),
         clock=clock,
         reading=reading,
         echo=await read_echo(body, prompts, options, tokenizer),
