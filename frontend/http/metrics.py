@@ -370,7 +370,9 @@ class Metrics(Collector):
 
         If there are too many versions, remove the series of the least recently used one.
         """
-        known = self._versions.setdefault(model, OrderedDict())
+        known = self._versions.get(model)
+        if known is None:
+            known = self._versions[model] = OrderedDict()
         labels = known.get(weight_version)
         if labels is None:
             labels = known[weight_version] = (model, str(weight_version))

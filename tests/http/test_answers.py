@@ -49,6 +49,35 @@ RESULT = rollbus.Generation(
 )
 
 
+def test_chunks_that_come_together_are_one_update() -> None:
+    """The tokens of several chunks equal those of the chunks one after another, with rows, scores and recomputed KV."""
+    rows = np.arange(4, dtype="u1").reshape(4, 1, 1)
+    chunks = [
+        rollbus.Chunk(
+            request_id="r",
+            attempt=0,
+            child=0,
+            chunk_index=at,
+            weight_version=3 + at // 2,
+            token_ids_data=np.array([at] * size, "<i4").tobytes(),
+            logprobs_data=np.array([-at] * size, "<f4").tobytes(),
+            routed_experts=rollbus.RoutedExperts.from_rows(rows[at : at + 1], 1 + at),
+            worker_id=f"w{at}",
+            kv_recomputed=at == 2,
+        )
+        for at, size in enumerate((1, 2, 1, 3))
+    ]
+    for first in range(4):
+        at_once = Tokens.of_chunks(chunks[first:], WANTED)
+        joined = Tokens.joined([Tokens.of_chunks([each], WANTED) for each in chunks[first:]])
+        for name in ("ids", "weight_versions", "rows"):
+            assert np.array_equal(getattr(at_once, name), getattr(joined, name))
+        assert np.array_equal(at_once.scores.logprobs, joined.scores.logprobs)  # type: ignore[arg-type]
+        for name in ("kv_from", "start", "first_worker", "worker", "masks", "of_prompt"):
+            assert getattr(at_once, name) == getattr(joined, name)
+    assert (Tokens.of_chunks(chunks, WANTED).kv_from, Tokens.of_chunks(chunks, WANTED).start) == (3, 1)
+
+
 def answer(**changes: Any) -> Any:
     """Return the response of the result with some fields changed."""
     choice = AnswerChoice(0, WANTED, None, keep=True)
