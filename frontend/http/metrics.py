@@ -214,23 +214,25 @@ class Series(dict[tuple[str, ...], S]):
 
     def __init__(self, make: Callable[[], S], family: Callable[..., Metric], labels: Sequence[str]) -> None:
         super().__init__()
-        self._make = make
+        self._make: Callable[[], S] = make
         self._family = family
         self.labels = labels
 
     def __missing__(self, labels: tuple[str, ...]) -> S:
-        series = self[labels] = self._make()
+        series: S = self._make()
+        self[labels] = series
         return series
 
     def collect(self) -> Metric:
         """Return the metric with all series."""
-        family: Any = self._family(labels=self.labels)
+        metric = self._family(labels=self.labels)
+        family: Any = metric
         for labels, series in self.items():
             if isinstance(series, Durations):
                 family.add_metric(labels, series.cumulative(), series.total_s)
             else:
                 family.add_metric(labels, series)
-        return family
+        return metric
 
 
 class Metrics(Collector):

@@ -72,7 +72,7 @@ def test_chunks_that_come_together_are_one_update() -> None:
         joined = Tokens.joined([Tokens.of_chunks([each], WANTED) for each in chunks[first:]])
         for name in ("ids", "weight_versions", "rows"):
             assert np.array_equal(getattr(at_once, name), getattr(joined, name))
-        assert np.array_equal(at_once.scores.logprobs, joined.scores.logprobs)  # type: ignore[arg-type]
+        assert np.array_equal(at_once.scores.logprobs, joined.scores.logprobs)
         for name in ("kv_from", "start", "first_worker", "worker", "masks", "of_prompt"):
             assert getattr(at_once, name) == getattr(joined, name)
     assert (Tokens.of_chunks(chunks, WANTED).kv_from, Tokens.of_chunks(chunks, WANTED).start) == (3, 1)
