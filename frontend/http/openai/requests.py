@@ -8,7 +8,6 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from .... import bus
@@ -223,7 +222,8 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 """Default of `max_tokens` for /v1/completions, as in OpenAI and vLLM."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class Options:
     """The contents of an answer."""
 
     text: bool

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`, as whole answers and as streams."""
 
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +203,7 @@ async def prepare_answer(
     if isinstance(body, ChatBody) and question is not None and plan is not None:
         reading = Reading(body, question, plan)
         sampling = reading.constrain(sampling)
-        options = replace(options, skip_special_tokens=plan.skip_special_tokens)
+        options = dataclasses.replace(options, skip_special_tokens=plan.skip_special_tokens)
     if body.bad_words or reading is not None:
         with named_errors(partial(bus_names, body, "prompt")):
             params = bus.SamplingParams(**sampling)
