@@ -15,7 +15,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -123,8 +122,9 @@ class BenchOptions:
             )
 
 
-_no_times = partial(array, "f")
-"""Returns an empty array for times in seconds. Floats of 4 bytes save memory: each token may add a time."""
+def _times() -> "array[float]":
+    """Return an empty array for times in seconds. Floats of 4 bytes save memory: each token may add a time."""
+    return array("f")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,12 +141,12 @@ class Round:
     """Number of requests that succeeded."""
     tokens: int = 0
     routing_bytes: int = 0
-    first_token_s: "array[float]" = field(default_factory=_no_times)
+    first_token_s: "array[float]" = field(default_factory=_times)
     """Seconds from the sending of each request to its first token. This list and the next two are empty without
     streams."""
-    chunk_s: "array[float]" = field(default_factory=_no_times)
+    chunk_s: "array[float]" = field(default_factory=_times)
     """Seconds from each chunk with tokens to the next chunk of the same request."""
-    request_s: "array[float]" = field(default_factory=_no_times)
+    request_s: "array[float]" = field(default_factory=_times)
     """Seconds from the sending of each request to its end."""
     cached_tokens: int = 0
     """Prompt tokens that the engine did not compute, because they were in a prefix cache."""
