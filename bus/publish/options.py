@@ -1,10 +1,9 @@
 """The options and the result of a publication. The arguments of the publisher's methods are checked here."""
 
-import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypedDict
 
@@ -89,10 +88,8 @@ def publish_options(model: str, version: int, settings: PublishSettings) -> Publ
     if min_staged is not None:
         min_staged = check_int("min_staged", min_staged, 1, MAX_WORKERS)
     ranks_timeout_s = check_float("ranks_timeout_s", fields.pop("ranks_timeout_s", 600.0), 0, MAX_TIMEOUT_S)
-    with _as_arguments():
-        command = UpdateWeights(model=model, version=version, source=PENDING, **fields)
     return PublishOptions(
-        command=check_command(command),
+        command=check_command(UpdateWeights(model=model, version=version, source=PENDING, **fields)),
         updates=updates,
         min_staged=min_staged,
         ranks_timeout_s=ranks_timeout_s,
@@ -108,25 +105,14 @@ def adapter_options(model: str, name: str, version: int, settings: AdapterSettin
     """
     fields, updates, on_ack = _split(settings)
     fields.pop("config", None)
-    with _as_arguments():
-        command = LoadLora(model=model, name=name, version=version, source=PENDING, **fields)
-    return PublishOptions(command=check_command(command), updates=updates, on_ack=on_ack)
+    command = check_command(LoadLora(model=model, name=name, version=version, source=PENDING, **fields))
+    return PublishOptions(command=command, updates=updates, on_ack=on_ack)
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | None]:
     """Return the command fields, True if the fleet loads the version, and the callback for acks."""
     fields, on_ack = split_options(settings)
     return fields, check_bool("update", fields.pop("update", True)), on_ack
-
-
-@contextlib.contextmanager
-def _as_arguments() -> Iterator[None]:
-    """Turn the `TypeError` for an unknown command field into an error about the arguments of the method."""
-    try:
-        yield
-    except TypeError as error:
-        problem = f"are not valid: {error}"
-        raise InvalidRequest("arguments", problem, "those of the method") from None
 
 
 def read_adapter(adapter: Adapter, config: Mapping[str, Any] | None) -> tuple[TensorFeed, dict[str, FolderFile]]:
