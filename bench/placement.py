@@ -146,8 +146,8 @@ COMPARED: Final = ("tokens_per_s", "p99_s")
 RECORDED_SIMULATED: Final = ("groups", "flood", "tails", "nothing", "slow-nothing", "mixed")
 LARGE: Final = 32
 """Simulated fleets above this number of workers play each trace once, because some traces take minutes."""
-IDLE_S: Final = 0.1
-"""Seconds between two checks whether the fleet is idle."""
+IDLE_S: Final = 1.0
+"""Seconds between two checks whether the fleet is idle. Aborts wait for a step, which may prefill for many seconds."""
 PLAY_S: Final = 300.0
 """Maximum seconds of a turn: coding agents with tools in a full fleet take about this long on two idle cores. A turn to
 warm up has a tenth."""
