@@ -231,7 +231,7 @@ def rounding(routers: Sequence[Router], *, computes: bool) -> Iterator[None]:
         yield
 
 
-def _chosen(logits: Tensor, targets: Tensor) -> Any:
+def _chosen(logits: Any, targets: Any) -> Any:
     parts = zip(logits.split(CHUNK), targets.split(CHUNK), strict=True)
     return torch.cat([part.float().log_softmax(-1).gather(-1, ids[:, None]) for part, ids in parts])[:, 0].cpu().numpy()
 
