@@ -152,7 +152,7 @@ def test_a_wrong_row_is_told_before_a_fleet_starts(
     (tmp_path / "rows.jsonl").write_text(rows)
     options = ("--engine", "synthetic", "--state-dir", str(tmp_path), "--prompts", str(tmp_path / "rows.jsonl"))
     with pytest.raises(CommandFailed, match=problem) as failed:
-        command.run(parse("--model", str(tmp_path), *options))
+        _ = command.run(parse("--model", str(tmp_path), *options))
     assert failed.value.exit_code == ExitCode.USAGE
 
 

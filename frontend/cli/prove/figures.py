@@ -175,8 +175,11 @@ def misses_of(evidence: Evidence, dtype: str) -> Misses | None:
     if not chosen:
         return None
     free, others = (np.concatenate([getattr(one.scores, name) for one in chosen]) for name in ("misses", "others"))
-    noisy = [one for one in chosen if one.noise is not None and one.noise.others is not None]
-    moved = [np.abs(one.scores.others - one.noise.others) for one in noisy]
+    moved = [
+        np.abs(one.scores.others - one.noise.others)
+        for one in chosen
+        if one.scores and one.noise and one.scores.others is not None and one.noise.others is not None
+    ]
     moves = np.concatenate(moved).ravel() if moved else np.empty(0)
     floor = float(np.percentile(moves[moves > 0], 99)) if moves.any() else None
     limit = limit_of("gap", dtype, floor)
