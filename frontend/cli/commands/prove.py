@@ -1,9 +1,10 @@
 """The subcommand that compares a fleet with its model."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
-from ....schemas.options import ENGINE_OPTIONS, arg, flag, non_negative_int
+from ....schemas.options import ENGINE_OPTIONS, Option, arg, flag, non_negative_int
 from ..arguments import command
 
 MAX_MINUTES = 1440
@@ -21,46 +22,31 @@ def minutes(text: str) -> float:
     return value
 
 
+def _options() -> Iterator[Option]:
+    yield arg("file", "FILE", "file for the JSON (default: none; --json alone prints it)", nargs="?")
+    text = "directory of the checkpoint, or its id on Hugging Face (default with --nats: the only model of the fleet)"
+    yield arg("--model", "DIR|ID", text)
+    yield arg("--workers", "N", "workers of the command's own fleet (default: 1)", default=1)
+    text = "GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)"
+    yield arg("--gpus-per-worker", "K", text, type=non_negative_int)
+    text = "forward passes of transformers with the checkpoint, or only the engine against itself (default: hf)"
+    yield arg("--reference", ("hf", "none"), text, default="hf")
+    text = "dtype of the reference: that of your trainer (default: that of the engine)"
+    yield arg("--dtype", ("float32", "bfloat16", "float16"), text)
+    text = "minutes for all stages, after the fleet serves (default: %(default)g)"
+    yield arg("--minutes", "N", text, type=minutes, default=10)
+    yield arg("--prompts", "FILE", "your own prompts, as for `generate` (default: random ones)")
+    yield arg("--stages", "NAME", "stages to run (default: all)", nargs="+")
+    yield flag("--disruptive", "on a fleet in use, also run stages that stop workers and change weights")
+    yield arg("--picture", "FILE", "file for the picture, an SVG (default: none)", type=Path)
+    yield arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0)
+    yield arg("--state-dir", "DIR", "folder of temporary files (default: ~/.cache/rollbus)")
+
+
 @command(
     "prove that what you train on is what was sampled",
     "prove.command:run",
-    arg("file", "FILE", "file for the JSON (default: none; --json alone prints it)", nargs="?"),
-    arg(
-        "--model",
-        "DIR|ID",
-        "directory of the checkpoint, or its id on Hugging Face (default with --nats: the only model of the fleet)",
-    ),
-    arg("--workers", "N", "workers of the command's own fleet (default: 1)", default=1),
-    arg(
-        "--gpus-per-worker",
-        "K",
-        "GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)",
-        type=non_negative_int,
-    ),
-    arg(
-        "--reference",
-        ("hf", "none"),
-        "forward passes of transformers with the checkpoint, or only the engine against itself (default: %(default)s)",
-        default="hf",
-    ),
-    arg(
-        "--dtype",
-        ("float32", "bfloat16", "float16"),
-        "dtype of the reference: that of your trainer (default: that of the engine)",
-    ),
-    arg(
-        "--minutes",
-        "N",
-        "minutes for all stages, after the fleet serves (default: %(default)g)",
-        type=minutes,
-        default=10,
-    ),
-    arg("--prompts", "FILE", "your own prompts, as for `generate` (default: random ones)"),
-    arg("--stages", "NAME", "stages to run (default: all)", nargs="+"),
-    flag("--disruptive", "on a fleet in use, also run stages that stop workers and change weights"),
-    arg("--picture", "FILE", "file for the picture, an SVG (default: none)", type=Path),
-    arg("--seed", "N", "seed of the prompts (default: 0)", type=non_negative_int, default=0),
-    arg("--state-dir", "DIR", "folder of temporary files (default: ~/.cache/rollbus)"),
+    *_options(),
     *ENGINE_OPTIONS,
 )
 def prove() -> None:
