@@ -7,8 +7,10 @@ same ids: the rules accept only a `tokenizer.json` that transformers uses unchan
 
 import gc
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -59,6 +61,9 @@ others.
 
 TEMPLATE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors, besides jinja2's own, that a chat template raises for messages that its author did not expect."""
+
+DATE: Final = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+"""Finds where a chat template writes the time, with its format."""
 
 ANCHOR: Final = "a"
 """A plain-text token that is put before another token. Tokenizers may decode the first token of a text differently."""
@@ -132,10 +137,14 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> str:
         """Return the text of a chat's prompt.
 
         It contains its special tokens: encode it with `add_special_tokens=False`.
+
+        Args:
+            now: the time that the template shows; None: that of the call.
 
         Raises:
             InvalidRequest: both flags are set, `chat_template_kwargs` contains a reserved name, or the model's template
@@ -148,8 +157,13 @@ class Tokenizer:
         reserved = sorted(variables.keys() & (RESERVED | self.wrapped.special_tokens_map.keys()))
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "is reserved", "the template's own variables")
-        if not self.wrapped.chat_template:
+        template = self.wrapped.chat_template
+        if not template:
             raise TokenizerUnavailable("the model's tokenizer has no chat template")
+        if now is not None and isinstance(template, str) and "strftime_now" in template:
+            # transformers passes no functions to templates.
+            template = DATE.sub(lambda call: repr(now.strftime(call[2])), template)
+            variables["chat_template"] = template
         try:
             from jinja2 import TemplateError
         except ImportError:
@@ -296,9 +310,9 @@ class _FastTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = [{name: value for name, value in message.items() if value is not None} for message in conversation]
-        variables: JsonObject = {**self.special_tokens_map, **options}
+        variables: JsonObject = {"chat_template": self.chat_template, **self.special_tokens_map, **options}
         del variables["tokenize"]
-        rendered, _ = render_jinja_template(conversations=[given], chat_template=self.chat_template, **variables)
+        rendered, _ = render_jinja_template(conversations=[given], **variables)
         return str(rendered[0])
 
 

@@ -4,11 +4,14 @@ Only the new messages are rendered, after an answer with a marker. So the cost o
 At turns 1, 2, 4, 8 and so on, all messages are rendered too, and their text is compared with the decoded ids.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
@@ -17,13 +20,15 @@ from ...schemas.decoding import JsonObject
 from ...schemas.errors import InvalidRequest
 from ..tokenization import Tokenizer
 from .errors import SessionError
-from .messages import replace_strings, strings_in, without_reasoning
+from .messages import map_strings, without_reasoning
 
 MARK: Final = f"rbmark{os.urandom(8).hex()}"
 """Stands for text in a rendering, and is in no message."""
 TEXT_MARK: Final = f"rbtext{os.urandom(8).hex()}"
-"""Stands for content with the text of a special token."""
+"""Stands for the text of a special token in what a client sent."""
 TEXT_MARKS: Final = re.compile(rf"{TEXT_MARK}x(\d+)x")
+INSTRUCTIONS: Final = ("system", "developer")
+"""Roles of messages that some templates move to the beginning."""
 PROBE: Final = {"role": "user", "content": "a"}
 Form = Callable[[Mapping[str, Any]], JsonObject]
 """Converts a message into the form that templates expect."""
@@ -41,6 +46,8 @@ class ChatTemplate:
     tools: Sequence[Mapping[str, Any]] | None
     variables: Mapping[str, Any]
     form: Form
+    opened_at: float | None = None
+    """Unix time that the template reads. All turns of a session have the same; None: the time of each rendering."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, opens: bool = True) -> str:
         """Return the text of messages.
@@ -49,18 +56,28 @@ class ChatTemplate:
             opens: True: the text ends with the beginning of an answer.
         """
         shown = [self.form(message) for message in messages]
+        if "developer" not in str(self.tokenizer.wrapped.chat_template):
+            # Many templates omit messages of a role that they do not know.
+            shown = [{**each, "role": "system"} if each["role"] == "developer" else each for each in shown]
         try:
             return self._render(shown, opens)
         except InvalidRequest:
-            # Some templates expect the arguments of calls as text, others as objects.
-            as_text = [_with_text_arguments(message) for message in shown]
-            if as_text == shown:
-                raise
-            return self._render(as_text, opens)
+            # Some templates expect the arguments of calls as text, others as objects. Some reject calls with text and
+            # reasoning.
+            for change in (_with_text_arguments, without_reasoning):
+                changed = [change(message) for message in shown]
+                if changed != shown:
+                    with contextlib.suppress(InvalidRequest):
+                        return self._render(changed, opens)
+            raise
 
     def _render(self, shown: Sequence[JsonObject], opens: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            shown, add_generation_prompt=opens, tools=self.tools, chat_template_kwargs=self.variables
+            shown,
+            add_generation_prompt=opens,
+            tools=self.tools,
+            chat_template_kwargs=self.variables,
+            now=None if self.opened_at is None else datetime.fromtimestamp(self.opened_at),
         )
 
     def whole(self, messages: Sequence[JsonObject]) -> list[int]:
@@ -70,7 +87,7 @@ class ChatTemplate:
             SessionError: `special_token_in_content`.
             InvalidRequest: the template does not accept these messages.
         """
-        return self._encode(self.render, messages)
+        return self._encode(ChatTemplate.render, messages)
 
     def tail(self, answer: JsonObject, ended_by: str, messages: Sequence[JsonObject]) -> list[int]:
         """Return the ids after a sampled answer: the end of the turn if it was not sampled, and the new messages.
@@ -94,13 +111,19 @@ class ChatTemplate:
         if has_calls and MARK not in self.render(before, opens=False):
             # The template has no calls. The sampled ids have them.
             before, has_calls = [PROBE, _marked({**answer, "tool_calls": None})], False
-        alone = _after_mark(self.render(before, opens=False))
+        if any(message["role"] in INSTRUCTIONS for message in messages):
+            before = [{**PROBE, "role": "system"}, *before]
+            marked = [{**message, "content": TEXT_MARK} for message in messages if message["role"] in INSTRUCTIONS]
+            if TEXT_MARK in self.render([*before, *marked, PROBE]).rpartition(MARK)[0]:
+                # The template moves instructions to the beginning.
+                raise CannotJoin
 
-        def text(new: Sequence[JsonObject]) -> str:
-            after = _after_mark(self.render([*before, *new]))
+        def text(template: "ChatTemplate", shown: Sequence[JsonObject]) -> str:
+            alone = _after_mark(template.render(shown[: len(before)], opens=False))
+            after = _after_mark(template.render(shown))
             return after[self._end_of_turn(alone, after, ended_by, has_calls=has_calls) :]
 
-        return self._encode(text, messages)
+        return self._encode(text, [*before, *messages])
 
     def _end_of_turn(self, alone: str, after: str, ended_by: str, *, has_calls: bool) -> int:
         """Return how much of the text after the answer's mark the sampled ids have already.
@@ -123,6 +146,9 @@ class ChatTemplate:
             first = self._special_at_start(after) if ended_by and alone.strip() else ""
             return after.index(first) + len(first) if first else 0
         end = self._special_at_start(self._end_without_calls)
+        if not end and not ended_by and after.startswith(alone):
+            # The template ends no turn.
+            return len(alone)
         at = common.rfind(end) if end else -1
         if at < 0:
             raise CannotJoin
@@ -141,47 +167,85 @@ class ChatTemplate:
         """The texts that the tokenizer converts to one token wherever they are, special tokens and others."""
         return tuple(str(token) for token in self.tokenizer.wrapped.added_tokens_decoder.values() if str(token).strip())
 
-    # Special tokens in content.
+    # Special tokens in the text of clients.
 
-    def _encode(self, text_of: Callable[[Sequence[JsonObject]], str], messages: Sequence[JsonObject]) -> list[int]:
+    def _encode(
+        self, text_of: Callable[["ChatTemplate", Sequence[JsonObject]], str], messages: Sequence[JsonObject]
+    ) -> list[int]:
         messages = [self.form(message) for message in messages]
-        text = text_of(messages)
-        own = [each for each in dict.fromkeys(strings_in(_contents(messages))) if self._has_special(each)]
-        if not own:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        marks = {each: f"{TEXT_MARK}x{number}x" for number, each in enumerate(own)}
-        pieces = TEXT_MARKS.split(text_of([_with_contents(message, marks) for message in messages]))
-        if "".join(own[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)) != text:
-            raise _altered()
+        text = text_of(self, messages)
+        own: set[str] = set()
+        # Templates read the reasoning in the text of an answer. Its marks then stay what they are.
+        for of_answers in (self._specials, self._control):
+            hidden = self._hide(messages, of_answers, own)
+            if not own:
+                return self.tokenizer.encode(text, add_special_tokens=False)
+            pieces = TEXT_MARKS.split(text_of(*hidden))
+            shown = [self.special_texts[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)]
+            if "".join(shown) == text:
+                break
+        else:
+            raise _altered(own)
         ids: list[int] = []
-        for at, piece in enumerate(pieces):
-            ids += self._plain(own[int(piece)]) if at % 2 else self.tokenizer.encode(piece, add_special_tokens=False)
+        for at, piece in enumerate(shown):
+            ids += self._plain(piece) if at % 2 else self.tokenizer.encode(piece, add_special_tokens=False)
         if self.tokenizer.decode(ids, skip_special_tokens=False) != text:
-            raise _altered()
+            raise _altered(own)
         return ids
 
-    def _has_special(self, text: str) -> bool:
-        return any(token in text for token in self.special_texts)
+    def _hide(
+        self, messages: Sequence[JsonObject], of_answers: re.Pattern[str], found: set[str]
+    ) -> tuple["ChatTemplate", Sequence[JsonObject]]:
+        """Return template and messages with marks in the place of special tokens in their strings.
+
+        Args:
+            of_answers: the special tokens that are hidden in the content of answers.
+            found: gets the special tokens that were found.
+        """
+
+        def mark(match: re.Match[str]) -> str:
+            found.add(match[0])
+            return f"{TEXT_MARK}x{self.special_texts.index(match[0])}x"
+
+        def hide(value: Any) -> Any:
+            return map_strings(value, lambda text: self._specials.sub(mark, text))
+
+        shown = []
+        for message in messages:
+            hidden = hide(message)
+            if message["role"] == "assistant":
+                hidden["content"] = of_answers.sub(mark, message["content"])
+            shown.append(hidden)
+        variables = {name: hide(value) for name, value in self.variables.items()}
+        return dataclasses.replace(self, tools=hide(self.tools), variables=variables), shown
 
     def _plain(self, text: str) -> list[int]:
         """Return ids of a text without any special token: it is cut within the text of each."""
         ids: list[int] = []
         known: dict[str, list[int]] = {}
         # A special token of one character cannot be cut. The caller compares the decoded text.
-        cuts = [0, *(found.start() + 1 for found in self._specials.finditer(text)), len(text)]
+        begins = re.compile(f"(?={self._specials.pattern})")
+        cuts = [0, *(found.start() + 1 for found in begins.finditer(text)), len(text)]
         for begin, end in pairwise(cuts):
             piece = text[begin:end]
             if piece not in known:
                 known[piece] = self.tokenizer.encode(piece, add_special_tokens=False)
                 if not self.tokenizer.special_ids.isdisjoint(known[piece]):
-                    raise _altered()
+                    raise _altered({text})
             ids += known[piece]
         return ids
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
-        """Finds the beginnings of all special tokens, also of those that overlap."""
-        return re.compile(f"(?={'|'.join(map(re.escape, self.special_texts))})")
+        return _any_of(self.special_texts)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Finds the tokens that are special, and not only added."""
+        added = self.tokenizer.wrapped.added_tokens_decoder
+        return _any_of(
+            [str(added[token_id]) for token_id in self.tokenizer.special_ids if str(added[token_id]).strip()]
+        )
 
     # The check of the join.
 
@@ -244,11 +308,16 @@ def _common_start(one: str, other: str) -> str:
     return one[: next((at for at in range(size) if one[at] != other[at]), size)]
 
 
-def _altered() -> SessionError:
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern for the longest of some texts. Of no texts, it finds nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _altered(texts: Collection[str]) -> SessionError:
     return SessionError(
         "special_token_in_content",
-        "messages have the text of a special token, and the chat template or the tokenizer changes it; allowed: content"
-        " without such text",
+        f"messages or tools have the text of special tokens ({', '.join(sorted(texts)[:8])}), and the chat template or"
+        " the tokenizer changes it; allowed: content without such text",
     )
 
 
@@ -258,9 +327,9 @@ def _marked(answer: JsonObject) -> JsonObject:
     plain = without_reasoning(answer)
     if not calls:
         return {**plain, "content": MARK}
-    last = calls[-1]
-    marked = {**last, "function": {**last["function"], "arguments": {"a": MARK}}}
-    return {**plain, "tool_calls": [*calls[:-1], marked]}
+    # Some templates show only the first call.
+    marked = [{**call, "function": {**call["function"], "arguments": {"a": MARK}}} for call in calls]
+    return {**plain, "tool_calls": marked}
 
 
 def _with_text_arguments(message: JsonObject) -> JsonObject:
@@ -277,15 +346,3 @@ def _after_mark(text: str) -> str:
     if at < 0:
         raise CannotJoin
     return text[at + len(MARK) :]
-
-
-CONTENTS: Final = ("content", "reasoning", "reasoning_content", "tool_calls")
-"""Fields of messages whose text is of the client, the model or a tool."""
-
-
-def _contents(messages: Sequence[JsonObject]) -> list[Any]:
-    return [message[name] for message in messages for name in CONTENTS if name in message]
-
-
-def _with_contents(message: JsonObject, texts: Mapping[str, str]) -> JsonObject:
-    return {name: replace_strings(each, texts) if name in CONTENTS else each for name, each in message.items()}

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from ...schemas.decoding import JsonObject
@@ -108,26 +108,13 @@ def frame_of(setting: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def strings_in(value: object) -> Iterator[str]:
-    """Yield all strings in a JSON value, without the names of objects' fields."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, Mapping):
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-
-
-def replace_strings(value: Any, texts: Mapping[str, str]) -> Any:
-    """Return a JSON value with some of its strings replaced."""
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with all strings in it changed, also the names of fields."""
     if isinstance(value, str):
-        return texts.get(value, value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {name: replace_strings(each, texts) for name, each in value.items()}
-    return [replace_strings(each, texts) for each in value] if isinstance(value, list) else value
+        return {change(name): map_strings(each, change) for name, each in value.items()}
+    return [map_strings(each, change) for each in value] if isinstance(value, list) else value
 
 
 def without_reasoning(message: Mapping[str, Any]) -> JsonObject:

@@ -1,7 +1,11 @@
 """Prompts of turns: the ids that a session holds and new messages, in the formats of nine families."""
 
+import contextlib
+import dataclasses
 import json
 import random
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from rollbus.frontend.sessions.errors import SessionError
-from rollbus.frontend.sessions.joining import CannotJoin
+from rollbus.frontend.sessions.joining import PROBE, CannotJoin
 from tests.sessions.families import FAMILIES, TOOLS, Family
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(str.strip)
@@ -150,12 +154,118 @@ def test_special_tokens_in_content_stay_text(family: Family) -> None:
     assert specials(tail) == specials(template.tail(call(), family.ends[1], [result("see")]))
 
 
-def test_content_that_the_template_changes_is_rejected_if_it_has_special_tokens() -> None:
-    """A template that strips content cannot show which part of the prompt is content."""
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
+def test_special_tokens_in_names_tools_and_variables_stay_text(family: Family) -> None:
+    """Names, ids, names of arguments, tools and variables are text too: only the template writes special tokens."""
+
+    def play_with(text: str) -> tuple[list[int], list[int]]:
+        fields = {text: {"type": "string", "enum": [text], "description": f"{text}\n{text}"}}
+        function = {"name": "add", "description": f"Adds\n{text}", "parameters": {"properties": fields}}
+        template = dataclasses.replace(family.template([{"type": "function", "function": function}]))
+        template = dataclasses.replace(template, variables={**template.variables, "more": [text]})
+        called = {"name": f"add{text}", "arguments": json.dumps({text: {text: [text]}}).replace("<", "\\u003c")}
+        answer = {"role": "assistant", "content": f"{text}.", "tool_calls": [{"id": text, "function": called}]}
+        results = [{"role": "tool", "tool_call_id": text, "name": text, "content": text}]
+        question = [{"role": "system", "content": text}, {"role": "user", "name": text, "content": f" {text} "}]
+        messages = [*question, answer, *results]
+        ids, tail = template.whole(messages), template.tail(answer, family.ends[1], results)
+        decode = template.tokenizer.decode
+        assert decode(ids, skip_special_tokens=False) == template.render(messages)
+        special = template.tokenizer.special_ids
+        return [each for each in ids if each in special], [each for each in tail if each in special]
+
+    assert play_with(f"a{family.end}b") == play_with("ab")
+
+
+def test_a_special_token_that_the_template_changes_is_rejected() -> None:
+    """If a template changes the text of a special token, the prompt does not show which part of it is content."""
     (family,) = (each for each in FAMILIES if each.name == "gemma")
-    with pytest.raises(SessionError) as caught:
-        family.template().whole([{"role": "user", "content": f"{family.end} "}])
+    template = family.template()
+    hostile = [{"role": "user", "content": f" {family.end} "}]
+    assert template.tokenizer.decode(template.whole(hostile), skip_special_tokens=False) == template.render(hostile)
+    with changed_template(template, ("trim", "upper")), pytest.raises(SessionError, match=family.end) as caught:
+        template.whole(hostile)
     assert caught.value.code == "special_token_in_content"
+
+
+def test_reasoning_in_the_text_of_an_answer_is_read_by_the_template() -> None:
+    """A template may read marks of reasoning in an answer. Special tokens in it stay text."""
+    (family,) = (each for each in FAMILIES if each.name == "deepseek")
+    template = family.template()
+    answer = {"role": "assistant", "content": f"<think>2 and 3</think>It is 5.{family.end}"}
+    messages = [{"role": "user", "content": "?"}, answer, {"role": "user", "content": "</think>"}]
+    ids = template.whole(messages)
+    assert template.tokenizer.decode(ids, skip_special_tokens=False) == template.render(messages)
+    end = template.tokenizer.encode(family.end, add_special_tokens=False)[0]
+    assert ids.count(end) == 1
+    assert "2 and 3" not in template.render(messages)
+
+
+def test_a_session_has_one_date() -> None:
+    """A template that shows the time shows that of the session's beginning in all turns."""
+    (family,) = (each for each in FAMILIES if each.name == "llama3")
+    template = family.template()
+    with changed_template(template, ("{{- '<|begin", "{{ strftime_now('%Y-%m-%d') }}{{- '<|begin")):
+        for day in ("2024-02-29", "2025-12-31"):
+            opened_at = datetime.fromisoformat(f"{day} 23:59:59").timestamp()
+            assert dataclasses.replace(template, opened_at=opened_at).render([PROBE]).startswith(day)
+
+
+def test_a_developer_is_the_system_if_the_template_knows_no_developer() -> None:
+    """Without it, many templates would omit the message."""
+    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    question = {"role": "user", "content": "?"}
+    shown = [
+        family.template().render([{"role": role, "content": "Be brief."}, question]) for role in ("system", "developer")
+    ]
+    assert shown[0] == shown[1]
+    assert "Be brief." in shown[0]
+
+
+@contextlib.contextmanager
+def changed_template(template: Any, *changes: tuple[str, str]) -> Iterator[None]:
+    """Change the text of a family's template."""
+    wrapped = template.tokenizer.wrapped
+    before = wrapped.chat_template
+    for old, new in changes:
+        assert old in wrapped.chat_template
+        wrapped.chat_template = wrapped.chat_template.replace(old, new)
+    try:
+        yield
+    finally:
+        wrapped.chat_template = before
+
+
+def test_instructions_that_the_template_moves_do_not_join() -> None:
+    """If a later system message stands at the beginning, the tail lacks it, so the prompt is rendered as a whole."""
+    (family,) = (each for each in FAMILIES if each.name == "deepseek")
+    template = family.template()
+    answer = {"role": "assistant", "content": "Yes."}
+    new = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    moves = "{%- for each in messages %}{%- if each.role == 'system' %}{{- each.content }}{%- endif %}{%- endfor %}"
+    shown = "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}"
+    with changed_template(template, (shown, moves)), pytest.raises(CannotJoin):
+        template.tail(answer, family.end, new)
+    (family,) = (each for each in FAMILIES if each.name == "qwen3")
+    template = family.template()
+    assert "Be brief." in template.tokenizer.decode(template.tail(answer, family.end, new), skip_special_tokens=False)
+
+
+def test_a_template_that_shows_one_call_or_rejects_reasoning_joins() -> None:
+    """A template may show only the first call, reject reasoning beside text and calls, or end no turn."""
+    (family,) = (each for each in FAMILIES if each.name == "harmony")
+    template = family.template(TOOLS)
+    answer = {**call(), "content": "I add.", "reasoning": "2 and 3"}
+    two = {**answer, "tool_calls": [*answer["tool_calls"], *call()["tool_calls"]]}
+    question = [{"role": "user", "content": "?"}]
+    raises = "{%- if message.content and message.reasoning %}{{- raise_exception('both') }}{%- endif %}"
+    with changed_template(template, ("{%- if message.tool_calls %}", f"{raises}{{%- if message.tool_calls %}}")):
+        first, tail = template.whole(question), template.tail(two, family.ends[1], [result("5")])
+        assert template.check([first, tail], [*question, two, result("5")]) is True
+    (family,) = (each for each in FAMILIES if each.name == "glm")
+    template = family.template(TOOLS)
+    cut = template.tokenizer.decode(template.tail(call(), "", question), skip_special_tokens=False)
+    assert cut == "<|user|>\n?<|assistant|>"
 
 
 def test_a_tokenizer_that_changes_text_compares_what_it_makes_of_the_whole() -> None:

@@ -138,7 +138,7 @@ async def end_join(service: Service, request: Request, session: Session, leaf: T
     try:
         left_s = max(deadline - time.monotonic(), MIN_LEFT_S)
         target = await find_target(service, request, setting["model"], left_s)
-        template = _template_of(await service.tokenizer(target.worker), setting)
+        template = _template_of(await service.tokenizer(target.worker), setting, session)
         equal = await asyncio.to_thread(template.check, tree.pieces(leaf), tree.messages(leaf)[:-1])
     except (HttpError, RollbusError) as error:
         logger.info("session.end_unchecked session=%s error=%s", session.head.id, error)
@@ -147,8 +147,9 @@ async def end_join(service: Service, request: Request, session: Session, leaf: T
     return session.ends[leaf.id]
 
 
-def _template_of(tokenizer: Tokenizer, setting: JsonObject) -> ChatTemplate:
-    return ChatTemplate(tokenizer, setting["tools"], setting["variables"], partial(template_message, "messages"))
+def _template_of(tokenizer: Tokenizer, setting: JsonObject, session: Session) -> ChatTemplate:
+    form = partial(template_message, "messages")
+    return ChatTemplate(tokenizer, setting["tools"], setting["variables"], form, session.head.opened_at)
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ class _Job:
         self.tokenizer = tokenizer
         tools, variables = chat_tools(self.asked.body), template_variables(self.asked.body)
         self.setting = {"model": target.name, "tools": tools, "variables": variables}
-        template = _template_of(tokenizer, self.setting)
+        template = _template_of(tokenizer, self.setting, self.session)
         frame = frame_of(self.setting)
         history = self.asked.body.messages or []
         for index, message in enumerate(history):
