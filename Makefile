@@ -41,7 +41,7 @@ test: setup
 	@.ci/test $(ARGS)
 
 test-prove: setup
-	@OMP_NUM_THREADS=1 ROLLBUS_TEST_PROVE=1 $(BIN)/pytest -n 0 $(or $(ARGS),tests/prove/test_families.py tests/prove/test_real_stages.py)
+	@OMP_NUM_THREADS=1 ROLLBUS_TEST_PROVE=1 $(BIN)/pytest -n 2 $(or $(ARGS),tests/prove/test_families.py tests/prove/test_real_stages.py)
 	@$(if $(ARGS),:,.ci/unchanged test-prove --record)
 
 test-deploy: setup

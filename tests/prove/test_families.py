@@ -34,6 +34,8 @@ NAMED: dict[str, tuple[str, ...]] = {
 }
 """Words of the causes, one of which names the fault."""
 OF_EXPERTS = ("scaled-expert", "bf16-routers")
+CANNOT_HAVE = {"llama-tied-biases": OF_EXPERTS, "deepseek_v3": ("stale-kv",)}
+"""Faults by family that cannot be put in: vLLM has no prefix cache for latent attention on a CPU."""
 
 
 def run_cases(folder: Path, cases: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def causes_of(outcome: dict[str, Any]) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_faults_are_found_and_named(family: str, tmp_path: Path) -> None:
     """Each fault is `wrong`, and its cause is named."""
-    faults = [fault for fault in NAMED if family != FAMILIES[0] or fault not in OF_EXPERTS]
+    faults = [fault for fault in NAMED if fault not in CANNOT_HAVE.get(family, ())]
 
     outcomes = run_cases(tmp_path, [f"{family}:{fault}:0" for fault in faults])
 

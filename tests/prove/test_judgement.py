@@ -157,9 +157,10 @@ def test_without_a_reference_only_the_second_pass_counts() -> None:
     evidence = made_evidence()
     evidence.reference_refusal = "the checkpoint is quantized (fp8)"
     for one in evidence.sampled:
-        one.scores = None
+        one.scores, one.cached = None, 0
     outcome = judge_agreement(evidence, "float32")
     assert outcome.verdict is Verdict.OK
+    assert any(f.verdict is Verdict.NOT_RUN and "prefix hits" in f.what for f in outcome.findings)
     assert any(f.verdict is Verdict.NOT_RUN and "fp8" in f.what for f in outcome.findings)
     with pytest.raises(StageRefused, match="fp8"):
         judge_routing(evidence, "float32")

@@ -43,9 +43,11 @@ def judge_agreement(evidence: Evidence, dtype: str) -> Outcome:
     causes = name_causes(signs)
     findings = [_batch_finding(evidence, dtype)]
     for arm, way in WAYS.items():
-        pairs = second_pairs(one for one in evidence.sampled if one.arm == arm)
+        pairs = second_pairs(one for one in evidence.sampled if one.arm == arm and (one.cached or arm != "again"))
         if pairs:
             findings.append(Figures.of(pairs).judge(f"engine against itself: {way}", dtype, signs.floor))
+    if not any(one.cached for one in evidence.sampled):
+        findings.append(Finding(verdict=Verdict.NOT_RUN, what="prefix hits: no answer had a cached prefix"))
     findings += _reference_findings(evidence, signs, dtype)
     for test in signs.sampling:
         verdict = Verdict.WRONG if abs(test.z) > CERTAIN else Verdict.LOOK
