@@ -25,6 +25,7 @@ from rollbus.frontend.http.openai.parsers import (
 from rollbus.workers.engines.synthetic.batch import SyntheticBatch
 from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, Http, byte_level, client_of, http_service, make_byte_level, save
+from tests.sessions.families import tokenizer_of
 
 EOS = 262
 CONFIG = SyntheticConfig(vocab_size=265, eos_token_id=EOS, max_model_len=4096)
@@ -409,7 +410,10 @@ def by_vllm(plan: Any, text: str) -> AnswerParts:
 @pytest.mark.parametrize("reasoning", [None, "qwen3"])
 @pytest.mark.parametrize("parser", ["hermes", "pythonic", "qwen3_coder", "qwen3_xml", "xlam", "granite"])
 async def test_streams_whole_answers_and_vllm_agree(parser: str, reasoning: str | None) -> None:
-    """For each text, the joined stream, the whole answer and vLLM's answer have the same content and calls."""
+    """For each text, the joined stream, the whole answer and vLLM's answer have the same content and calls.
+
+    Text that vLLM omits at the end, because a call begins there, is content.
+    """
     parsers = await asyncio.to_thread(load_parsers, parser, reasoning)
     rng, wrong, has_calls = random.Random(0), [], 0
     for choice in CHOICES:
@@ -422,6 +426,9 @@ async def test_streams_whole_answers_and_vllm_agree(parser: str, reasoning: str 
             ids = byte_level().encode(text, add_special_tokens=False)
             whole = plain(await reader().whole(text, ids))
             expected = by_vllm(plan, text)
+            reasoning, content = plan.make().extract_reasoning(text, plan.request)
+            if not expected.calls and (content or "").startswith(expected.content or ""):
+                expected = AnswerParts(content or None, reasoning or None)
             has_calls += len(whole.calls)
             for _ in range(3):
                 stream = plain(await streamed(reader(), text, rng))
@@ -429,3 +436,55 @@ async def test_streams_whole_answers_and_vllm_agree(parser: str, reasoning: str 
                     wrong.append(f"{choice}, {name}: {stream}, whole {whole}, vLLM {expected}")
     assert wrong == []
     assert has_calls
+
+
+THOUGHTS = (
+    "<think>2 and 3</think>It is 5.",
+    "2 and 3\n</think>\n\nIt is 5. ",
+    f"<think>\n2 and 3\n</think>\n\nSure. {CALL}",
+    f"<think>a</think>b<think>c</think>d{CALL[:-9]}",
+    "a <think>b</think></think> c",
+    "<think>cut </th",
+)
+
+
+@pytest.mark.parametrize("parser", [None, "hermes"])
+async def test_the_marks_of_reasoning_are_read_from_text(parser: str | None) -> None:
+    """A stream has the parts of the whole answer, whatever tokens spell a mark, and whatever comes with it."""
+    tokenizer = tokenizer_of("qwen3")
+    parsers: Any = await asyncio.to_thread(load_parsers, parser, "deepseek_r1")
+    rng, asks = random.Random(0), question("auto" if parser else "none")
+    plan = parsers.plan(tokenizer, asks)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    async def read(text: str, prompt: str, sizes: tuple[int, ...]) -> AnswerParts:
+        reader = AnswerReader(plan.answer_parser, asks, encode(prompt), show_reasoning=True, one_call=False)
+        if not sizes:
+            return plain(await reader.whole(text, encode(text)))
+        parts = []
+        while not parts or text:
+            size = rng.choice(sizes)
+            piece, text = text[:size], text[size:]
+            parts.append(await reader.add(piece, encode(piece), final=not text))
+        return plain(joined(parts))
+
+    earlier = "<think>1</think>Yes.<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    for text in THOUGHTS:
+        for prompt in ("", f"{earlier}<think>\n", f"{earlier}<think>\n\n</think>\n\n"):
+            whole = await read(text, prompt, ())
+            for sizes in ((1,), (1, 2, 7, 40), (400,)):
+                assert await read(text, prompt, sizes) == whole, (text, prompt)
+    assert await read(THOUGHTS[0], earlier, (1,)) == AnswerParts("It is 5.", "2 and 3")
+    assert await read("It is 5.", f"{earlier}<think>\n\n</think>\n\n", ()) == AnswerParts("It is 5.")
+
+
+async def test_the_text_of_a_cut_call_is_in_the_answer() -> None:
+    """Some parsers omit the beginning of a cut call. Its text is content, streamed or not."""
+    parsers: Any = await asyncio.to_thread(load_parsers, "qwen3_coder", "qwen3")
+    plan = parsers.plan(tokenizer_of("qwen3"), question("auto"))
+    text = "<think>2</think>Sure. <tool_call>\n<funct"
+    assert "<funct" not in (by_vllm(plan, text).content or "")
+    reader = AnswerReader(plan.answer_parser, question("auto"), [], show_reasoning=True, one_call=False)
+    assert (await streamed(reader, text, random.Random(0))).content == text.partition("</think>")[2]

@@ -8,11 +8,13 @@ much text it gets. The parsers do not change the token ids, logprobs and routed 
 import asyncio
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -36,6 +38,8 @@ POOL: Final = ThreadPoolExecutor(2, "answer-parser")
 Python holds the interpreter lock."""
 
 
+HARMONY: Final = "openai"
+"""Begins the names of the parsers of gpt-oss. vLLM has one parser for both, which reads token ids."""
 CALLED: Final = ("adjust_request", "parse", "parse_delta")
 """Methods of a parser that this module calls."""
 QUIET: Final = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
@@ -73,6 +77,13 @@ class AnswerParts:
         return bool(self.content or self.reasoning or self.calls)
 
 
+def joined_parts(found: Sequence[AnswerParts]) -> AnswerParts:
+    """Return additions to an answer as one."""
+    content = "".join(each.content or "" for each in found)
+    reasoning = "".join(each.reasoning or "" for each in found)
+    return AnswerParts(content or None, reasoning or None, tuple(call for each in found for call in each.calls))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolQuestion:
     """The properties of a request that parsers need."""
@@ -98,9 +109,15 @@ class AnswerParser:
 
     parser: Any
     request: Any
+    vocabulary: "Vocabulary"
+    is_harmony: bool
 
-    def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
+    def whole(self, text: str, token_ids: list[int], *, prompt: list[int]) -> AnswerParts:
         """Return the parts of a whole answer."""
+        if self.is_harmony:
+            return self.add(text, token_ids, prompt=prompt, final=True)
+        if self.parser.reasoning_parser is not None and self.parser.is_reasoning_end(self._opening(prompt)):
+            self.parser.reasoning_parser = None
         reasoning, content, calls = self.parser.parse(
             text, self.request, enable_auto_tools=True, model_output_token_ids=token_ids
         )
@@ -113,9 +130,34 @@ class AnswerParser:
             ),
         )
 
+    def without_calls(self, text: str, found: AnswerParts) -> AnswerParts:
+        """Return the parts of a whole answer without calls. What the parser omits of a cut call is content."""
+        if self.is_harmony:
+            return found or AnswerParts(text)
+        reasoning, content = self.parser.extract_reasoning(text, self.request)
+        return AnswerParts(content or None, reasoning or None)
+
     def add(self, text: str, token_ids: list[int], *, prompt: list[int], final: bool) -> AnswerParts:
         """Return the additions from the next text of an answer."""
-        delta = self.parser.parse_delta(text, token_ids, self.request, prompt_token_ids=prompt, finished=final)
+        if self.is_harmony:
+            return self._delta(text, token_ids, prompt, final=final)
+        # Parsers of streams read the ids of marks, and only of marks that come alone. A model may spell a mark with
+        # several tokens.
+        pieces = self.vocabulary.split(text)
+        found = [
+            self._delta(piece, self.vocabulary.encode(piece), prompt, final=final and at == len(pieces))
+            for at, piece in enumerate(pieces, 1)
+        ]
+        return joined_parts(found)
+
+    def _opening(self, prompt: list[int]) -> list[int]:
+        """Return the end of a prompt that opens the answer. The reasoning of earlier answers is not in it."""
+        special = self.vocabulary.special_ids
+        return prompt[next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in special), 0) :]
+
+    def _delta(self, text: str, ids: list[int], prompt: list[int], *, final: bool) -> AnswerParts:
+        opening = self._opening(prompt)
+        delta = self.parser.parse_delta(text, ids, self.request, prompt_token_ids=opening, finished=final)
         if delta is None:
             return AnswerParts()
         calls = ((call, call.function) for call in delta.tool_calls or ())
@@ -129,14 +171,37 @@ class AnswerParser:
         )
 
 
+class Vocabulary:
+    """A model's tokenizer as parsers need it."""
+
+    def __init__(self, tokenizer: Tokenizer, wrapped: Any) -> None:
+        self.wrapped = wrapped
+        self.special_ids = tokenizer.special_ids
+        self.encode = partial(tokenizer.encode, add_special_tokens=False)
+        texts = [str(token) for token in tokenizer.wrapped.added_tokens_decoder.values()]
+        self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
+        self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
+        self._longest = max(map(len, texts), default=0)
+
+    def split(self, text: str) -> list[str]:
+        """Return the pieces of a text, of which each is the text of an added token or has none."""
+        return [piece for piece in self._marks.split(text) if piece] or [text]
+
+    def open_chars(self, text: str) -> int:
+        """Return the number of characters at the end of a text that may be the beginning of a token's text."""
+        sizes = range(min(self._longest, len(text)), 0, -1)
+        return next((size for size in sizes if text[-size:] in self._beginnings), 0)
+
+
 @dataclass(slots=True)
 class ParsePlan:
     """The parsing of the answers to one request."""
 
     parser_class: Any
-    tokenizer: Any
+    vocabulary: Vocabulary
     request: Any
     template_kwargs: JsonObject
+    is_harmony: bool = False
 
     @property
     def structured_outputs(self) -> JsonObject | None:
@@ -155,12 +220,12 @@ class ParsePlan:
     def make(self) -> Any:
         """Create vLLM's parser of one answer."""
         return self.parser_class(
-            self.tokenizer, self.request.tools, chat_template_kwargs=self.template_kwargs, model_config=None
+            self.vocabulary.wrapped, self.request.tools, chat_template_kwargs=self.template_kwargs, model_config=None
         )
 
     def answer_parser(self) -> AnswerParser:
         """Create the parser of one answer."""
-        return AnswerParser(self.make(), self.request)
+        return AnswerParser(self.make(), self.request, self.vocabulary, self.is_harmony)
 
 
 class Parsers:
@@ -194,12 +259,16 @@ class Parsers:
         _check_name("--reasoning-parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request_class: Any = ChatCompletionRequest
         self._cached = get_cached_tokenizer
-        self._tokenizers: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
+        self._vocabularies: WeakKeyDictionary[Tokenizer, Vocabulary] = WeakKeyDictionary()
+        self._is_harmony = HARMONY in (tool_call_parser, (reasoning_parser or "").partition("_")[0])
+        if self._is_harmony:
+            _check_harmony()
         try:
             self._parser_class: Any = ParserManager.get_parser(
                 tool_parser_name=tool_call_parser,
                 reasoning_parser_name=reasoning_parser,
                 enable_auto_tools=tool_call_parser is not None,
+                is_harmony=self._is_harmony,
             )
         except (TypeError, ValueError) as exc:
             # From vLLM 0.32 on, some parsers can only be combined with the other parser of the same model.
@@ -218,15 +287,17 @@ class Parsers:
         Raises:
             HttpError: 400 if the tools cannot be used, 501 if the parser does not match the model.
         """
-        if tokenizer not in self._tokenizers:
+        vocabulary = self._vocabularies.get(tokenizer)
+        if vocabulary is None:
             # Each new parser reads the whole vocabulary, so a cached tokenizer is kept. If two threads reach this line
             # at the same time, either result is correct.
-            self._tokenizers[tokenizer] = self._cached(tokenizer.wrapped)
+            vocabulary = self._vocabularies[tokenizer] = Vocabulary(tokenizer, self._cached(tokenizer.wrapped))
         try:
             request = self._request_class(**_request_fields(question))
         except ValueError as exc:
             raise invalid("tools", f"cannot be used: {_first_line(exc)}", "tools that vLLM accepts") from exc
-        plan = ParsePlan(self._parser_class, self._tokenizers[tokenizer], request, dict(question.template_kwargs))
+        variables = dict(question.template_kwargs)
+        plan = ParsePlan(self._parser_class, vocabulary, request, variables, self._is_harmony)
         try:
             parser = plan.make()
         except FAILURES as exc:
@@ -254,9 +325,9 @@ def load_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> 
 class AnswerReader:
     """Splits one answer into parts. If the parser fails, all text that has no part yet is content.
 
-    With tools, a stream has the same parts as a whole answer. A call may turn out to be malformed or cut only at the
-    end, and the parsers then decide about the whole text. So the first sign of a call holds all later text back until
-    the whole text is parsed.
+    A stream has the same parts as a whole answer. A call may turn out to be malformed or cut only at the end, and the
+    parsers then decide about the whole text. So the first sign of a call holds all later text back, and at the end the
+    whole text is parsed.
 
     Args:
         make: creates a parser.
@@ -280,45 +351,48 @@ class AnswerReader:
         self._prompt = prompt
         self._show_reasoning = show_reasoning
         self._one_call = one_call
-        self._may_call = bool(question.tools) and question.choice != "none"
         self._has_failed = False
         self._has_calls = False
-        self._num_given = 0
+        # The next fields are only for streams.
+        self._is_holding = False
         self._texts: list[str] = []
         self._ids: list[int] = []
-        # The next fields are only for streams with tools.
-        self._is_holding = False
-        self._whole_text: list[str] = []
-        self._whole_ids: list[int] = []
+        self._waiting = ""
+        self._waiting_ids: list[int] = []
+        self._num_given = 0
         self._num_streamed = 0
         self._streamed = AnswerParts()
         self._blanks = AnswerParts()
 
     async def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
-        """Return the parts of a whole answer."""
-        return self._select_parts(await self._parse(text, len(text), lambda: self._parser.whole(text, token_ids)))
+        """Return the parts of a whole answer: those of a stream that brings it at once."""
+        return await self.add(text, token_ids, final=True)
 
     async def add(self, text: str, token_ids: list[int], *, final: bool) -> AnswerParts:
         """Return the additions from new text; empty parts if the text is held back, or too short to call the parser."""
-        if self._may_call:
-            self._whole_text.append(text)
-            self._whole_ids += token_ids
-            if final:
-                return self._select_parts(await self._last())
-        if self._is_holding:
-            return AnswerParts()
         self._texts.append(text)
         self._ids += token_ids
-        num_new = sum(map(len, self._texts))
-        if not final and num_new * MIN_GROWTH < self._num_given:
+        found = AnswerParts()
+        if not self._is_holding:
+            self._waiting += text
+            self._waiting_ids += token_ids
+            if final or len(self._waiting) * MIN_GROWTH >= self._num_given:
+                found = await self._stream()
+        return self._select_parts(joined_parts([found, await self._last()]) if final else found)
+
+    async def _stream(self) -> AnswerParts:
+        """Return the additions from the waiting text that the whole answer has too."""
+        end = len(self._waiting) - self._parser.vocabulary.open_chars(self._waiting)
+        given, self._waiting = self._waiting[:end], self._waiting[end:]
+        if not given:
             return AnswerParts()
-        text, self._texts = "".join(self._texts), []
-        ids, self._ids = self._ids, []
-        self._num_given += num_new
-        found = await self._parse(
-            text, self._num_given, lambda: self._parser.add(text, ids, prompt=self._prompt, final=final)
-        )
-        return self._select_parts(self._certain(found) if self._may_call else found)
+        ids, self._waiting_ids = self._waiting_ids, []
+        self._num_given += end
+        return self._certain(await self._read(given, ids, final=False))
+
+    async def _read(self, text: str, ids: list[int], *, final: bool) -> AnswerParts:
+        parser = self._parser
+        return await self._parse(text, self._num_given, lambda: parser.add(text, ids, prompt=self._prompt, final=final))
 
     def _certain(self, found: AnswerParts) -> AnswerParts:
         """Return the new text that the whole answer has too, and hold the rest back."""
@@ -328,7 +402,7 @@ class AnswerReader:
             self._has_failed = False
             return AnswerParts()
         self._num_streamed = self._num_given
-        # Parsers of whole answers drop blanks around calls.
+        # Parsers of whole answers drop blanks around calls and reasoning.
         content, self._blanks = _without_blanks(self._blanks, found)
         self._streamed = AnswerParts(
             (self._streamed.content or "") + (content.content or ""),
@@ -338,14 +412,22 @@ class AnswerReader:
 
     async def _last(self) -> AnswerParts:
         """Return the parts of the whole answer without those that were streamed."""
-        text, ids = "".join(self._whole_text), self._whole_ids
-        found = await self._parse(text, len(text), lambda: self._make().whole(text, ids))
+        text = "".join(self._texts)
+        parser, ids = self._make(), self._ids
+        found = await self._parse(text, len(text), lambda: parser.whole(text, ids, prompt=self._prompt))
         content, reasoning = self._streamed.content or "", self._streamed.reasoning or ""
         if self._has_failed and reasoning:
             return AnswerParts((self._blanks.content or "") + text[self._num_streamed :])
-        if not (found.content or "").startswith(content) or not (found.reasoning or "").startswith(reasoning):
-            # The two parsers disagree about text that is already sent.
-            return AnswerParts(calls=found.calls)
+        if not (found.calls or self._has_failed):
+            shown = await self._parse(text, len(text), lambda: parser.without_calls(text, found))
+            # If other text follows what the parser omits, this is no cut call.
+            found = shown if _begins(shown, found) else found
+        if not _begins(found, self._streamed):
+            # The two parsers disagree about text that is already sent. The rest is that of the parser of streams.
+            if self._is_holding:
+                rest = None if found.calls else text[self._num_streamed :]
+                return joined_parts([self._blanks, AnswerParts(rest, calls=found.calls)])
+            return joined_parts([self._blanks, await self._read(self._waiting, self._waiting_ids, final=True)])
         return AnswerParts(
             (found.content or "")[len(content) :] or None,
             (found.reasoning or "")[len(reasoning) :] or None,
@@ -382,6 +464,12 @@ class AnswerReader:
         return parts
 
 
+def _begins(whole: AnswerParts, sent: AnswerParts) -> bool:
+    """Return True if a whole answer begins with what was sent of it."""
+    has_content = (whole.content or "").startswith(sent.content or "")
+    return has_content and (whole.reasoning or "").startswith(sent.reasoning or "")
+
+
 def _without_blanks(blanks: AnswerParts, found: AnswerParts) -> tuple[AnswerParts, AnswerParts]:
     """Return the text after earlier blanks without the blanks at its end, and those blanks."""
     content = (blanks.content or "") + (found.content or "")
@@ -401,6 +489,19 @@ def _request_fields(question: ToolQuestion) -> Mapping[str, Any]:
         named = {"type": "function", "function": {"name": question.name}}
         fields["tool_choice"] = named if question.choice == "named" else question.choice
     return fields
+
+
+def _check_harmony() -> None:
+    try:
+        with foreign_code():
+            from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+
+            load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    except ForeignError as exc:
+        raise ParserUnavailable(
+            f"the parsers of gpt-oss need the vocabulary of openai_harmony ({_first_line(exc.cause)}); allowed: a"
+            " directory with o200k_base.tiktoken in TIKTOKEN_ENCODINGS_BASE"
+        ) from exc
 
 
 def _check_name(option: str, name: str | None, names: list[str]) -> None:
