@@ -116,7 +116,7 @@ class AnswerParser:
         """Return the parts of a whole answer."""
         if self.is_harmony:
             return self.add(text, token_ids, prompt=prompt, final=True)
-        if self.parser.reasoning_parser is not None and self.parser.is_reasoning_end(self._opening(prompt)):
+        if self.parser.reasoning_parser is not None and self.parser.is_reasoning_end(prompt):
             self.parser.reasoning_parser = None
         reasoning, content, calls = self.parser.parse(
             text, self.request, enable_auto_tools=True, model_output_token_ids=token_ids
@@ -150,14 +150,13 @@ class AnswerParser:
         ]
         return joined_parts(found)
 
-    def _opening(self, prompt: list[int]) -> list[int]:
+    def opening(self, prompt: list[int]) -> list[int]:
         """Return the end of a prompt that opens the answer. The reasoning of earlier answers is not in it."""
         special = self.vocabulary.special_ids
         return prompt[next((at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in special), 0) :]
 
     def _delta(self, text: str, ids: list[int], prompt: list[int], *, final: bool) -> AnswerParts:
-        opening = self._opening(prompt)
-        delta = self.parser.parse_delta(text, ids, self.request, prompt_token_ids=opening, finished=final)
+        delta = self.parser.parse_delta(text, ids, self.request, prompt_token_ids=prompt, finished=final)
         if delta is None:
             return AnswerParts()
         calls = ((call, call.function) for call in delta.tool_calls or ())
@@ -178,7 +177,7 @@ class Vocabulary:
         self.wrapped = wrapped
         self.special_ids = tokenizer.special_ids
         self.encode = partial(tokenizer.encode, add_special_tokens=False)
-        texts = [str(token) for token in tokenizer.wrapped.added_tokens_decoder.values()]
+        texts = [str(token) for token in tokenizer.wrapped.added_tokens_decoder.values() if str(token)]
         self._marks = re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
         self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self._longest = max(map(len, texts), default=0)
@@ -348,7 +347,7 @@ class AnswerReader:
         self._make = make
         self._parser = make()
         self._question = question
-        self._prompt = prompt
+        self._prompt = self._parser.opening(prompt)
         self._show_reasoning = show_reasoning
         self._one_call = one_call
         self._has_failed = False
