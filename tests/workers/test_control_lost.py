@@ -10,6 +10,7 @@ from rollbus.schemas.acks import AckStatus
 from rollbus.schemas.errors import ControlCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import desired as desired_reader
+from rollbus.workers.control import reconciler
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import MODEL, HandClient, hand_client
 from tests.support.hand_control import HandController, hand_controller
@@ -50,8 +51,11 @@ async def test_a_serving_worker_continues_if_the_desired_state_is_garbage(contro
         assert client.presences["w"].last_error is None
 
 
-async def test_a_worker_that_starts_on_a_garbage_desired_state_waits_for_a_reset(nats_url: str, fleet: str) -> None:
+async def test_a_worker_that_starts_on_a_garbage_desired_state_waits_for_a_reset(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that starts on a garbage desired state reports the problem, waits, and serves after a reset."""
+    monkeypatch.setattr(reconciler, "FIRST_READ_S", 0.2)
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("resume")
         await write_garbage_state(client, boss)
