@@ -4,8 +4,12 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import signal
 import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,8 +19,18 @@ from tests.support.waits import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeou
 
 pytest_plugins = ["tests.support.fixtures"]
 
-STARTED_FIRST = ("tests/test_rl_loop.py", "tests/engine/test_families.py", "tests/docs/test_code_blocks.py")
-"""Files that take minutes, the longest first. If one of them started last, other processes would wait for it."""
+STARTED_FIRST = (
+    "tests/engine/test_launch.py",
+    "tests/test_rl_loop.py",
+    "tests/engine/test_families.py",
+    "tests/docs/test_code_blocks.py",
+)
+"""Files that take minutes, the longest first, with all that share its engines. If one of them started last, other
+processes would wait for it."""
+ALL_NEED_AN_ENGINE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.vllm\b", re.MULTILINE)
+"""Files without a test for the part of `.ci/test` without engines."""
+ENGINE_TESTS = Path(__file__).with_name("engine")
+USES_ENGINES = re.compile(r"def test_\w+\([^)]*\b(moe|dense|reloaded): RunningEngine\b")
 
 # Each run uses the same examples; `pytest --hypothesis-profile=explore` searches for new ones. No deadline, because the
 # speed of machines varies.
@@ -52,6 +66,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         cache.remove()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with selected tests in the two parts of `.ci/test`: each of nine processes collects them."""
+    part = config.option.markexpr
+    if collection_path.suffix != ".py" or part not in {"vllm", "not vllm"}:
+        return None
+    text = collection_path.read_text()
+    return ("mark.vllm" not in text if part == "vllm" else bool(ALL_NEED_AN_ENGINE.search(text))) or None
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the objects of imported modules, which stay: it takes a fifth of the collection."""
     gc.freeze()
@@ -65,6 +88,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "nats_url" in getattr(item, "fixturenames", ()) or item.get_closest_marker("vllm") is not None:
             item.add_marker("slow")
     items.sort(key=lambda item: [item.nodeid.startswith(f"{file}::") for file in STARTED_FIRST], reverse=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process run all files that share the engines of tests/engine: each other process would start them too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.option.dist != "loadfile":
+        return None
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda node: (
+        "engines" if shares_engines(config.rootpath / file_of(node)) else file_of(node)
+    )
+    return scheduling
+
+
+@cache
+def shares_engines(file: Path) -> bool:
+    """Return True if tests of the file use the engines of tests/engine/conftest.py."""
+    return file.parent == ENGINE_TESTS and bool(USES_ENGINES.search(file.read_text()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -20,6 +20,8 @@ from rollbus.workers.engines.vllm.kv.files import BlockTransfer, KvFolder, Sweep
 from rollbus.workers.engines.vllm.launch import engine_arguments, set_environment
 from rollbus.workers.engines.vllm.params import to_vllm
 
+pytestmark = pytest.mark.vllm
+
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
 NIXL = {"kv_connector": "NixlConnector"}
 SMALL = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 26}

@@ -25,6 +25,8 @@ from rollbus.workers.engines.vllm.feed import _output
 from rollbus.workers.engines.vllm.loads import LoadSerials
 from rollbus.workers.engines.vllm.outputs import LogprobTable, OpenRequests, StepOutput
 
+pytestmark = pytest.mark.vllm
+
 ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
 
 

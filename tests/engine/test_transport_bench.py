@@ -9,6 +9,8 @@ from bench.report import Report
 from bench.transport import WAYS, measure, turn
 from rollbus.frontend.cli.tables import Spread
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.mark.slow
 async def test_all_transports_give_the_same_tokens() -> None:

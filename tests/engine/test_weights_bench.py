@@ -10,6 +10,8 @@ pytest.importorskip("vllm")
 
 from bench.processes import own_process
 
+pytestmark = pytest.mark.vllm
+
 
 async def test_a_link_passes_all_bytes_within_its_rate() -> None:
     """A link passes all bytes in both directions, within its rate. If one side closes, the other side closes too."""

@@ -28,6 +28,8 @@ from rollbus.workers.engines.synthetic.config import SyntheticConfig
 from tests.http.support import CHAT, COMPLETIONS, CONFIG, Serve, Talk, byte_level, make_byte_level, noted_requests, save
 from tests.support.waits import SOON_S
 
+pytestmark = pytest.mark.vllm
+
 VLLMValidationError = pytest.importorskip("vllm.exceptions").VLLMValidationError
 SAMPLING_FIELDS = pytest.importorskip("vllm.sampling_params").SamplingParams.__struct_fields__
 GENERATE = "/inference/v1/generate"
