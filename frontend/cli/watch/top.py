@@ -374,27 +374,33 @@ class Page:
 
 
 def draw(view: TopView, options: TopOptions, page: Page, width: int, height: int) -> Text:
-    """Return the screen of a terminal of this size: the figures of the fleet, its tables, and the workers last."""
+    """Return the screen of a terminal of this size: the figures of the fleet, its tables, and the workers.
+
+    Tables stay above the workers, which scroll, as long as these have half of the screen. The others follow them.
+    """
     view = _select(view, options)
     above = [Text(line, "bold" if not number else "") for number, line in enumerate(heading(view, options, width))]
     if view.problem is not None:
         above.append(Text(printable(view.problem), "bold red"))
-    lines = []
+    below: list[Text] = []
     for section in sections(view.state, view.rates):
-        lines += _table(section, width, max(height // 8, 1))
+        lines = _table(section, width, max(height // 8, 1))
+        fits = not below and len(above) + len(lines) < height // 2
+        (above if fits else below).extend(lines)
     workers = sorted_workers(view.state.workers, view.rates, options.sort)
     cells = [worker_cells(worker, view.rates.of(worker.worker)) for worker in workers]
     if options.model is not None or len({worker.model for worker in workers}) < 2:
         # The table of models has the model.
         cells = [[NONE if i == _MODEL else cell for i, cell in enumerate(row)] for row in cells]
     table = lay_out(COLUMNS, cells, width, SPARE_COLUMNS)
-    lines.append(Text(table.head, "reverse"))
+    above.append(Text(table.head, "reverse"))
+    lines = []
     for worker, row in zip(workers, table.rows, strict=True):
         first = Text(row[0])
         first.stylize(_STYLES.get(worker.state, "red"), 0, len(status.state_cell(worker)))
         lines += [first, *map(Text, row[1:])]
     model = "all" if options.model is None else printable(options.model)
-    return page.draw(lines, width, height, above, f"q quit  s sort: {options.sort}  p model: {model}")
+    return page.draw([*lines, *below], width, height, above, f"q quit  s sort: {options.sort}  p model: {model}")
 
 
 def _select(view: TopView, options: TopOptions) -> TopView:
