@@ -131,15 +131,13 @@ async def test_a_signal_ends_with_the_table_so_far(
     assert code == INTERRUPTED
     report = msgspec.json.decode(capsys.readouterr().out, type=Report)
     assert [stage.verdict for stage in report.stages] == [Verdict.WRONG, Verdict.NOT_RUN, Verdict.NOT_RUN]
-    stopped = "the command was stopped before its end"
-    assert [stage.reason for stage in report.stages[1:]] == [stopped, stopped]
+    assert {stage.reason for stage in report.stages[1:]} == {"the command was stopped before its end"}
 
 
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
         ('{"prompt_token_ids": [5, -1]}', "line 1"),
-        ('{"prompt_token_ids": [5]}\n{"prompt_token_ids": [5], "temperature": -2}', "temperature"),
         ('{"prompt_token_ids": [5], "lora": "mine"}', "row 1 names the adapter mine; no reference has it"),
         ("", "has no rows; expected one for each prompt"),
     ],

@@ -134,10 +134,12 @@ def test_a_difference_without_a_number_is_wrong() -> None:
 
 
 def test_a_tie_is_no_fault() -> None:
-    """Sets that miss by less than the limit are ties, however many there are."""
+    """Sets that miss by less than the limit are ties, however many there are and however far the tokens behind move."""
     evidence = made_evidence()
     for one in evidence.sampled:
-        one.scores.others[::2] = 1e-5
+        one.scores.others[::2], one.scores.misses[50] = 1e-5, 0.3
+        one.scores.logprobs[50:] += 0.2
+    assert judge_agreement(evidence, "float32").verdict is Verdict.OK
     assert judge_routing(evidence, "float32").verdict is Verdict.OK
 
 

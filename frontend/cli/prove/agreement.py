@@ -90,7 +90,7 @@ def _reference_findings(evidence: Evidence, signs: Signs, dtype: str) -> list[Fi
     return [
         Figures.of(pairs).judge(f"reference, {name} tokens", dtype, signs.floor, signs.noise)
         for name, group in groups
-        if (pairs := reference_pairs(group))
+        if (pairs := reference_pairs(group, signs.expected))
     ]
 
 
@@ -109,7 +109,7 @@ def _facts(evidence: Evidence) -> list[Finding]:
 
 
 def _details(evidence: Evidence, signs: Signs) -> dict[str, Any]:
-    pairs = reference_pairs(evidence.sampled) or second_pairs(evidence.sampled)
+    pairs = reference_pairs(evidence.sampled, signs.expected) or second_pairs(evidence.sampled)
     details: dict[str, Any] = {
         "answers": len(evidence.sampled),
         "tokens": sum(len(one.logprobs) for one in evidence.sampled),

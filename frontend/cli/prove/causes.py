@@ -1,5 +1,6 @@
 """Names the likely causes of what is off, by the pattern of the evidence. This module is pure."""
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,6 +10,7 @@ from .figures import (
     Suspect,
     answer_of,
     batch_pairs,
+    expected_of,
     first_position,
     misses_of,
     noise_pairs,
@@ -57,8 +59,15 @@ class Signs:
         """The reference against itself in another dtype."""
         self.second = Figures.of(second_pairs(sampled))
         """The answers against the engine's second pass."""
-        free, again = Figures.of(reference_pairs(sampled)), Figures.of(reference_pairs(sampled, "replayed"))
-        self.reference = free if free.tokens else None
+        self.misses = misses_of(evidence, dtype)
+        tie = 0.0 if self.misses is None else self.misses.limit
+        self.expected = functools.partial(expected_of, tie=tie)
+        """What the reference expects, with the engine's experts from the first tie on."""
+        free = Figures.of(reference_pairs(sampled, lambda scores: scores.logprobs))
+        again = Figures.of(reference_pairs(sampled, lambda scores: scores.replayed))
+        compared = Figures.of(reference_pairs(sampled, self.expected))
+        self.reference = compared if compared.tokens else None
+        self.free = free if free.tokens else None
         self.replayed = again if again.tokens else None
 
         def drifts(chosen: list[Sampled]) -> bool:
@@ -71,19 +80,20 @@ class Signs:
         """True if only answers with a cached prefix differ from it."""
         self.drift_sampled = self.drifts and bool(greedy) and not drifts(greedy)
         """True if only sampled answers differ from it."""
-        seconds = [
-            (answer_of(one, one.second), answer_of(one, one.scores.logprobs))
+        both = [
+            (one, one.second, self.expected(one.scores))
             for one in sampled
             if one.second is not None and one.scores is not None
         ]
-        self.differs = free.is_off(dtype, floor, noise)
+        seconds = [(second, expected) for _, second, expected in both]
+        answers = [(answer_of(one, second), answer_of(one, expected)) for one, second, expected in both]
+        self.differs = compared.is_off(dtype, floor, noise)
         """True if the answers differ from the reference."""
-        self.second_differs = Figures.of(seconds).is_off(dtype, floor, noise)
+        self.second_differs = Figures.of(answers).is_off(dtype, floor, noise)
         """True if the second pass differs from it."""
         still = again.is_off(dtype, floor, noise)
         self.heals = bool(again.tokens) and self.differs and (not still or again.k3 < free.k3 / 10)
         """True if replay removes the difference, or nine tenths of it."""
-        self.misses = misses_of(evidence, dtype)
         faulty = [] if self.misses is None else [i for i, share in enumerate(self.misses.faults) if share > SOME]
         self.first_layer = evidence.layers[faulty[0]] if faulty else None
         """First layer whose router sees something else than the reference's."""
@@ -94,17 +104,21 @@ class Signs:
             found = suspect_of(evidence, evidence.layers[place - 1])
             # After the last router, nothing of an expert reaches other tokens than its own.
             self.suspect = found if found is not None and (faulty or found.ratio > ALONE) else None
-        self.slope, straight = slope_of(reference_pairs(sampled))
+        self.slope, straight = slope_of(reference_pairs(sampled, self.expected))
         """By how much r changes with the log probability, in a straight line."""
         self.is_straight = straight > STRAIGHT and self.slope != 0
         # The tokens of an expert may begin anywhere.
-        self.position = first_position(sampled) if self.second_differs and self.suspect is None else 0
+        self.position = first_position(seconds) if self.second_differs and self.suspect is None else 0
         """First position where the engine and the reference do not agree."""
         self.breaks = not self.differs and still
         """True if only replay makes a difference."""
         self.rounding = rounding_gain(sampled)
         """How many times less precise routers fit better."""
-        others = self.second_differs if seconds else Figures.of(reference_pairs(greedy)).is_off(dtype, floor, noise)
+        others = (
+            self.second_differs
+            if seconds
+            else Figures.of(reference_pairs(greedy, self.expected)).is_off(dtype, floor, noise)
+        )
         tests = sampling_tests(one for one in sampled if one.is_neutral)
         # If greedy answers differ too, their distribution is another one.
         is_tested = not others and (self.drift_sampled or not self.drifts)

@@ -155,18 +155,13 @@ class _Collection:
         prompts = self._prompts(number)
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         sampled = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=NUM_SAMPLES)
-        for arm, sampling, at_once in (
-            ("batch", greedy, IN_FLIGHT),
-            ("alone", greedy, 1),
-            ("again", greedy, IN_FLIGHT),
-            ("sampled", sampled, IN_FLIGHT),
-        ):
+        for arm, sampling in (("batch", greedy), ("alone", greedy), ("again", greedy), ("sampled", sampled)):
             salts = [uuid.uuid4().hex if arm == "alone" else None for _ in prompts]
             requests = [
                 GenerateRequest(prompt_token_ids=ids, sampling=sampling, model=self._proof.model, cache_salt=salt)
                 for ids, salt in zip(prompts, salts, strict=True)
             ]
-            await self._send(arm, number, requests, at_once)
+            await self._send(arm, number, requests, 1 if arm == "alone" else IN_FLIGHT)
         if number == 0 and self._proof.prompts:
             await self._send("yours", number, self._yours(), IN_FLIGHT)
 

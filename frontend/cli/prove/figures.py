@@ -75,13 +75,27 @@ def second_pairs(sampled: Iterable[Sampled]) -> list[Pair]:
     return [(one.logprobs, answer_of(one, one.second)) for one in sampled if one.second is not None]
 
 
-def reference_pairs(sampled: Iterable[Sampled], field: str = "logprobs") -> list[Pair]:
-    """Return the answers beside the reference: its `logprobs`, or `replayed` with the engine's experts."""
-    return [
-        (one.logprobs, answer_of(one, values))
-        for one in sampled
-        if one.scores is not None and (values := getattr(one.scores, field)) is not None
-    ]
+def expected_of(scores: TokenScores, tie: float) -> Floats:
+    """Return the reference's log probabilities. From the first tie of routers on, the engine's experts are replayed.
+
+    A token behind a tie moves by tenths, because each of both sets is right. A sequence with a larger miss keeps the
+    reference's own experts.
+
+    Args:
+        tie: largest miss that is a tie, in the router's logits.
+    """
+    if scores.misses is None or scores.others is None or scores.replayed is None:
+        return scores.logprobs
+    first = int(np.argmax(np.append((scores.misses > 0).any(1), True)))
+    if (scores.others[first:] > tie).any():
+        return scores.logprobs
+    return np.concatenate([scores.logprobs[:first], scores.replayed[first:]])
+
+
+def reference_pairs(sampled: Iterable[Sampled], values: Callable[[TokenScores], Floats | None]) -> list[Pair]:
+    """Return the answers beside the values of the reference."""
+    found = [(one, values(one.scores)) for one in sampled if one.scores is not None]
+    return [(one.logprobs, answer_of(one, each)) for one, each in found if each is not None]
 
 
 def noise_pairs(sampled: Iterable[Sampled]) -> list[Pair]:
@@ -250,9 +264,8 @@ FAINT: Final = 0.01
 """Part of the mean square difference below which a position agrees."""
 
 
-def first_position(sampled: Iterable[Sampled]) -> int:
-    """Return the first position whose next token the second pass and the reference do not agree on."""
-    pairs = [(one.second, one.scores.logprobs) for one in sampled if one.second is not None and one.scores is not None]
+def first_position(pairs: Sequence[Pair]) -> int:
+    """Return the first position at which the passes of whole sequences do not agree. 0 without pairs."""
     if not pairs:
         return 0
     table = np.full((len(pairs), max(len(pair[0]) for pair in pairs)), np.nan)

@@ -64,7 +64,7 @@ def judge_routing(evidence: Evidence, dtype: str) -> Outcome:
         "unreached": {str(layer): experts for layer, experts in unreached(evidence).items() if experts},
         "replay": {
             name: figures._asdict()
-            for name, figures in (("without", signs.reference), ("with", signs.replayed))
+            for name, figures in (("without", signs.free), ("with", signs.replayed))
             if figures is not None
         },
     }
@@ -101,13 +101,13 @@ def _precision(signs: Signs) -> list[Finding]:
 
 
 def _replay(signs: Signs) -> list[Finding]:
-    if signs.reference is None or signs.replayed is None:
+    if signs.free is None or signs.replayed is None:
         return []
     numbers = (
-        Number(name="k3 without replay", value=signs.reference.k3, unit="nats"),
+        Number(name="k3 without replay", value=signs.free.k3, unit="nats"),
         Number(name="k3 with replay", value=signs.replayed.k3, unit="nats"),
     )
-    text = f"replay of the engine's experts: k3 {signs.reference.k3:.2g} without, {signs.replayed.k3:.2g} with it"
+    text = f"replay of the engine's experts: k3 {signs.free.k3:.2g} without, {signs.replayed.k3:.2g} with it"
     return [Finding(verdict=Verdict.OK, what=text, numbers=numbers)]
 
 
