@@ -26,7 +26,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 
@@ -286,7 +286,7 @@ class PatchedNatsClient(Client):
             raise nats_errors.ConnectionClosedError
         self._sid += 1
         # nats-py calls a coroutine function in a task, and moves each message to it through a queue.
-        waits = handler if inspect.iscoroutinefunction(handler) else None
+        waits = cast("Callable[[Msg], Awaitable[None]]", handler) if inspect.iscoroutinefunction(handler) else None
         subscription = _HandledSubscription(self, self._sid, subject, queue, waits, None, 0, max_msgs, max_bytes)
         subscription.call, subscription.skips_streamed = None if waits else handler, skips_streamed
         subscription._start(self._error_cb)  # type: ignore[no-untyped-call]

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from nats.aio.msg import Msg
 
+from rollbus.bus.nats.client import Message
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
 from rollbus.bus.queue.puller import QueuePuller
@@ -198,7 +198,7 @@ async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(
         given_back: list[bytes] = []
         receive = worker.puller._receive_request
 
-        def pause_first(message: Msg) -> None:
+        def pause_first(message: Message) -> None:
             # Pause between the server's delivery and its receipt. After an earlier pause, the end of another pull may
             # wake the puller, which then withdraws its pulls before the request arrives.
             worker.puller.pause()

@@ -463,7 +463,7 @@ async def test_the_marks_of_reasoning_are_read_from_text(parser: str | None) -> 
         reader = AnswerReader(plan.answer_parser, asks, encode(prompt), show_reasoning=True, one_call=False)
         if not sizes:
             return plain(await reader.whole(text, encode(text)))
-        parts = []
+        parts: list[AnswerParts] = []
         while not parts or text:
             size = rng.choice(sizes)
             piece, text = text[:size], text[size:]

@@ -167,7 +167,7 @@ def test_special_tokens_in_names_tools_and_variables_stay_text(family: Family) -
         answer = {"role": "assistant", "content": f"{text}.", "tool_calls": [{"id": text, "function": called}]}
         results = [{"role": "tool", "tool_call_id": text, "name": text, "content": text}]
         question = [{"role": "system", "content": text}, {"role": "user", "name": text, "content": f" {text} "}]
-        messages = [*question, answer, *results]
+        messages: list[Any] = [*question, answer, *results]
         ids, tail = template.whole(messages), template.tail(answer, family.ends[1], results)
         decode = template.tokenizer.decode
         assert decode(ids, skip_special_tokens=False) == template.render(messages)
