@@ -354,7 +354,7 @@ class Metrics(Collector):
         self.in_flight[model,] += 1
         try:
             yield progress
-            outcome = "done"
+            outcome = progress.outcome
         except (asyncio.CancelledError, ClientDisconnect, GeneratorExit):
             outcome = "left"
             raise
@@ -401,6 +401,8 @@ class GenerationTimer:
     metrics: Metrics
     model: str
     begun: float = field(default_factory=time.perf_counter)
+    outcome: str = "done"
+    """The outcome if no exception ends the request."""
     _last: dict[int, float] = field(default_factory=dict)
 
     def add(self, chunk: bus.Chunk) -> None:
@@ -422,6 +424,7 @@ class GenerationTimer:
 
     def finished(self, generation: bus.Generation) -> None:
         """Count a result that was not streamed."""
+        self.outcome = str(getattr(generation.error, "code", self.outcome))
         for sample in (generation, *generation.siblings):
             for version, count in sorted(Counter(sample.weight_versions.tolist()).items()):
                 self.metrics.tokens[self.metrics.version(self.model, version)] += count

@@ -301,6 +301,21 @@ async def test_retries_are_counted_by_model(nats_url: str, fleet: str) -> None:
     assert value(found, "rollbus_client_retries_total", model="m") == 1
 
 
+async def test_a_failed_result_is_not_counted_as_done(nats_url: str, fleet: str) -> None:
+    """A failed result that is returned, not raised, has the outcome of its error, and its tokens count."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        service = Service(rb, Settings(), Admission(8))
+        completing = tasks.create_task(service.complete(a_request(), request(2), raises=False))
+        key = await worker.next_key()
+        await worker.frame(0, chunk(key, 0, 7), admitted=(key,))
+        await worker.frame(1, failure(key, 1, ErrorCode.TOO_STALE, total=1))
+        generation = await completing
+        found = parse((await service.metrics.text()).decode())
+    assert generation.error is not None
+    outcomes = {dict(labels)["outcome"] for name, labels in found if name == "rollbus_http_generations_total"}
+    assert outcomes == {str(generation.error.code)}
+
+
 async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
     """The number of weight versions in labels is bounded, because old versions lose their series."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
